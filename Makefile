@@ -1,0 +1,39 @@
+# make train     a first distributed training run, 4 processes on this machine
+# make test      style, types and the fast tests
+# make test-all  the same with the slow tests
+# PYTHON=python3.12 make setup   takes another Python
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.whale-setup
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-all setup lint clean
+
+train: setup
+	$(VENV)/bin/whale run -n 4 examples/quickstart.py
+
+test: lint
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-all: lint
+	$(VENV)/bin/python -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Whale needs Python 3.11 or newer, $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11 setup" % (v[0], v[1]))'
+	@echo "setup: making $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing whale and what its tests need into $(VENV) (some minutes the first time)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
+	@touch $@
+	@echo "setup: ready"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf

@@ -1,0 +1,376 @@
+"""The loss as a sum of terms: parts of the mini-batch must add up to the loss and gradients of plain PyTorch on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.test_kinds import export_graph
+from whale.capture.kinds import value_kinds
+from whale.capture.losses import LossPlan, NotAdditive, batch_reductions, rewrite_loss, split_loss
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+SAMPLES, TOKENS, CLASSES = 10, 6, 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.register_buffer("class_weight", torch.tensor([0.5, 2.0, 1.0, 0.25, 1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x)))  # (samples, TOKENS, CLASSES)
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(0, CLASSES, (SAMPLES, TOKENS), generator=generator)
+    y[0:4] = -100  # the first part of 4, and the first part of 1, have no valid token at all
+    y[5, 2:] = -100
+    mask = torch.randint(0, 2, (SAMPLES, TOKENS), generator=generator).double()
+    mask[:, 0] = 1.0
+    return {
+        "x": torch.randn(SAMPLES, TOKENS, 3, generator=generator, dtype=torch.float64),
+        "y": y,
+        "mask": mask,
+        "soft": torch.rand(SAMPLES, TOKENS, CLASSES, generator=generator, dtype=torch.float64),
+        "label": torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
+        "num_items": torch.tensor(37),
+    }
+
+
+def run(captured: Any, values: dict[str, Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Interprets the graph; `values` are parameters, buffers and constants by name."""
+    environment: dict[Any, Any] = {}
+    placeholders = iter(arguments)
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = next(placeholders)
+        elif node.op == "get_attr":
+            environment[node] = values[node.target]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
+            environment[node] = node.target(*args, **kwargs)
+    return tuple(environment[term] for term in captured.output.args[0])
+
+
+def run_together(captured: Any, values: dict[str, Tensor], parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """All parts in step, as devices do: a node with `all_reduce` gets the sum of its values over the parts. Gives the sum of outputs."""
+    environments: list[dict[Any, Any]] = [{} for _ in parts]
+    iterators = [iter(part) for part in parts]
+    for node in captured.graph.nodes:
+        for environment, arguments in zip(environments, iterators, strict=True):
+            if node.op == "placeholder":
+                environment[node] = next(arguments)
+            elif node.op == "get_attr":
+                environment[node] = values[node.target]
+            elif node.op == "call_function":
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
+                environment[node] = node.target(*args, **kwargs)
+        if node.meta.get("all_reduce"):
+            total = sum(environment[node] for environment in environments)
+            for environment in environments:
+                environment[node] = total
+    return sum(environment[term] for environment in environments for term in captured.output.args[0])  # type: ignore[return-value]
+
+
+def state_values(model: nn.Module, captured: Any) -> dict[str, Tensor]:
+    named = {f"model.{name}": value for name, value in model.named_parameters(remove_duplicate=False)}
+    named |= {f"model.{name}": value for name, value in model.named_buffers(remove_duplicate=False)}
+    return named | captured.constants
+
+
+def whole_values(plan: LossPlan, values: dict[str, Tensor], batch: Batch) -> tuple[Tensor, ...]:
+    assert plan.whole_graph is not None
+    assert not list(plan.whole_graph.parameters())
+    for attribute, name in plan.whole_buffers.items():
+        setattr(plan.whole_graph, attribute, values[name].detach().clone())
+    return tuple(plan.whole_graph(*batch.values()))
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> list[list[Tensor]]:
+    total, parts, start = sum(sizes), [], 0
+    for size in sizes:
+        parts.append([value[start : start + size] if value.dim() and value.shape[0] == total else value for value in batch.values()])
+        start += size
+    return parts
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def check(model: nn.Module, batch: Batch, loss: Loss, tolerance: float, partitions: Sequence[Sequence[int]], all_reduce: bool = False) -> LossPlan:
+    """Compares with eager PyTorch on the whole batch: loss, and gradients relative to the largest of the model."""
+    expected = loss(model, batch)
+    expected_gradients = gradients(model, expected)
+    captured = export_graph(model, batch, loss)
+    plan = rewrite_loss(captured, value_kinds(captured), all_reduce)
+    assert plan.not_additive is None, plan.not_additive and plan.not_additive.message
+    assert len(plan.terms) == len(captured.output.args[0])
+    values = state_values(model, captured)
+    whole = whole_values(plan, values, batch)
+    scale = max(gradient.abs().max().item() for gradient in expected_gradients)
+    for sizes in partitions:
+        parts = [[*part, *whole] for part in cut(batch, sizes)]
+        if all_reduce:
+            total = run_together(captured, values, parts)
+        else:
+            total = sum(term for part in parts for term in run(captured, values, part))  # type: ignore[assignment]
+        assert total.shape == expected.shape
+        assert total.dtype == expected.dtype
+        assert abs(total.item() - expected.item()) <= tolerance * max(abs(expected.item()), 1.0), sizes
+        for ours, theirs in zip(gradients(model, total), expected_gradients, strict=True):
+            assert (ours - theirs).abs().max().item() <= tolerance * max(scale, 1.0), sizes
+    return plan
+
+
+def per_token(m: nn.Module, b: Batch) -> Tensor:
+    return F.mse_loss(m(b["x"]), b["soft"], reduction="none").mean(-1)
+
+
+def ce(m: nn.Module, b: Batch, **options: Any) -> Tensor:
+    return F.cross_entropy(m(b["x"]).view(-1, CLASSES), b["y"].view(-1), **options)
+
+
+def siamese(m: nn.Module, b: Batch) -> Tensor:
+    both, half = m(torch.cat([b["x"], -b["x"]])), b["x"].shape[0]
+    return F.l1_loss(both[:half], both[half:])
+
+
+def penalty(m: nn.Module) -> Tensor:
+    return 0.1 * sum(p.square().sum() for p in m.parameters())
+
+
+ADDITIVE: dict[str, Loss] = {
+    "ce ignore_index": ce,
+    "ce dims after class": lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["y"]),
+    "ce sum / num_items": lambda m, b: ce(m, b, reduction="sum") / b["num_items"],
+    "ce class weights": lambda m, b: ce(m, b, weight=m.class_weight),
+    "ce smoothing": lambda m, b: ce(m, b, label_smoothing=0.1),
+    "ce weights and smoothing": lambda m, b: ce(m, b, weight=m.class_weight, label_smoothing=0.1),
+    "ce probability targets": lambda m, b: F.cross_entropy(m(b["x"]).mean(1), b["soft"].mean(1).softmax(-1)),
+    "ce probabilities over tokens": lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["soft"].transpose(1, 2), label_smoothing=0.2),
+    "ce probabilities, weights": lambda m, b: F.cross_entropy(m(b["x"])[:, 0], b["soft"][:, 0], weight=m.class_weight),
+    "ce pseudo-labels": lambda m, b: F.cross_entropy(m(b["x"])[:, 0], m(b["x"])[:, 1].argmax(-1)),
+    "ce label": lambda m, b: F.cross_entropy(m(b["x"])[:, -1], b["label"]),
+    "nll": lambda m, b: F.nll_loss(m(b["x"]).log_softmax(-1).flatten(0, 1), b["y"].flatten()),
+    "nll 2d": lambda m, b: F.nll_loss(m(b["x"]).log_softmax(-1).permute(0, 2, 1).unsqueeze(-1).contiguous(), b["y"].unsqueeze(-1)),
+    "mse": lambda m, b: F.mse_loss(m(b["x"]), b["soft"]),
+    "mse sum": lambda m, b: F.mse_loss(m(b["x"]), b["soft"], reduction="sum"),
+    "l1": lambda m, b: F.l1_loss(m(b["x"]), b["soft"]),
+    "smooth l1": lambda m, b: F.smooth_l1_loss(m(b["x"]), b["soft"]),
+    "huber": lambda m, b: F.huber_loss(m(b["x"]), b["soft"], delta=0.3),
+    "bce": lambda m, b: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["soft"]),
+    "bce logits": lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["soft"], pos_weight=m.class_weight),
+    "kl batchmean": lambda m, b: F.kl_div(m(b["x"]).log_softmax(-1), b["soft"].softmax(-1), reduction="batchmean"),
+    "kl mean": lambda m, b: F.kl_div(m(b["x"]).log_softmax(-1), b["soft"].softmax(-1)),
+    "poisson nll": lambda m, b: F.poisson_nll_loss(m(b["x"]), b["soft"]),
+    "cosine embedding": lambda m, b: F.cosine_embedding_loss(m(b["x"])[:, 0], b["soft"][:, 0], (b["label"] > 2).long() * 2 - 1),
+    "triplet inside a sample": lambda m, b: F.triplet_margin_loss(m(b["x"])[:, 0], m(b["x"])[:, 1], m(b["x"])[:, 2]),
+    "mean": lambda m, b: m(b["x"]).square().mean(),
+    "mean over dims": lambda m, b: (m(b["x"]).square().mean((0, 1)) * m.class_weight).sum(),
+    "sum": lambda m, b: m(b["x"]).square().sum(),
+    "sum / samples": lambda m, b: m(b["x"]).square().sum() / b["x"].shape[0],
+    "sum / elements": lambda m, b: m(b["x"]).square().sum() / m(b["x"]).numel(),
+    "sum / sqrt samples": lambda m, b: m(b["x"]).square().sum() / b["x"].shape[0] ** 0.5,
+    "masked mean": lambda m, b: (per_token(m, b) * b["mask"]).sum() / b["mask"].sum(),
+    "masked mean eps": lambda m, b: (per_token(m, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-5) / 3,
+    "masked mean clamp": lambda m, b: (per_token(m, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
+    "masked sqrt": lambda m, b: (per_token(m, b) * b["mask"]).sum() / b["mask"].sum().sqrt(),
+    "divided inside": lambda m, b: (per_token(m, b) * b["mask"] / b["mask"].sum()).sum(),
+    "normalised mask": lambda m, b: (per_token(m, b) * (b["mask"] / b["mask"].sum())).sum(),
+    "whole maximum": lambda m, b: (per_token(m, b) * b["mask"]).mean() / b["y"].max(),
+    "nested means": lambda m, b: ((per_token(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
+    "weighted samples": lambda m, b: (per_token(m, b).mean(1) * b["mask"][:, 1]).sum() / b["mask"][:, 1].sum(),
+    "class weight buffer in a denominator": lambda m, b: (per_token(m, b).mean(1) * m.class_weight[b["label"]]).sum()
+    / m.class_weight[b["label"]].sum(),
+    "learned temperature": lambda m, b: F.cross_entropy(m(b["x"])[:, 0] * m.scale.exp(), b["label"]) * m.scale + m.scale.log(),
+    "two denominators and a penalty": lambda m, b: ce(m, b) + 0.5 * F.mse_loss(m(b["x"]), b["soft"]) + penalty(m),
+    "constant": lambda m, b: 1 - (2.0 - F.mse_loss(m(b["x"]), b["soft"])) * 3,
+    "subtracted": lambda m, b: -(ce(m, b) - 2 * per_token(m, b).mean()) / 4,
+    "stack sum": lambda m, b: torch.stack([ce(m, b), per_token(m, b).mean(), penalty(m)]).sum(),
+    "stack mean": lambda m, b: torch.stack([ce(m, b), per_token(m, b).mean()]).mean(),
+    "stack weighted": lambda m, b: (torch.stack([ce(m, b), per_token(m, b).mean()]) * m.class_weight[:2]).sum(),
+    "sum of a list": lambda m, b: sum([ce(m, b), per_token(m, b).mean(), penalty(m)]),
+    "inputs only": lambda m, b: ce(m, b) + b["mask"].mean(),
+    "rows by position": lambda m, b: F.mse_loss(
+        m(b["x"])[torch.arange(b["x"].shape[0]), b["label"]], b["soft"][torch.arange(b["x"].shape[0]), b["label"]]
+    ),
+    "gather": lambda m, b: -m(b["x"]).log_softmax(-1).gather(2, b["y"].clamp(min=0).unsqueeze(-1)).mean(),
+    "siamese": lambda m, b: siamese(m, b),
+    "siamese by a view": lambda m, b: F.l1_loss(*m(torch.cat([b["x"], -b["x"]])).view(2, -1, TOKENS, CLASSES).unbind(0)),
+    "sequence first": lambda m, b: F.cross_entropy(m(b["x"]).transpose(0, 1).reshape(-1, CLASSES), b["y"].t().reshape(-1)),
+    "product over the samples": lambda m, b: torch.einsum("bi,bj->ij", m(b["x"])[:, 0], b["soft"][:, 0]).sum(),
+    "matmul over the samples": lambda m, b: (m(b["x"])[:, 0].t() @ b["soft"][:, 0]).trace(),
+}
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_parts_add_up_to_the_whole(name: str) -> None:
+    torch.manual_seed(0)
+    check(Net().double(), make_batch(), ADDITIVE[name], 1e-12, [(4, 3, 3), (1, 9)])
+
+
+def in_trace(loss: Loss) -> Loss:
+    """torch.export keeps only the lines of functions named `forward` in its stack traces: this names a function so."""
+    loss.__code__ = loss.__code__.replace(co_name="forward")  # type: ignore[attr-defined]
+    return loss
+
+
+@in_trace
+def log_of_mean(m: nn.Module, b: Batch) -> Tensor:
+    mean = m(b["x"]).square().mean()
+    return torch.log(mean)
+
+
+@in_trace
+def product_of_means(m: nn.Module, b: Batch) -> Tensor:
+    first = m(b["x"]).softmax(-1).mean((0, 1))
+    second = F.one_hot(m(b["x"]).argmax(-1), CLASSES).double().mean((0, 1))
+    return (first * second).sum() * CLASSES
+
+
+@in_trace
+def contrastive(m: nn.Module, b: Batch) -> Tensor:
+    scores = m(b["x"])[:, 0] @ m(b["x"])[:, 1].t()
+    return F.cross_entropy(scores, torch.arange(b["x"].shape[0]))
+
+
+@in_trace
+def centred(m: nn.Module, b: Batch) -> Tensor:
+    h = m(b["x"])[:, 0]
+    return (h - h.mean(0)).pow(4).mean()
+
+
+@in_trace
+def rolled(m: nn.Module, b: Batch) -> Tensor:
+    h = m(b["x"])[:, 0]
+    return F.triplet_margin_loss(h, m(b["x"])[:, 1], h.roll(1, 0))
+
+
+@in_trace
+def largest(m: nn.Module, b: Batch) -> Tensor:
+    return m(b["x"]).square().mean((1, 2)).max()
+
+
+@in_trace
+def sqrt_of_mean(m: nn.Module, b: Batch) -> Tensor:
+    return F.mse_loss(m(b["x"]), b["soft"]).sqrt()
+
+
+@in_trace
+def per_sample(m: nn.Module, b: Batch) -> Tensor:
+    return m(b["x"]).mean((1, 2))
+
+
+@in_trace
+def targets_of_the_model(m: nn.Module, b: Batch) -> Tensor:
+    h = m(b["x"])[:, 0]
+    return F.cross_entropy(h, torch.where(h.max(-1).values > 0.2, h.argmax(-1), -100))
+
+
+@in_trace
+def masked_by_the_model(m: nn.Module, b: Batch) -> Tensor:
+    confident = (m(b["x"]).softmax(-1).amax(-1) > 0.25).double()
+    return (per_token(m, b) * confident).sum() / confident.sum()
+
+
+REFUSED: dict[Loss, tuple[str, str]] = {
+    log_of_mean: ("return torch.log(mean)", "`log`"),
+    product_of_means: ("return (first * second).sum() * CLASSES", "`mul`"),
+    contrastive: ('scores = m(b["x"])[:, 0] @ m(b["x"])[:, 1].t()', "every sample with every other"),
+    centred: ("return (h - h.mean(0)).pow(4).mean()", "combines each sample with"),
+    rolled: ('return F.triplet_margin_loss(h, m(b["x"])[:, 1], h.roll(1, 0))', "`roll` works across the samples"),
+    largest: ('return m(b["x"]).square().mean((1, 2)).max()', "`max` is taken over all samples"),
+    sqrt_of_mean: ('return F.mse_loss(m(b["x"]), b["soft"]).sqrt()', "`sqrt`"),
+    per_sample: ('return m(b["x"]).mean((1, 2))', "one value for each sample"),
+    targets_of_the_model: ("return F.cross_entropy(h, torch.where(", "computed by the model"),
+    masked_by_the_model: ("return (per_token(m, b) * confident).sum() / confident.sum()", "`div`"),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
+def test_other_losses_are_refused_with_their_line(loss: Loss) -> None:
+    line, reason = REFUSED[loss]
+    captured = export_graph(Net().double(), make_batch(), loss)
+    before = str(captured.graph)
+    plan = rewrite_loss(captured, value_kinds(captured))
+    assert plan.not_additive is not None
+    assert plan.terms == ()
+    assert line in plan.not_additive.line and "test_losses.py:" in plan.not_additive.line
+    assert reason in plan.not_additive.message and plan.not_additive.line in plan.not_additive.message
+    assert str(captured.graph) == before
+    assert isinstance(split_loss(captured, value_kinds(captured)), NotAdditive)
+
+
+@pytest.mark.parametrize(
+    "loss", [log_of_mean, product_of_means, centred, sqrt_of_mean, masked_by_the_model, ADDITIVE["two denominators and a penalty"]]
+)
+def test_with_all_reduced_sums_other_losses_are_exact(loss: Loss) -> None:
+    torch.manual_seed(0)
+    plan = check(Net().double(), make_batch(), loss, 1e-12, [(4, 3, 3), (1, 9)], all_reduce=True)
+    assert plan.reductions
+
+
+@pytest.mark.parametrize("loss", [contrastive, rolled, largest], ids=lambda loss: loss.__name__)
+def test_samples_compared_with_each_other_cannot_be_all_reduced(loss: Loss) -> None:
+    captured = export_graph(Net().double(), make_batch(), loss)
+    assert isinstance(batch_reductions(captured, value_kinds(captured)), NotAdditive)
+
+
+def test_batch_reductions_lists_the_sums_and_means() -> None:
+    captured = export_graph(Net().double(), make_batch(), product_of_means)
+    found = batch_reductions(captured, value_kinds(captured))
+    assert isinstance(found, list)
+    assert [str(node.target) for node in found] == ["aten.mean.dim", "aten.mean.dim"]
+
+
+def test_terms_are_separate_outputs_with_their_words() -> None:
+    @in_trace
+    def loss(m: nn.Module, b: Batch) -> Tensor:
+        return ce(m, b) + 0.5 * F.mse_loss(m(b["x"]), b["soft"]) + (per_token(m, b) * b["mask"]).sum() / b["mask"].sum() + penalty(m)
+
+    plan = check(Net().double(), make_batch(), loss, 1e-12, [(5, 5)])
+    whats = [(term.what.split(",")[0], term.denominators) for term in plan.terms[:2]]
+    assert whats == [
+        ("cross_entropy_loss", ("number of targets that are not -100",)),
+        ("mse_loss", ("number of samples",)),
+    ]
+    assert plan.terms[2].what == "sum, summed over the samples"
+    assert "b[\"mask\"].sum()" in plan.terms[2].denominators[0]
+    assert all(term.what == "does not depend on samples, counted once" for term in plan.terms[3:])
+    assert len(plan.terms) == 4
+    assert all("test_losses.py:" in term.line for term in plan.terms)
+
+
+def test_whole_placeholders_follow_the_batch() -> None:
+    captured = export_graph(Net().double(), make_batch(), ADDITIVE["two denominators and a penalty"])
+    names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+    rewrite_loss(captured, value_kinds(captured))
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    assert [node.name for node in placeholders] == names + ["whole_0", "whole_1"]
+    for node in placeholders[len(names) :]:
+        assert node.meta["whole"] is True
+        assert tuple(node.meta["val"].shape) == ()
+
+
+def test_every_new_node_has_a_value_and_its_line() -> None:
+    captured = export_graph(Net().double(), make_batch(), ADDITIVE["ce weights and smoothing"])
+    old = set(captured.graph.nodes)
+    rewrite_loss(captured, value_kinds(captured))
+    for node in captured.graph.nodes:
+        if node not in old:
+            assert "val" in node.meta, node
+            assert node.op == "placeholder" or "sym_size" in node.name or "stack_trace" in node.meta, node

@@ -1,0 +1,94 @@
+"""Shares of samples: sums, evenness, and fair shares against trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whale.planning.shares import check_batch, even_shares, fair_shares, intervals, micro_batch_sizes
+
+
+def all_shares(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for rest in all_shares(total - first, count - 1):
+            yield (first, *rest)
+
+
+@given(total=st.integers(0, 500), count=st.integers(1, 40))
+def test_even_shares(total: int, count: int) -> None:
+    shares = even_shares(total, count)
+    assert sum(shares) == total and len(shares) == count
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)
+
+
+def test_micro_batches_of_ten() -> None:
+    assert micro_batch_sizes(10, 3) == (4, 3, 3)
+    with pytest.raises(ValueError, match="batch size 3 in 4 micro-batches"):
+        micro_batch_sizes(3, 4)
+
+
+def test_paper_figure_4() -> None:
+    # mini-batch 6 on a V100 (15.7 TFLOPS) and a T4 (8.1)
+    assert fair_shares(6, [1 / 15.7, 1 / 8.1]) == (4, 2)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert fair_shares(5, [1.0, 1.0, 1.0]) == (2, 2, 1)
+    assert fair_shares(2, [1.0, 2.0]) == (2, 0)  # both would finish at 2
+
+
+@given(total=st.integers(0, 9), seconds=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4))
+def test_fair_shares_equal_brute_force(total: int, seconds: list[float]) -> None:
+    def slowest(shares: tuple[int, ...]) -> float:
+        return max(share * second for share, second in zip(shares, seconds, strict=True))
+
+    shares = fair_shares(total, seconds)
+    assert sum(shares) == total and min(shares) >= 0
+    assert slowest(shares) == min(slowest(other) for other in all_shares(total, len(seconds)))
+
+
+@given(total=st.integers(0, 100), count=st.integers(1, 10), seconds=st.sampled_from([0.0, 0.5, 3.0]))
+def test_equal_devices_get_even_shares(total: int, count: int, seconds: float) -> None:
+    assert fair_shares(total, [seconds] * count) == even_shares(total, count)
+
+
+@pytest.mark.parametrize("seconds", [[], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
+def test_bad_times_are_refused(seconds: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"device"):
+        fair_shares(4, seconds)
+
+
+def test_intervals() -> None:
+    assert intervals((4, 0, 3)) == ((0, 4), (4, 4), (4, 7))
+
+
+@given(batch_size=st.integers(1, 60), num_micro_batch=st.integers(1, 12), num_replicas=st.integers(1, 4), num_devices=st.integers(1, 4))
+def test_check_batch_is_right(batch_size: int, num_micro_batch: int, num_replicas: int, num_devices: int) -> None:
+    """Refused exactly when some device gets no sample; the micro-batch is cut over replicas, then over devices."""
+    shares = [
+        share
+        for size in even_shares(batch_size, num_micro_batch)
+        for part in even_shares(size, num_replicas)
+        for share in even_shares(part, num_devices)
+    ]
+    if min(shares) > 0:
+        check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
+    else:
+        with pytest.raises(ValueError, match=f"batch size {batch_size} in {num_micro_batch} micro-batches"):
+            check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
+
+
+def test_check_batch_offers_what_works() -> None:
+    with pytest.raises(ValueError, match=r"over 3 devices; use a batch of at least 12, or num_micro_batch of at most 2$"):
+        check_batch(8, 4, 3)
+    check_batch(12, 4, 3)
+    check_batch(8, 2, 3)
+    with pytest.raises(ValueError, match=r"over 3 devices; use a batch of at least 3$"):
+        check_batch(2, 1, 3)

@@ -1,0 +1,539 @@
+"""The models that tests train: small, in float64, without dropout, with the same weights in every process.
+
+`MAIN` are the cases of the exactness table, each chosen for one difficulty. `BREADTH` are further families of `transformers`, to see that
+capture copes with what people really write. Configurations are the default ones but for size and dropout (`use_cache` stays on).
+
+Every case also names where to cut it: `case.cuts(3)` gives the globs of three stages. What no glob names (embeddings, the last norm,
+the head) follows its producers, or else its consumers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.exactness import Float64Mode, LossFunction
+
+WIDTH = 32
+NUM_LAYERS = 4
+NUM_WORDS = 100
+LENGTH = 10
+NUM_CLASSES = 5
+IGNORED = -100
+"""label of a position that does not count: torch's and Hugging Face's default"""
+
+Cut = tuple[tuple[str, ...], ...]
+"""for each stage its globs of module names; one glob is one TaskGraph"""
+MakeBatch = Callable[[int, int], Any]
+"""(seed, number of samples) -> batch"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with its data."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    """builds the model; call `build`"""
+    batch: MakeBatch
+    loss: LossFunction | None = None
+    """None: the model gives the loss itself"""
+    stages: Mapping[int, Cut] = field(default_factory=dict)
+    batch_statistics: bool = False
+    """BatchNorm: the reference is local training with the same micro-batches"""
+    layer_drop: bool = False
+    """skips layers by a random number in training, which torch.export alone refuses even at probability 0"""
+
+    def build(self) -> nn.Module:
+        """The model in float64 and training mode; the same weights at every call, in every process, whatever mode is on."""
+        with torch.random.fork_rng(devices=[]), Float64Mode():
+            torch.manual_seed(0)
+            return self.make().double().train()
+
+    def cuts(self, num_stages: int) -> list[tuple[str, ...]]:
+        """For each stage its globs, to be used with `wh.annotate`."""
+        if num_stages not in self.stages:
+            raise ValueError(f"{self.name} is cut into {sorted(self.stages)} stages, not {num_stages}.")
+        return list(self.stages[num_stages])
+
+
+def layer_cuts(prefix: str, num_layers: int = NUM_LAYERS) -> dict[int, Cut]:
+    """A chain of layers cut into 2, 3, ... stages of contiguous layers, earlier stages one layer longer: `h.[0-1] | h.2 | h.3`."""
+    cuts: dict[int, Cut] = {}
+    for num_stages in range(2, num_layers + 1):
+        small, more = divmod(num_layers, num_stages)
+        starts = [index * small + min(index, more) for index in range(num_stages + 1)]
+        ranges = [(start, end - 1) for start, end in zip(starts, starts[1:])]
+        cuts[num_stages] = tuple((f"{prefix}.{first}" if first == last else f"{prefix}.[{first}-{last}]",) for first, last in ranges)
+    return cuts
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + seed)
+
+
+def _words(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(3, NUM_WORDS, shape, generator=generator)  # 0, 1, 2 are special words in many families
+
+
+def language_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    generator = _random(seed)
+    return {"input_ids": _words(generator, batch_size, LENGTH), "labels": _words(generator, batch_size, LENGTH)}
+
+
+def masked_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    """About a quarter of the positions count; the ends of some sequences are padding."""
+    generator = _random(seed)
+    words = _words(generator, batch_size, LENGTH)
+    counts = torch.rand(batch_size, LENGTH, generator=generator) < 0.25
+    counts[0, 0] = True
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (batch_size, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(~counts, IGNORED)}
+
+
+def uneven_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    """Every third sample has no valid label, the others 1, 2, 3, ... of them."""
+    batch = language_batch(seed, batch_size)
+    for sample in range(batch_size):
+        num_valid = 0 if sample % 3 == 1 else 1 + (3 * sample) % LENGTH
+        batch["labels"][sample, num_valid:] = IGNORED
+    return batch
+
+
+def sentence_pair_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    next_sentence = torch.randint(0, 2, (batch_size,), generator=_random(seed + 500))
+    return {**masked_batch(seed, batch_size), "next_sentence_label": next_sentence}
+
+
+def two_term_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    generator = _random(seed + 500)
+    mask = (torch.rand(batch_size, LENGTH, generator=generator) < 0.5).double()
+    mask[0, 0] = 1.0
+    scores = torch.randn(batch_size, LENGTH, generator=generator, dtype=torch.float64)
+    return {**uneven_batch(seed, batch_size), "scores": scores, "mask": mask}
+
+
+def vector_batch(seed: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    generator = _random(seed)
+    vectors = torch.randn(batch_size, WIDTH, generator=generator, dtype=torch.float64)
+    return vectors, torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)
+
+
+def image_batch(seed: int, batch_size: int, size: int = 16) -> dict[str, Tensor]:
+    generator = _random(seed)
+    pixels = torch.randn(batch_size, 3, size, size, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+
+
+def large_image_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    return image_batch(seed, batch_size, size=32)
+
+
+def class_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    generator = _random(seed)
+    return {"input_ids": _words(generator, batch_size, LENGTH), "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+
+
+def audio_batch(seed: int, batch_size: int, *shape: int) -> dict[str, Tensor]:
+    generator = _random(seed)
+    values = torch.randn(batch_size, *(shape or (200,)), generator=generator, dtype=torch.float64)
+    return {"input_values": values, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+
+
+def spectrum_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
+    return audio_batch(seed, batch_size, 24, 16)
+
+
+# ---- own models -------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """The plainest pipeline: one layer after the other, positional inputs, the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return F.cross_entropy(self.head(vectors), labels)
+
+
+class Branches(nn.Module):
+    """Values used by several later blocks, some of them two and three stages away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(3 * WIDTH, NUM_CLASSES)
+
+    def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        stem = self.stem(vectors)
+        first = self.blocks[0](stem)
+        second = self.blocks[1](first + stem)
+        third = self.blocks[2](second * torch.sigmoid(first))
+        fourth = self.blocks[3](third + first - stem)
+        return self.head(torch.cat([fourth, second, first], dim=-1))
+
+
+def class_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
+class Block(nn.Module):
+    """A decoder layer. `linear` makes its four projections."""
+
+    def __init__(self, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.up, self.down = linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        q_BHLK, k_BHLK, v_BHLK = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x_BLD)).chunk(3, dim=-1))
+        mixed_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
+        x_BLD = x_BLD + self.out(mixed_BHLK.transpose(1, 2).flatten(2))
+        return x_BLD + self.down(F.gelu(self.up(self.norm_2(x_BLD))))
+
+
+class LanguageModel(nn.Module):
+    """A decoder with the mean over the labels that count as its loss."""
+
+    def __init__(self, tied: bool = False, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList(Block(linear) for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        x_BLD = self.embedding(input_ids) + self.positions
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.norm(x_BLD)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(self.head(self.hidden(input_ids)).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+class TwoTerms(LanguageModel):
+    """Gives a dict, from which `two_term_loss` makes two means with different denominators and a weight penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, scores: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.hidden(input_ids)
+        penalty = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
+        return {"logits": self.head(hidden), "scores": self.score(hidden).squeeze(-1), "penalty": penalty}
+
+
+def two_term_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    words = F.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+    scores = ((output["scores"] - batch["scores"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+    return words + 0.5 * scores + 1e-3 * output["penalty"]
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and a trained change of low rank."""
+
+    RANK = 4
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(num_in, num_out)
+        self.down = nn.Parameter(torch.randn(self.RANK, num_in) * 0.2)
+        self.up = nn.Parameter(torch.randn(num_out, self.RANK) * 0.2)  # not zero as usual: otherwise `down` has no gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+def lora_model() -> nn.Module:
+    model = LanguageModel(linear=LoraLinear)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.down.requires_grad_(True)
+            module.up.requires_grad_(True)
+    return model
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv_1, self.norm_1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv_2, self.norm_2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        y_BCHW = self.relu(self.norm_1(self.conv_1(x_BCHW)))
+        y_BCHW = self.norm_2(self.conv_2(y_BCHW))
+        y_BCHW += x_BCHW
+        return self.relu(y_BCHW)
+
+
+class ResidualNet(nn.Module):
+    """Convolutions with batch statistics and operations in place."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False)
+        self.stem = nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+        self.blocks = nn.ModuleList(ResidualBlock(channels) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(channels, NUM_CLASSES)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x_BCHW = self.stem(pixel_values)
+        for block in self.blocks:
+            x_BCHW = block(x_BCHW)
+        return F.cross_entropy(self.head(x_BCHW.mean((2, 3))), labels)
+
+
+# ---- models of transformers -------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "vocab_size": NUM_WORDS}
+"""the names that most families use"""
+FEED_FORWARD = {"intermediate_size": 2 * WIDTH}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+POSITIONS = {"max_position_embeddings": 32}
+SPECIAL_WORDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ENCODER = {**SIZES, **FEED_FORWARD, **NO_DROPOUT, **POSITIONS}
+DECODER = {**SIZES, **FEED_FORWARD, **POSITIONS, **SPECIAL_WORDS}
+IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": NUM_CLASSES}
+HALF = NUM_LAYERS // 2
+"""layers of an encoder and of a decoder where a model has both"""
+
+
+def hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Builds `transformers.model(transformers.config(**settings))`; imports transformers only then (4 s)."""
+
+    def make() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+    return make
+
+
+def encoder_decoder_cuts(encoder: str, decoder: str, layers: str) -> dict[int, Cut]:
+    """2: encoder | decoder. 3: encoder | decoder | decoder. 4: two and two."""
+    first, second = f"{decoder}.{layers}.0", f"{decoder}.{layers}.1"
+    return {
+        2: ((encoder,), (decoder,)),
+        3: ((encoder,), (first,), (second,)),
+        4: ((f"{encoder}.{layers}.0",), (f"{encoder}.{layers}.1",), (first,), (second,)),
+    }
+
+
+BART_SIZES = {
+    "d_model": WIDTH, "encoder_layers": HALF, "decoder_layers": HALF, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 2 * WIDTH, "decoder_ffn_dim": 2 * WIDTH, "vocab_size": NUM_WORDS, "max_position_embeddings": 32, "dropout": 0.0,
+    **SPECIAL_WORDS, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+}  # fmt: skip
+
+MAIN: tuple[Case, ...] = (
+    Case("chain", Chain, vector_batch, stages=layer_cuts("layers")),
+    Case("branches", Branches, vector_batch, class_loss, layer_cuts("blocks")),
+    Case("tied", lambda: LanguageModel(tied=True), language_batch, stages=layer_cuts("blocks")),
+    Case("ignored_labels", LanguageModel, uneven_batch, stages=layer_cuts("blocks")),
+    Case("two_terms", TwoTerms, two_term_batch, two_term_loss, layer_cuts("blocks")),
+    Case("lora", lora_model, language_batch, stages=layer_cuts("blocks")),
+    Case("batch_norm", ResidualNet, image_batch, stages=layer_cuts("blocks"), batch_statistics=True),
+    Case(
+        "gpt2",
+        hugging_face(
+            "GPT2LMHeadModel", "GPT2Config", n_embd=WIDTH, n_layer=NUM_LAYERS, n_head=4, vocab_size=NUM_WORDS, n_positions=32,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SPECIAL_WORDS,
+        ),
+        language_batch,
+        stages=layer_cuts("transformer.h"),
+    ),
+    Case("bert", hugging_face("BertForMaskedLM", "BertConfig", **ENCODER), masked_batch, stages=layer_cuts("bert.encoder.layer")),
+    Case(
+        "bert_pretraining", hugging_face("BertForPreTraining", "BertConfig", **ENCODER), sentence_pair_batch,
+        stages=layer_cuts("bert.encoder.layer"),
+    ),
+    Case(
+        "llama", hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER, num_key_value_heads=2), language_batch,
+        stages=layer_cuts("model.layers"),
+    ),
+    Case("vit", hugging_face("ViTForImageClassification", "ViTConfig", **ENCODER, **IMAGE), image_batch, stages=layer_cuts("vit.layers")),
+    Case(
+        "t5",
+        hugging_face(
+            "T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=HALF, num_heads=4,
+            vocab_size=NUM_WORDS, dropout_rate=0.0, decoder_start_token_id=0, **SPECIAL_WORDS,
+        ),
+        language_batch,
+        stages=encoder_decoder_cuts("encoder", "decoder", "block"),
+    ),
+)  # fmt: skip
+
+BREADTH: tuple[Case, ...] = (
+    # decoders
+    Case(
+        "gpt_neo",
+        hugging_face(
+            "GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=WIDTH, num_layers=NUM_LAYERS, num_heads=4, vocab_size=NUM_WORDS,
+            attention_types=[[["global", "local"], 2]], window_size=4, max_position_embeddings=32, **SPECIAL_WORDS,
+        ),
+        language_batch, stages=layer_cuts("transformer.h"),
+    ),
+    Case("gpt_neox", hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", **DECODER), language_batch, stages=layer_cuts("gpt_neox.layers")),
+    Case(
+        "opt", hugging_face("OPTForCausalLM", "OPTConfig", **DECODER, ffn_dim=2 * WIDTH, word_embed_proj_dim=WIDTH, dropout=0.0),
+        language_batch, stages=layer_cuts("model.decoder.layers"), layer_drop=True,
+    ),
+    Case(
+        "bloom",
+        hugging_face(
+            "BloomForCausalLM", "BloomConfig", hidden_size=WIDTH, n_layer=NUM_LAYERS, n_head=4, vocab_size=NUM_WORDS, **SPECIAL_WORDS,
+        ),
+        language_batch, stages=layer_cuts("transformer.h"),
+    ),
+    Case(
+        "mistral", hugging_face("MistralForCausalLM", "MistralConfig", **DECODER, num_key_value_heads=2, sliding_window=6), language_batch,
+        stages=layer_cuts("model.layers"),
+    ),
+    Case(
+        "qwen2", hugging_face("Qwen2ForCausalLM", "Qwen2Config", **DECODER, num_key_value_heads=2), language_batch,
+        stages=layer_cuts("model.layers"),
+    ),
+    Case(
+        "gemma", hugging_face("GemmaForCausalLM", "GemmaConfig", **DECODER, num_key_value_heads=1, head_dim=8), language_batch,
+        stages=layer_cuts("model.layers"),
+    ),
+    Case(
+        "phi", hugging_face("PhiForCausalLM", "PhiConfig", **DECODER, resid_pdrop=0.0, embd_pdrop=0.0), language_batch,
+        stages=layer_cuts("model.layers"),
+    ),
+    Case(
+        "falcon", hugging_face("FalconForCausalLM", "FalconConfig", **SIZES, **SPECIAL_WORDS), language_batch,
+        stages=layer_cuts("transformer.h"),
+    ),
+    Case(
+        "mamba", hugging_face("MambaForCausalLM", "MambaConfig", **SIZES, state_size=4, **SPECIAL_WORDS), language_batch,
+        stages=layer_cuts("backbone.layers"),
+    ),
+    # encoders
+    Case(
+        "roberta", hugging_face("RobertaForMaskedLM", "RobertaConfig", **ENCODER), masked_batch,
+        stages=layer_cuts("roberta.encoder.layer"),
+    ),
+    Case(
+        "distilbert",
+        hugging_face(
+            "DistilBertForMaskedLM", "DistilBertConfig", dim=WIDTH, n_layers=NUM_LAYERS, n_heads=4, hidden_dim=2 * WIDTH,
+            vocab_size=NUM_WORDS, max_position_embeddings=32, dropout=0.0, attention_dropout=0.0,
+        ),
+        masked_batch, stages=layer_cuts("distilbert.transformer.layer"),
+    ),
+    Case(
+        "electra",
+        hugging_face(
+            "ElectraForSequenceClassification", "ElectraConfig", **ENCODER, embedding_size=16, num_labels=NUM_CLASSES,
+            classifier_dropout=0.0,
+        ),
+        class_batch, stages=layer_cuts("electra.encoder.layer"),
+    ),
+    Case(
+        "albert",  # one layer called four times
+        hugging_face("AlbertForMaskedLM", "AlbertConfig", **ENCODER, embedding_size=16),
+        masked_batch,
+        stages={
+            2: (("albert.embeddings",), ("albert.encoder",)),
+            3: (("albert.embeddings",), ("albert.encoder",), ("predictions",)),
+        },
+    ),
+    Case(
+        "deberta_v2",
+        hugging_face(
+            "DebertaV2ForMaskedLM", "DebertaV2Config", **ENCODER, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"],
+        ),
+        masked_batch, stages=layer_cuts("deberta.encoder.layer"),
+    ),
+    Case(
+        "modernbert",
+        hugging_face("ModernBertForMaskedLM", "ModernBertConfig", **SIZES, **FEED_FORWARD, **POSITIONS, **SPECIAL_WORDS, local_attention=4),
+        masked_batch, stages=layer_cuts("model.layers"),
+    ),
+    # encoders with decoders
+    Case("bart", hugging_face("BartForConditionalGeneration", "BartConfig", **BART_SIZES), language_batch,
+         stages=encoder_decoder_cuts("model.encoder", "model.decoder", "layers"), layer_drop=True),
+    Case("marian", hugging_face("MarianMTModel", "MarianConfig", **BART_SIZES), language_batch,
+         stages=encoder_decoder_cuts("model.encoder", "model.decoder", "layers"), layer_drop=True),
+    # vision
+    Case(
+        "deit", hugging_face("DeiTForImageClassification", "DeiTConfig", **ENCODER, **IMAGE), image_batch,
+        stages=layer_cuts("deit.layers"),
+    ),
+    Case(
+        "swin",
+        hugging_face(
+            "SwinForImageClassification", "SwinConfig", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
+            window_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, drop_path_rate=0.0, num_labels=NUM_CLASSES,
+        ),
+        large_image_batch, stages=layer_cuts("swin.encoder.layers", 2),
+    ),
+    Case(
+        "beit", hugging_face("BeitForImageClassification", "BeitConfig", **ENCODER, **IMAGE, drop_path_rate=0.0), image_batch,
+        stages=layer_cuts("beit.layers"),
+    ),
+    Case(
+        "convnext",
+        hugging_face(
+            "ConvNextForImageClassification", "ConvNextConfig", num_stages=3, hidden_sizes=[8, 16, 32], depths=[1, 1, 1],
+            num_labels=NUM_CLASSES, image_size=32,
+        ),
+        large_image_batch, stages=layer_cuts("convnext.encoder.stages", 3),
+    ),
+    Case(
+        "resnet",
+        hugging_face(
+            "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16, 32], depths=[1, 1, 1],
+            layer_type="basic", num_labels=NUM_CLASSES,
+        ),
+        large_image_batch, stages=layer_cuts("resnet.encoder.stages", 3), batch_statistics=True,
+    ),
+    # audio
+    Case(
+        "ast",
+        hugging_face(
+            "ASTForAudioClassification", "ASTConfig", **ENCODER, max_length=24, num_mel_bins=16, patch_size=4, frequency_stride=4,
+            time_stride=4, num_labels=NUM_CLASSES,
+        ),
+        spectrum_batch, stages=layer_cuts("audio_spectrogram_transformer.layers"),
+    ),
+    Case(
+        "wav2vec2",
+        hugging_face(
+            "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **SIZES, **FEED_FORWARD, conv_dim=(16, 16),
+            conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
+            layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+            num_labels=NUM_CLASSES, classifier_proj_size=16,
+        ),
+        audio_batch, stages=layer_cuts("wav2vec2.encoder.layers"), layer_drop=True,
+    ),
+)  # fmt: skip
+
+CASES: dict[str, Case] = {case.name: case for case in MAIN + BREADTH}
+"""all of them by name; functions on ranks get the name and look here"""

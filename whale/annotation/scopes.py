@@ -1,0 +1,129 @@
+"""`replicate` and `split`: context managers around module construction or around operations in `forward`.
+
+Around construction, every module built inside gets the scope's mark. In `forward`, while a capture runs, every operation called
+inside carries the mark through `torch.export` (`torch.fx.traceback.annotate`). Outside both, a scope does nothing.
+Each `with` is its own TaskGraph: two `with wh.replicate(1):` are two marks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate as annotate_nodes
+
+from whale.annotation.marks import FORWARD_TAG, Mark, attach_mark
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a TaskGraph uses its devices."""
+
+    kind: str
+    """`replicate`: each micro-batch is cut over the devices; `split`: the operations are sharded over them"""
+    num_devices: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.num_devices})"
+
+
+_construction_marks = itertools.count()
+_open_scopes: list[Scope] = []
+_forward_marks: list[Mark] | None = None  # a list while a capture runs
+_default: Strategy | None = None
+
+
+class Scope:
+    """What `wh.replicate(n)` and `wh.split(n)` return: a context manager, and the value that `wh.annotate` takes."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._exit: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Scope:
+        if _open_scopes:
+            outer = _open_scopes[-1].strategy
+            raise ValueError(
+                f"{self.strategy} is opened inside {outer}: scopes do not nest. Close the outer `with` first, or make the outer one the "
+                f"default with wh.set_default_strategy(wh.{outer})"
+            )
+        self._exit = contextlib.ExitStack()
+        if _forward_marks is None:
+            mark = Mark(("construction", next(_construction_marks)), self.strategy)
+            self._exit.enter_context(_mark_new_modules(mark))
+        else:
+            mark = Mark(("forward", len(_forward_marks)), self.strategy)
+            _forward_marks.append(mark)
+            self._exit.enter_context(annotate_nodes({FORWARD_TAG: mark.order[1]}))
+        _open_scopes.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _open_scopes.pop()
+        assert self._exit is not None
+        self._exit.close()
+        self._exit = None
+
+    def __repr__(self) -> str:
+        return f"wh.{self.strategy}"
+
+
+def replicate(num_devices: int = 1) -> Scope:
+    """The part of the model under this scope is copied to `num_devices` devices, which share each micro-batch."""
+    return Scope(Strategy("replicate", _device_count("replicate", num_devices)))
+
+
+def split(num_devices: int) -> Scope:
+    """The operations under this scope are sharded over `num_devices` devices."""
+    return Scope(Strategy("split", _device_count("split", num_devices)))
+
+
+def _device_count(word: str, num_devices: int) -> int:
+    if not isinstance(num_devices, int) or isinstance(num_devices, bool) or num_devices < 1:
+        raise ValueError(f"wh.{word}({num_devices!r}): the number of devices must be a whole number of at least 1")
+    return num_devices
+
+
+def set_default_strategy(strategy: Scope | None) -> None:
+    """Everything that no other annotation marks forms one TaskGraph with this strategy; `None` takes it back."""
+    global _default
+    if strategy is not None and not isinstance(strategy, Scope):
+        raise ValueError(f"set_default_strategy takes wh.replicate(n), not {strategy!r}")
+    if strategy is not None and strategy.strategy.kind != "replicate":
+        raise ValueError(f"set_default_strategy takes wh.replicate(n), not {strategy!r}: mark what is to be split with `with {strategy!r}:`")
+    _default = strategy.strategy if strategy is not None else None
+
+
+def default_strategy() -> Strategy | None:
+    return _default
+
+
+@contextlib.contextmanager
+def collect_forward_marks() -> Iterator[list[Mark]]:
+    """Called by `capture` around the export: scopes entered inside mark operations; gives the marks in order of entry."""
+    global _forward_marks
+    _forward_marks = []
+    try:
+        yield _forward_marks
+    finally:
+        _forward_marks = None
+
+
+@contextlib.contextmanager
+def _mark_new_modules(mark: Mark) -> Iterator[None]:
+    original: Callable[..., None] = torch.nn.Module.__init__
+
+    def marking_init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        attach_mark(self, mark)
+
+    torch.nn.Module.__init__ = marking_init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__init__ = original  # type: ignore[method-assign]

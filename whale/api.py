@@ -1,0 +1,272 @@
+"""What a user calls: `init`, `parallelize`, `plan`. Each step of the flow stands here in its order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whale.annotation import default_strategy, set_default_strategy
+from whale.capture.batch import BatchLayout, read_batch
+from whale.capture.capture import capture_training, tied_names
+from whale.capture.checks import compare_parts, compare_with_eager
+from whale.capture.export import Loss
+from whale.capture.guards import refuse
+from whale.capture.prepare import Prepared, prepare
+from whale.cluster.cluster import Cluster
+from whale.config import Config
+from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
+from whale.planning.plan import Plan
+from whale.planning.planner import Problem, fingerprint, make_plan
+from whale.runtime.engine import Engine, Job, OptimizerFactory, SchedulerFactory
+from whale.runtime.ranks import Ranks
+
+logger = logging.getLogger("whale")
+
+Model = torch.nn.Module | Callable[[], torch.nn.Module]
+
+
+@dataclass
+class _Session:
+    """Settings of this process, made by `init`."""
+
+    config: Config
+    ranks: Ranks | None = None
+    num_devices: int | None = None
+    """set by `whale plan -n N`: pretend to have so many devices"""
+
+
+_session = _Session(Config())
+
+
+class PlanReady(Exception):
+    """Raised by `parallelize` under `planning_only`: here is the plan, run no further."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("the plan is ready")
+        self.plan = plan
+
+
+def init(config: Config | dict[str, Any] | None = None) -> None:
+    """Starts Whale in this process: reads the config and, under a launcher, joins the other ranks."""
+    checked = config if isinstance(config, Config) else Config(config)
+    set_default_strategy(None)
+    _session.config = checked
+    if _session.num_devices is None:
+        _session.ranks = Ranks(checked.device, checked.timeout_s)
+
+
+def num_devices() -> int:
+    """Number of devices of this job (the seeds' `total_gpu`)."""
+    return _session.num_devices if _session.num_devices is not None else _ranks().num_ranks
+
+
+@contextlib.contextmanager
+def planning_only(num_devices: int) -> Iterator[None]:
+    """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by `whale plan`."""
+    _session.num_devices = num_devices
+    try:
+        yield
+    finally:
+        _session.num_devices = None
+
+
+def plan(
+    model: Model,
+    sample_batch: Any,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | int | None = None,
+    config: Config | dict[str, Any] | None = None,
+) -> Plan:
+    """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may be on `meta`.
+
+    `cluster`: a `Cluster`, a number of devices, or None for the devices of this job.
+    """
+    checked = _config(config)
+    built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+    layout, tensors = read_batch(sample_batch)
+    prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
+    return _plan(prepared, _cluster(cluster), checked, layout)
+
+
+def parallelize(
+    model: Model,
+    sample_batch: Any,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
+    loss: Loss | None = None,
+    init: Init | None = None,
+    plan: Plan | str | Path | None = None,
+    cluster: Cluster | None = None,
+    prepared: Prepared | None = None,
+) -> Engine:
+    """Captures the model, plans it onto the devices of this job, and gives the engine that trains it.
+
+    `model`: a module (rank 0's weights count) or a function that builds one. `optimizer`: called with (name, parameter) pairs.
+    `loss(output, batch)`: without it the model returns a scalar or something with `.loss`. `plan`: a plan to follow instead of making one.
+    `prepared`: a capture made before by the caller, in the same process (tests capture once and run many plans).
+    """
+    config = _session.config
+    if _session.num_devices is not None:
+        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster or _session.num_devices, config=config))
+    ranks = _ranks()
+    _check_same_job(ranks, config)
+    layout, tensors = read_batch(sample_batch)
+    built: torch.nn.Module | None = None
+    error: BaseException | None = None
+    chosen: Plan | None = None
+    is_real = False
+    try:
+        built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+        is_real = has_real_weights(built)
+        device = torch.device(ranks.device).type
+        checked = is_real and config.check_capture and ranks.rank == 0
+        prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
+    except Exception as problem:
+        error = problem
+    ranks.together(error)
+    assert built is not None and prepared is not None
+    ranks.agree("the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers")
+    try:
+        if ranks.rank == 0:
+            if plan is not None:
+                chosen = _given_plan(plan, prepared, ranks)
+            else:
+                chosen = _plan(prepared, _cluster(cluster), config, layout)
+    except Exception as problem:
+        error = problem
+    ranks.together(error)
+    chosen = ranks.from_first(chosen)
+    assert chosen is not None
+    _check_num_devices(chosen, ranks)
+    weights = _weights(built, chosen, ranks, is_real, init, config)
+    return Engine(Job(built, loss, config, chosen, layout, prepared, weights, ranks), optimizer, scheduler)
+
+
+def _prepare(
+    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, config: Config, device: str, check: bool = False
+) -> Prepared:
+    """Capture, self-checks, loss terms."""
+    capture = capture_training(model, layout, tensors, loss, device)
+    if check:
+        compare_with_eager(model, layout, tensors, loss, capture.captured, capture.findings)
+    elif not has_real_weights(model) or not config.check_capture:
+        refuse(capture.findings)
+    prepared = prepare(capture, config.num_micro_batch, config.loss_per_micro_batch)
+    if check:
+        why_not = compare_parts(prepared, model, layout, tensors)
+        if why_not:
+            prepared.captured.notes.append(why_not)
+    return prepared
+
+
+def _plan(prepared: Prepared, cluster: Cluster, config: Config, layout: BatchLayout) -> Plan:
+    made, _ = make_plan(
+        Problem(
+            captured=prepared.captured,
+            kinds=prepared.kinds,
+            marks=prepared.capture.marks,
+            default_strategy=default_strategy(),
+            term_texts=prepared.term_texts(),
+            only_whole=prepared.only_whole,
+            cluster=cluster,
+            config=config,
+            batch_size=layout.batch_size,
+        )
+    )
+    return made
+
+
+def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> Plan:
+    chosen = given if isinstance(given, Plan) else Plan.load(given)
+    mine = fingerprint(prepared.captured)
+    if chosen.model != mine:
+        raise ValueError(
+            f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch {chosen.batch_size}), this one is {mine[:12]}. "
+            f"Make a new plan with wh.plan or `whale plan`"
+        )
+    return chosen
+
+
+def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
+    if chosen.num_devices != ranks.num_ranks:
+        raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
+
+
+def _check_same_job(ranks: Ranks, config: Config) -> None:
+    ranks.agree("the config", config.to_dict(), "Give every rank the same wh.Config")
+    versions = {"torch": torch.__version__}
+    ranks.agree("the software", versions, "Install the same versions on every host")
+
+
+def _weights(
+    model: torch.nn.Module, chosen: Plan, ranks: Ranks, is_real: bool, init: Init | None, config: Config
+) -> dict[str, torch.Tensor]:
+    own = set(chosen.stages_of_rank(ranks.rank))
+    names = tied_names(model)
+    held = [name for name, stages in chosen.holders.items() if own & set(stages)]
+    if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
+        held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
+    if is_real:
+        _take_first_ranks_values(model, ranks)
+        return take_weights(model, held, ranks.device)
+    return initialise_weights(model, held, names, init, config.seed, ranks.device)
+
+
+def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
+    """Rank 0's values count; others that differ are overwritten, with a warning."""
+    if not ranks.is_distributed:
+        return
+    digests = ranks.gather(digest_weights(model))
+    different = {name: [r for r, d in enumerate(digests) if d.get(name) != digests[0][name]] for name in digests[0]}
+    different = {name: which for name, which in different.items() if which}
+    if not different:
+        return
+    if ranks.rank == 0:
+        some = next(iter(different))
+        warnings.warn(
+            f"{len(different)} tensors differ between ranks (first: {some}, on ranks {different[some]}): rank 0's values are used everywhere. "
+            f"Seed all ranks alike before building the model, or pass a function that builds it",
+            stacklevel=3,
+        )
+    done: set[int] = set()
+    for name, _, _, tensor in named_tensors(model):
+        if name in different and id(tensor) not in done:
+            done.add(id(tensor))
+            moved = tensor.detach().to(ranks.device)
+            torch.distributed.broadcast(moved, src=0)
+            with torch.no_grad():
+                tensor.copy_(moved)
+
+
+def _ranks() -> Ranks:
+    if _session.ranks is None:
+        _session.ranks = Ranks(_session.config.device, _session.config.timeout_s)
+    return _session.ranks
+
+
+def _config(config: Config | dict[str, Any] | None) -> Config:
+    if config is None:
+        return _session.config
+    return config if isinstance(config, Config) else Config(config)
+
+
+def _cluster(cluster: Cluster | int | None) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    count = cluster if cluster is not None else num_devices()
+    kind = "V100-32GB" if torch.cuda.is_available() else "CPU"
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    return Cluster.uniform(count, kind, devices_per_host=per_host)
+
+
+__all__ = ["Engine", "Plan", "PlanReady", "init", "num_devices", "parallelize", "plan", "planning_only"]

@@ -1,0 +1,182 @@
+"""The two self-checks of a capture with real weights, each on a few samples of the user's own batch.
+
+1. the captured graph against the eager model: same loss, same gradients          -> compare_with_eager
+2. the loss of 4 samples against the sum over parts of 1 and 3                    -> compare_parts
+A check that cannot be made (dropout that is not a plain one, batch statistics) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from whale.capture.batch import BatchLayout
+from whale.capture.export import Loss, call_model, loss_of
+from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.guards import Findings, refuse
+from whale.capture.kinds import is_random, op_name, trains_batch_norm
+from whale.capture.prepare import Prepared
+
+NUM_EAGER_SAMPLES = 2
+PARTS = (1, 3)
+# largest difference, in units of the largest value of the whole model, that rounding explains
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+SEED = 0
+
+
+def compare_with_eager(
+    model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor], loss: Loss | None, captured: CapturedGraph, findings: Findings
+) -> None:
+    """Raises when the captured graph gives another loss or other gradients than the model itself. Called before the loss is taken apart."""
+    few = _samples(layout, tensors, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
+        torch.manual_seed(SEED)
+        expected = loss_of(call_model(model, layout.rebuild([t.clone() for t in few])), layout.rebuild(few), loss)
+        expected_gradients = _gradients(expected, parameters)
+        _restore(model, buffers)
+        torch.manual_seed(SEED)
+        got = _run(captured, model, few)[0]
+        got_gradients = _gradients(got, parameters)
+        _restore(model, buffers)
+    worst, figure = _worst(expected_gradients, got_gradients)
+    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    loss_error = abs(float(expected) - float(got)) / max(abs(float(expected)), 1e-30)
+    if figure <= limit and loss_error <= limit:
+        return
+    refuse(findings)
+    raise ValueError(
+        f"the captured model does not compute what the model computes: on {len(few[0])} samples the loss is {float(got):.6g} instead of "
+        f"{float(expected):.6g}, and the gradient of {worst} differs by {figure:.1e} of the largest gradient (limit {limit:.0e}). "
+        f'Something in forward depends on state that is not a tensor; "check_capture": false skips this check'
+    )
+
+
+def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor]) -> str | None:
+    """Raises when the loss of 4 samples is not the sum of its parts; gives the reason when that cannot be checked."""
+    captured = prepared.captured
+    total = sum(PARTS)
+    if layout.batch_size < total:
+        return f"the sample batch has {layout.batch_size} samples, the check of the loss's parts needs {total}"
+    if any(trains_batch_norm(node) for node in captured.compute_nodes()):
+        return "batch statistics: the loss's parts were not compared"
+    if any(node.meta.get("all_reduce") for node in captured.compute_nodes()) or prepared.only_whole is not None:
+        return "the loss is not a sum over samples: its parts were not compared"
+    quiet = [node for node in captured.compute_nodes() if is_random(node)]
+    if any("dropout" not in op_name(node) and op_name(node) != "scaled_dot_product_attention" for node in quiet):
+        return "random operations other than dropout: the loss's parts were not compared"
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        every = _samples(layout, tensors, 0, total)
+        whole = _whole_values(prepared, model, every)
+        expected = _term_sum(prepared, model, [*every, *whole])
+        got, start = torch.zeros_like(expected), 0
+        for size in PARTS:
+            got += _term_sum(prepared, model, [*_samples(layout, tensors, start, start + size), *whole])
+            start += size
+    _restore(model, buffers)
+    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    error = float((expected - got).abs() / expected.abs().clamp(min=1e-30))
+    if not error <= limit:
+        terms = ", ".join(user_line(node) for node in prepared.terms)
+        raise ValueError(
+            f"the loss of {total} samples is {float(expected):.6g}, but its parts of {PARTS[0]} and {PARTS[1]} samples add up to "
+            f'{float(got):.6g}: samples influence each other in a way that Whale did not see ({terms}). Use "num_micro_batch": 1 on one '
+            f'device, or accept it with "loss_per_micro_batch": true'
+        )
+    return None
+
+
+def _term_sum(prepared: Prepared, model: torch.nn.Module, inputs: list[Tensor]) -> Tensor:
+    values = _run(prepared.captured, model, inputs, quiet=True)
+    return torch.stack([value.double() for value in values[: prepared.num_terms]]).sum()
+
+
+def _whole_values(prepared: Prepared, model: torch.nn.Module, tensors: list[Tensor]) -> list[Tensor]:
+    graph = prepared.loss.whole_graph
+    if graph is None:
+        return []
+    state = dict(model.named_buffers())
+    for attribute, name in prepared.loss.whole_buffers.items():
+        graph.register_buffer(attribute, state[name])
+    return list(graph(*tensors))
+
+
+def _run(captured: CapturedGraph, model: torch.nn.Module, inputs: Sequence[Tensor], quiet: bool = False) -> Sequence[Tensor]:
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False)) | captured.constants
+    results: Sequence[Tensor] = _Reader(captured, state, quiet).run(*inputs)
+    return results
+
+
+class _Reader(Interpreter):
+    """Runs the captured graph on the user's own tensors; `quiet` leaves dropout out."""
+
+    def __init__(self, captured: CapturedGraph, state: Mapping[str, Tensor], quiet: bool) -> None:
+        super().__init__(GraphModule(torch.nn.Module(), torch.fx.Graph()), graph=captured.graph)
+        self._state, self._quiet = state, quiet
+
+    def get_attr(self, target, args, kwargs):  # type: ignore[no-untyped-def]
+        return self._state[str(target)]
+
+    def run_node(self, n: Node) -> object:
+        if self._quiet and n.op == "call_function" and is_random(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if op_name(n) != "scaled_dot_product_attention":
+                return args[0]
+            return n.target(*args[:4], **{k: v for k, v in kwargs.items() if k != "dropout_p"})  # type: ignore[operator]
+        return super().run_node(n)
+
+
+def _samples(layout: BatchLayout, tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    return [t[start:stop] if described.batched else t for t, described in zip(tensors, layout.tensors, strict=True)]
+
+
+class _no_gradients:
+    """Keeps the user's `.grad` fields as they were."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._saved = [(p, p.grad) for p in parameters.values()]
+
+    def __enter__(self) -> None:
+        for p, _ in self._saved:
+            p.grad = None
+
+    def __exit__(self, *error: object) -> None:
+        for p, gradient in self._saved:
+            p.grad = gradient
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor | None]:
+    if loss.requires_grad:
+        loss.backward()  # not autograd.grad: hooks on parameters and modules must fire
+    gradients = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    return gradients
+
+
+def _restore(model: torch.nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _worst(expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]) -> tuple[str, float]:
+    """(parameter, difference in units of the largest gradient of the whole model)."""
+    largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
+    worst, figure = "", 0.0
+    for name, reference in expected.items():
+        other = got[name]
+        if reference is None and other is None:
+            continue
+        a = torch.zeros_like(other) if reference is None else reference  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if other is None else other
+        difference = float((a - b).abs().max()) if a.numel() else 0.0
+        scaled = difference / largest if largest else float(difference > 0)
+        if not scaled <= figure:
+            worst, figure = name, scaled
+    return worst, figure

@@ -1,0 +1,337 @@
+"""Why a capture failed, in the user's words: which module, which line, what is wrong there, and the way out.
+
+`torch.export` stops with long messages about symbols and guards. `explain` turns each of them into one `CaptureError`. Three steps:
+
+1. where: the innermost line of the user's code and the innermost module, both read from the frames of the traceback (`locate`);
+   constraints on the batch size come without a traceback, so `size_conditions` notes the place of each while it is made;
+2. what: the first rule of `_RULES` that knows the exception says what is wrong and how to change it;
+3. otherwise it is an ordinary exception of the model's own code and is shown as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+Frames = Iterable[tuple[FrameType, int]]
+"""frames, outermost first, each with the line number that was running"""
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_WHALE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHON_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
+_MAX_PLACES = 3
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured as it is written; the message says where, why and what to change."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code, and the module whose forward was running."""
+
+    file: str
+    line: int
+    source: str
+    """text of the line, stripped"""
+    module: str | None
+    """name inside the model, `''` for the model itself, None when no module of the model was running"""
+    class_name: str = ""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else "an unknown line"
+
+    def describe(self) -> str:
+        """Module, class, line and its text: `blocks.1` (Sub), model.py:12: `if x.sum() > 0:`."""
+        where = f"{self}: `{self.source}`" if self.source else str(self)
+        if self.module is None:
+            return where
+        return f"{f'`{self.module}`' if self.module else 'the model itself'} ({self.class_name}), {where}"
+
+
+NOWHERE = Place(file="", line=0, source="", module=None)
+
+
+# --- where ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_user_file(file_name: str) -> bool:
+    """The file is neither torch, Whale nor the standard library. Libraries of models (transformers, timm) count as user code."""
+    if file_name == "<string>" or file_name.startswith("<frozen"):
+        return False
+    if file_name.startswith((_TORCH_FOLDER, _WHALE_FOLDER)):
+        return False
+    return not file_name.startswith(_PYTHON_FOLDER) or "-packages" + os.sep in file_name
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """`id(module)` -> its first name in the model."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def running_module(frame: FrameType) -> nn.Module | None:
+    """The module whose method this frame is (`self`, whatever it is called)."""
+    if not frame.f_code.co_argcount:
+        return None
+    owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+    # a function that merely takes a module, such as `torch.export.export(model)`, is not one of its methods
+    return owner if isinstance(owner, nn.Module) and hasattr(type(owner), frame.f_code.co_name) else None
+
+
+def locate(frames: Frames, names: dict[int, str]) -> Place:
+    """Innermost user line and innermost module of the model. Frames outside the model's forward do not count when there is one."""
+    inside, line, owner = False, NOWHERE, None
+    for frame, number in frames:
+        module = running_module(frame)
+        if module is not None and id(module) in names:
+            if not inside:
+                inside, line = True, NOWHERE
+            owner = module
+        file_name = frame.f_code.co_filename
+        if is_user_file(file_name):
+            line = Place(file_name, number, linecache.getline(file_name, number).strip(), None)
+    if owner is None:
+        return line
+    return Place(line.file, line.line, line.source, names[id(owner)], type(owner).__name__)
+
+
+def calling_place(names: dict[int, str] | None = None) -> Place:
+    """The user's line that is running right now, for code that is called from inside a forward."""
+    return locate(reversed(list(traceback.walk_stack(inspect.currentframe()))), names or {})
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from, outermost first."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _error_place(error: BaseException, names: dict[int, str]) -> tuple[BaseException, Place]:
+    """The outermost exception of the chain that left the model's forward, and where."""
+    for link in _chain(error):
+        place = locate(traceback.walk_tb(link.__traceback__), names)
+        if place.module is not None:
+            return link, place
+    return error, NOWHERE
+
+
+# --- constraints on the batch size ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SizeConditions:
+    """What the forward asked of symbolic sizes, in order, and where. torch itself keeps only a line inside torch."""
+
+    conditions: list[tuple[sympy.Basic, Place]] = field(default_factory=list)
+
+    def equations(self) -> list[Place]:
+        """The first lines that put an equation on a size: these fix the batch or ask that it divides."""
+        places = [place for condition, place in self.conditions if isinstance(condition, sympy.Eq) and place.file]
+        return list(dict.fromkeys(places))[:_MAX_PLACES]
+
+
+class _PlacedGuards(list[Any]):
+    """`ShapeEnv.guards` that notes the running line with each guard."""
+
+    def __init__(self, found: SizeConditions, names: dict[int, str]) -> None:
+        super().__init__()
+        self._found, self._names = found, names
+
+    def append(self, guard: Any) -> None:
+        super().append(guard)
+        self._found.conditions.append((guard.expr, calling_place(self._names)))
+
+
+@contextmanager
+def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
+    """Around `torch.export.export`: notes where conditions on sizes come from. The export makes its own `ShapeEnv`, hence the patch."""
+    found, names = SizeConditions(), module_names(model)
+    original = ShapeEnv.__init__
+
+    def with_places(self: ShapeEnv, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.guards = _PlacedGuards(found, names)
+
+    ShapeEnv.__init__ = with_places  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        ShapeEnv.__init__ = original  # type: ignore[method-assign]
+
+
+# --- what ----------------------------------------------------------------------------------------------------------------------
+
+
+_INSIDE_FORWARD, _OUTSIDE_FORWARD, _AFTER_FORWARD = "inside", "outside", "after"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One known way to fail. `kind` is looked for in the class names of the exception, `pattern` in its message."""
+
+    kind: str
+    pattern: str
+    wrong: str
+    way_out: str
+    when: str = _INSIDE_FORWARD
+    """raised while the forward ran, before or after it, or after it because of a condition that the forward put on a size"""
+
+    def match(self, error: BaseException, inside: bool) -> dict[str, str] | None:
+        """The words of the pattern, or None when this rule does not know the error."""
+        kinds = [cls.__name__ for cls in type(error).__mro__]
+        if self.kind not in kinds or inside != (self.when == _INSIDE_FORWARD):
+            return None
+        match = re.search(self.pattern, str(error), re.DOTALL)
+        return None if match is None else {key: _readable(value or "") for key, value in match.groupdict().items()}
+
+
+_OUTSIDE = "or compute it outside the model and give it in the batch as a Python number (a new value is then a new capture)"
+_RULES: tuple[_Rule, ...] = (
+    _Rule(
+        "GuardOnDataDependentSymNode",
+        r"Could not extract specialized integer",
+        "the value of a tensor becomes a Python integer here (`int()`, `.item()`, `.tolist()`, a size, a slice or a `range`). "
+        "The captured graph is the same for every batch, so no Python number may depend on what the tensors hold",
+        f"keep it a tensor (masks and `torch.where` instead of slices and loops), {_OUTSIDE}",
+    ),
+    _Rule(
+        "GuardOnDataDependentSymNode",
+        r"",
+        "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, `int()` or a comparison of `.item()`). "
+        "The captured graph has one path for every batch, so no Python decision may depend on what the tensors hold",
+        "write both cases as tensors with `torch.where(condition, a, b)`; put checks under `if not torch.compiler.is_exporting():`; "
+        + _OUTSIDE,
+    ),
+    _Rule(
+        "DataDependentOutputException",
+        r"(?P<operation>\S*)",
+        "`{operation}` turns the values of tensors into a Python number or bool, which a captured graph cannot hold",
+        f"use the form that stays a tensor (`(a == b).all()` with `torch.where` for `torch.equal`), {_OUTSIDE}",
+    ),
+    _Rule(
+        "DynamicOutputShapeException",
+        r"(?P<operation>\S*)",
+        "the shape of the result of `{operation}` depends on what the tensors hold",
+        "keep the full shape and mask it: `torch.where(mask, x, 0)` instead of `x[mask]`",
+    ),
+    _Rule(
+        "RuntimeError",
+        r"specialized it to be a constant \((?P<size>\d+)\)",
+        "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it with other sizes (micro-batches)",
+        "take the size from the tensor (`x.shape[0]`, or -1 in `view` and `reshape`) instead of the number {size}, "
+        "and build masks, states and positions for `x.shape[0]` samples or for one that broadcasts",
+        _AFTER_FORWARD,
+    ),
+    _Rule(
+        "RuntimeError",
+        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>.+?)\.\s*(\n|$)",
+        "the forward works only for batch sizes with {guard}. Whale runs it with other sizes (micro-batches)",
+        "write this step so that it works for every number of samples, without a branch or a `view` that depends on it",
+        _AFTER_FORWARD,
+    ),
+    _Rule(
+        "RuntimeError",
+        r"\.numpy\(\) is not supported|Can't call numpy\(\)|Cannot copy out of meta tensor|[Cc]annot .*data pointer",
+        "the values of a tensor are read outside torch here (`.numpy()`, `.data_ptr()`, a C extension). "
+        "During a capture tensors have shapes and no values",
+        "use torch operations, or wrap this part with `torch.library.custom_op` (with `register_fake` and `register_autograd`)",
+    ),
+    _Rule(
+        "RuntimeError",
+        r"fake tensor in the exported program constant's list.*?model attribute: (?P<attribute>\S+?)\.?lifted_tensor",
+        "a tensor left the graph in `{attribute}`: `.data`, or a tensor that is kept from one forward to the next",
+        "use `.detach()` instead of `.data`; register a tensor that lives from step to step as a buffer and update it in place",
+        _OUTSIDE_FORWARD,
+    ),
+    _Rule(
+        "RuntimeError",
+        r"(?P<message>.*not on the expected device.*|Unhandled FakeTensor Device Propagation.*|"
+        r"Expected all tensors to be on the same device.*)",
+        "tensors of two devices meet here ({message})",
+        "make new tensors with `device=x.device`, and keep constants as buffers so that they move with the model",
+    ),
+    _Rule(
+        "Exception",
+        r"Found (?P<type><class .*?>) in output",
+        "the model returns a {type}, which cannot leave a graph",
+        "return the loss (a scalar tensor), something with `.loss`, or give `loss=` a function that makes the loss from the output",
+        _OUTSIDE_FORWARD,
+    ),
+    _Rule(
+        "Exception",
+        r"Unsupported input type (?P<type><class .*?>)|to non-tensor type (?P<other><class .*?>)",
+        "the batch holds a {type}{other}, which cannot enter a graph",
+        "give tensors, numbers, strings, and lists, tuples and dicts of them; `torch.export.register_dataclass` for your own dataclass",
+        _OUTSIDE_FORWARD,
+    ),
+    _Rule(
+        "Exception",
+        r"(?P<message>[^\n]*dynamic_shapes[^\n]*|Must provide a tree_name)",
+        "the batch does not fit the signature of the forward; tensors that it only takes as `*args` or `**kwargs` have no name ({message})",
+        "name each argument in the forward's signature, or wrap the model in a module whose forward names them",
+        _OUTSIDE_FORWARD,
+    ),
+)
+
+
+def _readable(text: str) -> str:
+    """`L['x'].size()[0] % 2` -> `batch % 2`, on one line."""
+    text = re.sub(r"L(\['?\w+'?\])+\.size\(\)\[0\]", "batch", text)
+    return " ".join(text.split())
+
+
+def _message(error: BaseException) -> str:
+    return str(error).strip().rstrip(".") or "(no message)"
+
+
+def _known(error: Exception, inside: bool) -> tuple[_Rule, dict[str, str]] | None:
+    for rule in _RULES:
+        for link in _chain(error):
+            if (words := rule.match(link, inside)) is not None:
+                return rule, words
+    return None
+
+
+def explain(error: Exception, model: nn.Module, sizes: SizeConditions | None = None) -> CaptureError:
+    """One readable error for what stopped the capture of `model`; `raise explain(error, model, sizes) from error`.
+
+    With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a line too.
+    """
+    if isinstance(error, CaptureError):
+        return error
+    raised, place = _error_place(error, module_names(model))
+    inside = place.module is not None
+    places = [place] if inside else []
+    if known := _known(error, inside):
+        rule, words = known
+        wrong, way_out = rule.wrong.format(**words), rule.way_out.format(**words)
+        if rule.when == _AFTER_FORWARD and sizes is not None:
+            places = sizes.equations()
+    elif inside:
+        wrong = f"the forward raised {type(raised).__name__}: {_message(raised)}"
+        way_out = "call the model on the sample batch without Whale; if it fails in the same way, the mistake is in this line"
+    else:
+        wrong = f"torch.export raised {type(error).__name__}: {_message(error)}"
+        way_out = "try `torch.export.export` on the model alone with `strict=False`; if that works, please report the model to us"
+    where = "".join(f"\n  at {each.describe()}" for each in places) or f"\n  in {type(model).__name__}"
+    explained = CaptureError(f"The model cannot be captured.{where}\n  What is wrong: {wrong}.\n  Way out: {way_out}.")
+    explained.__cause__ = error
+    return explained

@@ -1,0 +1,197 @@
+"""One call of `torch.export` on a prepared model: fake weights, cloned inputs, only the loss (and asked-for outputs) leave.
+
+The traps that this module avoids are listed with figures in docs/capture.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx.traceback import preserve_node_meta
+
+from whale.annotation import Mark, collect_forward_marks
+from whale.capture.batch import BatchLayout, enlarge
+from whale.capture.branches import random_branches
+from whale.capture.errors import CaptureError, explain, size_conditions
+from whale.capture.guards import Findings, watch
+from whale.compat import fake_mode, is_fake, pytree, tensor_stores
+
+MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
+MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class Exported:
+    """What one export gives, before the graph is made clean."""
+
+    program: ExportedProgram
+    forward_marks: list[Mark]
+    findings: Findings
+    output_structure: Any
+    """pytree structure of the outputs (evaluation only), and which of its leaves are tensors"""
+    output_is_tensor: list[bool]
+    dropped_outputs: list[str]
+    has_loss: bool
+
+
+def export_loss(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Exported:
+    """Exports `batch -> (loss,)` in the model's present mode."""
+    return _export(_LossOf(model, layout, loss, keep_outputs=False), layout, tensors, device)
+
+
+def export_outputs(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Exported:
+    """Exports `batch -> (loss if there is one, *output tensors)` in the model's present mode."""
+    return _export(_LossOf(model, layout, loss, keep_outputs=True), layout, tensors, device)
+
+
+def call_model(model: torch.nn.Module, batch: Any) -> Any:
+    """A dict is keyword arguments, a tuple or list positional ones, a tensor the only one."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
+    """The scalar to be trained on: `loss(output, batch)`, `output.loss`, `output["loss"]` or the output itself."""
+    if loss is not None:
+        return loss(output, batch)
+    if isinstance(output, dict):
+        return output.get("loss")
+    return output.loss if hasattr(output, "loss") else output
+
+
+class _LossOf(torch.nn.Module):
+    """What is exported: the model with everything but its loss (and, on request, its output tensors) kept inside."""
+
+    def __init__(self, model: torch.nn.Module, layout: BatchLayout, loss: Loss | None, keep_outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.layout, self.loss, self.keep_outputs = layout, loss, keep_outputs
+        self.has_loss = True
+        self.output_structure: Any = None
+        self.output_is_tensor: list[bool] = []
+        self.dropped: list[str] = []
+
+    def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        batch = self.layout.rebuild(tensors)
+        output = call_model(self.model, batch)
+        try:
+            value = loss_of(output, batch, self.loss)
+        except (AttributeError, KeyError, TypeError):
+            if not self.keep_outputs:
+                raise
+            value = None  # evaluation of a batch without labels
+        self.has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+        if not self.keep_outputs:
+            if not self.has_loss:
+                raise ValueError(_no_loss(output, value, self.loss))
+            return (value,)
+        leaves, self.output_structure, self.dropped = _output_leaves(output)
+        self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        return ((value,) if self.has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
+
+
+def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
+    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if loss is not None:
+        return f"loss(output, batch) gave {got}: it must give a scalar tensor"
+    return (
+        f"the model gave {type(output).__name__} whose loss is {got}: pass loss=lambda output, batch: ..., "
+        f"or give the model its labels so that it returns a scalar or something with .loss"
+    )
+
+
+def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[str]]:
+    """Leaves of the model's output (None where there is no tensor), their structure, and the names of what is left out, such as caches."""
+    dropped: list[str] = []
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor) or value is None:
+            return value
+        if isinstance(value, dict):
+            return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
+        if isinstance(value, (tuple, list)):
+            return type(value)(plain(item, f"{path}[{place}]") for place, item in enumerate(value)) if type(value) in (tuple, list) else None
+        dropped.append(path)
+        return None
+
+    leaves, structure = pytree.tree_flatten(plain(output, "output"), is_leaf=lambda leaf: leaf is None)
+    return leaves, structure, dropped
+
+
+def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], device: str) -> Exported:
+    mode = fake_mode()
+    samples = enlarge(layout, tensors)
+    with mode:  # one fake tensor for each place: export merges two inputs that are one object (labels=input_ids)
+        inputs = [torch.empty(tuple(t.shape), dtype=t.dtype, device=device) for t in samples]
+    batch = Dim("batch", max=MAX_BATCH)
+    shapes = [{0: batch} if described.batched else None for described in layout.tensors]
+    # the watch comes before the weights become fake: hooks sit on the tensors
+    with watch(wrapper.model) as findings, fake_weights(wrapper, mode, device), collect_forward_marks() as marks:
+        with size_conditions(wrapper.model) as sizes:
+            try:
+                with random_branches(wrapper.model, findings), preserve_node_meta():
+                    program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
+            except Exception as error:
+                raise explain(error, wrapper.model, sizes) from error
+    _refuse_lost_writes(program)
+    return Exported(program, marks, findings, wrapper.output_structure, wrapper.output_is_tensor, wrapper.dropped, wrapper.has_loss)
+
+
+def _refuse_lost_writes(program: ExportedProgram) -> None:
+    """A write through `.data` leaves a fake constant behind and is otherwise lost without a word."""
+    for name, value in program.constants.items():
+        if is_fake(value):
+            raise CaptureError(
+                f"a tensor made in `{local_name(name).rpartition('.')[0] or 'the model'}` is written through `.data` or outside the graph: "
+                f"the capture would lose that. Use the out-of-place form, or `with torch.no_grad():` instead of `.data`"
+            )
+
+
+@contextlib.contextmanager
+def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[None]:
+    """Swaps parameters and buffers for fake ones on `device`, tied ones staying tied; real ones come back at exit."""
+    fakes: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for store in tensor_stores(module):
+                for name, value in store.items():
+                    if value is None:
+                        continue
+                    if id(value) not in fakes:
+                        fakes[id(value)] = _fake_like(value, mode, device)
+                    swapped.append((store, name, value))
+        for store, name, value in swapped:
+            store[name] = fakes[id(value)]
+        yield
+    finally:
+        for store, name, value in swapped:
+            store[name] = value
+
+
+def _fake_like(value: torch.Tensor, mode: Any, device: str) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=value.requires_grad)
+    return fake
+
+
+def local_name(exported_name: str) -> str:
+    """Name in the user's model: without the wrapper's prefix and the call number (`layer@2`)."""
+    name = re.sub(r"@\d+", "", exported_name)
+    return "" if name == MODEL_PREFIX[:-1] else name.removeprefix(MODEL_PREFIX)

@@ -1,0 +1,73 @@
+"""Sizes: every integer in the graph becomes a plain expression of the batch size, so that no size ever crosses a cut.
+
+`aten.sym_size.int(hidden, 0)` would tie the reader to the stage that has `hidden`; `sym_size(input_ids, 0)` is known everywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+
+def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:
+    """Rewrites every integer node as arithmetic on dim 0 of `batched_input`; leaves data-dependent sizes alone."""
+    with graph.inserting_after(batched_input):
+        base = graph.call_function(torch.ops.aten.sym_size.int, (batched_input, 0))
+    base.meta["val"] = batched_input.meta["val"].shape[0]
+    known: dict[sympy.Expr, Node | int] = {batch_symbol: base}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node is base or node.op != "call_function" or not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            continue
+        expression = sympy.Integer(value) if isinstance(value, int) else value.node.expr
+        if expression.free_symbols - {batch_symbol}:
+            continue
+        if expression not in known:
+            with graph.inserting_before(node):
+                replacement = _build(graph, expression, base, node)
+            if replacement is None:
+                continue
+            known[expression] = replacement
+        node.replace_all_uses_with(known[expression])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    if not base.users:
+        graph.erase_node(base)
+
+
+def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node | int | None:
+    """Nodes that compute the expression, or None for forms that do not occur in practice (the old node stays then)."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return base
+    functions: dict[Any, Any] = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+    function = functions.get(expression.func)
+    if function is None:
+        return None
+    parts = [_build(graph, part, base, like) for part in expression.args]
+    result = parts[0]
+    for part in parts[1:]:
+        if result is None or part is None:
+            return None
+        result = graph.call_function(function, (result, part))
+        result.meta["val"] = like.meta["val"]
+        result.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
+    return result
+
+
+def shape_at(shape: Any, batch_symbol: sympy.Symbol, num_samples: int) -> tuple[int, ...]:
+    """The shape with the batch symbol replaced."""
+    return tuple(size_at(size, batch_symbol, num_samples) for size in shape)
+
+
+def size_at(size: Any, batch_symbol: sympy.Symbol, num_samples: int) -> int:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression == batch_symbol:
+        return num_samples
+    return int(expression.subs(batch_symbol, num_samples))

@@ -1,0 +1,37 @@
+"""Every private torch name that Whale uses, in one place, with the public thing that would replace it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
+from torch.utils import _pytree as pytree
+
+__all__ = ["enter_autocast", "exit_autocast", "fake_mode", "is_fake", "pytree", "tensor_stores"]
+
+
+def fake_mode() -> Any:
+    """A mode under which tensors have shapes and no data. A public `torch.FakeTensorMode` would replace it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has a shape and no data. A public `torch.is_fake` would replace it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+# Functions that fx graphs can call around a run of nodes; torch.autocast as a context manager cannot stand in a graph.
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+
+def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
+    """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
+    return module._parameters, module._buffers  # type: ignore[return-value]

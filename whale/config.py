@@ -1,0 +1,186 @@
+"""What a user may set: `wh.Config({"num_micro_batch": 8})`. Every field has its meaning written under it; docs are made from these."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import math
+import operator
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from whale.names import nearest
+
+MIB = 1024**2
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": ("1f1b", "gpipe"),
+    "device": ("auto", "cpu", "cuda"),
+}
+"""the values that a field of text may have"""
+
+SMALLEST: dict[str, int] = {
+    "num_micro_batch": 1,
+    "num_task_graph": 1,
+    "seed": 0,
+    "max_captures": 1,
+    "bucket_bytes": 1,
+    "num_posted_receives": 1,
+}
+"""the smallest value of a field that counts"""
+
+ABOVE_ZERO = ("clip_grad_norm", "timeout_s")
+"""fields that must be more than 0"""
+
+LARGEST_SEED = 2**63 - 1
+"""torch generators take a seed of 64 bits"""
+
+
+@dataclass(frozen=True, init=False)
+class Config:
+    """Settings of one training job, checked when they are made and never changed afterwards.
+
+    Takes a dict, keyword arguments, or both: `Config({"num_micro_batch": 8}, seed=1)`.
+    """
+
+    num_micro_batch: int = 1
+    """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds fewer samples."""
+
+    num_task_graph: int | None = None
+    """Cuts a model without annotations into this many stages of about the same time. None: the annotations decide."""
+
+    colocate: bool = False
+    """Lets all TaskGraphs share the same devices, instead of each having its own."""
+
+    schedule: str = "1f1b"
+    """Order of forward and backward in a pipeline: `1f1b` holds few micro-batches in memory, `gpipe` runs all forwards first."""
+
+    seed: int = 0
+    """Start of all random numbers: initial weights made by Whale, and dropout."""
+
+    loss_per_micro_batch: bool = False
+    """Takes the mean of the losses of the micro-batches, for a loss that is no sum over samples. This is not the loss of local training."""
+
+    clip_grad_norm: float | None = None
+    """Scales gradients down when their norm over the whole model is larger than this. None: never."""
+
+    max_captures: int = 16
+    """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one unused for longest goes first."""
+
+    bucket_bytes: int = 25 * MIB
+    """Gradients are summed between devices in pieces of about this many bytes, while the backward goes on."""
+
+    timeout_s: float = 60.0
+    """After so many seconds without an answer from another rank, the job ends with the name of that rank."""
+
+    check_capture: bool = True
+    """Compares the captured graph once with the model itself (loss and gradients on a few samples) when there are real weights."""
+
+    check_batches: bool = True
+    """Compares a hash of the batch between ranks in the first steps and now and then: all must get the same mini-batch."""
+
+    device: str = "auto"
+    """Where to run: `cuda`, `cpu`, or `auto`, which takes CUDA when it is there."""
+
+    num_posted_receives: int = 8
+    """How many messages a rank waits for ahead of time. More hide more latency and hold more memory."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None, /, **options: Any) -> None:
+        if values is not None and not isinstance(values, Mapping):
+            raise ValueError(f"Config takes a dict or keyword arguments, not {values!r} of type {type(values).__name__}.")
+        given = dict(values or {})
+        twice = sorted(set(given) & set(options))
+        if twice:
+            raise ValueError(f"Config: {twice[0]!r} is given twice, in the dict and as a keyword argument. Leave one of them out.")
+        given |= options
+        hints = typing.get_type_hints(type(self))
+        for key in given:
+            if key not in hints:
+                raise ValueError(f"Config has no key {key!r}.{nearest(str(key), hints)} It has: {', '.join(sorted(hints))}.")
+        for item in fields(self):
+            value = _checked(item.name, given[item.name], hints[item.name]) if item.name in given else item.default
+            object.__setattr__(self, item.name, value)  # the dataclass is frozen for everyone else
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; `Config(config.to_dict()) == config`, also through JSON."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed, checked like a new one."""
+        return Config({key: value for key, value in self.to_dict().items() if key not in changes}, **changes)
+
+    def fingerprint(self) -> str:
+        """Hash over all fields, the same in every process: ranks compare it before they start."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    """The value as the type of its field, or a ValueError that names key and value."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in kinds:
+        return None
+    kind = next(kind for kind in kinds if kind is not types.NoneType)
+    wanted = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}[kind]
+    if types.NoneType in kinds:
+        wanted += " or None"
+    result = _as_kind(value, kind)
+    if result is None:
+        raise ValueError(f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}.")
+    _check_range(key, result)
+    return result
+
+
+def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:
+    """The value as bool, int, float or str, or None when it is something else: True is no number, '8' is no number, 8.0 is not whole."""
+    if kind in (bool, str):
+        return value if isinstance(value, kind) else None
+    if isinstance(value, bool):
+        return None
+    if hasattr(value, "__index__"):  # also the whole numbers of numpy
+        return kind(operator.index(value))  # type: ignore[no-any-return]
+    return float(value) if kind is float and isinstance(value, float) else None
+
+
+def _check_range(key: str, value: bool | int | float | str) -> None:
+    choices = CHOICES.get(key)
+    if choices and value not in choices:
+        raise ValueError(f"Config: {key!r} must be one of {', '.join(map(repr, choices))}, not {value!r}.{nearest(str(value), choices)}")
+    if isinstance(value, str):
+        return
+    if key in SMALLEST and value < SMALLEST[key]:
+        raise ValueError(f"Config: {key!r} must be at least {SMALLEST[key]}, not {value!r}.")
+    if key == "seed" and value > LARGEST_SEED:
+        raise ValueError(f"Config: 'seed' must be at most 2**63 - 1, not {value!r}.")
+    if key in ABOVE_ZERO and not 0 < value < math.inf:
+        raise ValueError(f"Config: {key!r} must be a finite number above 0, not {value!r}.")
+
+
+def descriptions() -> dict[str, str]:
+    """Name of each field -> the text under it in this file."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(Config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, after in zip(body.body, body.body[1:]):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            found[statement.target.id] = inspect.cleandoc(after.value.value)
+    return found
+
+
+def document() -> str:
+    """A Markdown table of all fields: name, type, default, meaning."""
+    meaning = descriptions()
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for item in fields(Config):
+        kind = str(item.type).replace("|", "or")
+        text = " ".join(meaning[item.name].split()).replace("|", "\\|")
+        lines.append(f"| `{item.name}` | {kind} | `{item.default!r}` | {text} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,190 @@
+"""One stage of the plan as an FX module: slice, weights under their own names, results for other stages, its part of the loss."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, GraphModule, Node
+
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import is_random
+from whale.capture.samples import batch_dim
+from whale.capture.sizes import shape_at, size_at
+from whale.compat import enter_autocast, exit_autocast
+from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
+from whale.planning.planner import Assignment
+
+aten = torch.ops.aten
+_GROUP = "devices_of_stage"  # attribute of the chunk that holds its process group
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that crosses between stages."""
+
+    index: int
+    """place among all crossing values of the graph: the message's number"""
+    name: str
+    dtype: torch.dtype
+    batch_dim: int | None
+    gradient: bool
+    shape: Any
+    """with the batch symbol"""
+    symbol: Any
+
+    def shape_for(self, num_samples: int) -> tuple[int, ...]:
+        return shape_at(self.shape, self.symbol, num_samples)
+
+    def rows_per_sample(self) -> int:
+        """Entries of the batch dim that belong to one sample (16 for [16*batch, width])."""
+        assert self.batch_dim is not None
+        return size_at(self.shape[self.batch_dim], self.symbol, 1)
+
+
+@dataclass
+class Chunk:
+    """What one rank runs for one stage."""
+
+    stage: int
+    module: GraphModule
+    received: tuple[Value, ...]
+    """first arguments of the module"""
+    inputs: tuple[int, ...]
+    """then these placeholders of the graph: batch tensors, then whole-mini-batch values"""
+    sent: tuple[Value, ...]
+    """first results of the module"""
+    num_outputs: int
+    """then the results the user asked for (evaluation)"""
+    has_loss: bool
+    """then this stage's part of the loss"""
+    updates: tuple[str, ...]
+    """then new values of these buffers"""
+    is_random: bool
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a chunk needs to know of the rank it runs on."""
+
+    weights: Mapping[str, torch.Tensor]
+    group: dist.ProcessGroup | None
+    """all ranks that run this stage; None = only this one"""
+
+
+def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, Value]:
+    """Every value that crosses, numbered in graph order, the same on all ranks."""
+    nodes = sorted({node for node, _, _ in assignment.crossings})
+    values = {}
+    for index, node in enumerate(nodes):
+        fake = node.meta["val"]
+        dim = batch_dim(node, captured.batch_symbol)
+        values[node] = Value(index, node.name, fake.dtype, dim, node in assignment.gradients, tuple(fake.shape), captured.batch_symbol)
+    return values
+
+
+def build_chunk(
+    captured: CapturedGraph, assignment: Assignment, stage: int, terms: Sequence[Node], outputs: Sequence[Node], around: Surroundings
+) -> Chunk:
+    """Lowers one stage. `terms`: the loss terms of this stage; `outputs`: the results that the user wants from it."""
+    part = assignment.slices[stage]
+    values = crossing_values(captured, assignment)
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    sent = sorted({node for node, source, _ in assignment.crossings if source == stage})
+    updates = [name for name, node in captured.buffer_updates.items() if assignment.result_stage[node] == stage]
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in (*part.received, *part.inputs):
+        copies[node] = graph.placeholder(node.name)
+    _copy_state(graph, part.state, set(updates), copies)
+    group_node = graph.create_node("get_attr", _GROUP) if around.group is not None else None
+    _copy_operations(graph, part.operations, copies, group_node)
+    results = [copies[node] for node in (*sent, *outputs)]
+    if terms:
+        results.append(reduce(lambda a, b: graph.call_function(operator.add, (a, b)), (copies[node] for node in terms)))
+    results.extend(copies[captured.buffer_updates[name]] for name in updates)
+    graph.output(tuple(results))
+    _drop_unused(graph)
+    attributes: dict[str, Any] = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
+    module = GraphModule(torch.nn.Module(), graph) if not attributes and group_node is None else GraphModule(_root(attributes, around), graph)
+    return Chunk(
+        stage=stage,
+        module=module,
+        received=tuple(values[node] for node in part.received),
+        inputs=tuple(placeholders.index(node) for node in part.inputs),
+        sent=tuple(values[node] for node in sent),
+        num_outputs=len(outputs),
+        has_loss=bool(terms),
+        updates=tuple(updates),
+        is_random=any(is_random(node) for node in part.operations),
+    )
+
+
+def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.Tensor:
+    return captured.constants[name] if captured.state[name].kind == "constant" else around.weights[name]
+
+
+def _root(attributes: Mapping[str, Any], around: Surroundings) -> torch.nn.Module:
+    """Nested modules that hold the tensors under their original names."""
+    root = torch.nn.Module()
+    for name, tensor in attributes.items():
+        *path, leaf = name.split(".")
+        owner = root
+        for step in path:
+            if not hasattr(owner, step):
+                owner.add_module(step, torch.nn.Module())
+            owner = getattr(owner, step)
+        if isinstance(tensor, torch.nn.Parameter):
+            owner.register_parameter(leaf, tensor)
+        else:
+            owner.register_buffer(leaf, tensor)
+    if around.group is not None:
+        setattr(root, _GROUP, around.group)
+    return root
+
+
+def _copy_state(graph: Graph, state: Sequence[Node], updated: set[str], copies: dict[Node, Node]) -> None:
+    for node in state:
+        copies[node] = graph.create_node("get_attr", str(node.target))
+        if str(node.target) in updated:
+            # what backward keeps must not change when the buffer gets its new value
+            copies[node] = graph.call_function(aten.clone.default, (copies[node],))
+
+
+def _copy_operations(graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None) -> None:
+    """Copies operations, autocast regions around runs of nodes, batch statistics over all devices of the stage."""
+    open_region: Any = None
+    region_node: Node | None = None
+    for node in operations:
+        region = node.meta.get("autocast")
+        if region != open_region:
+            if region_node is not None:
+                graph.call_function(exit_autocast, (region_node,))
+            region_node = graph.call_function(enter_autocast, tuple(region)) if region is not None else None
+            open_region = region
+        copies[node] = _copy_operation(graph, node, copies, group)
+        copies[node].meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+    if region_node is not None:
+        graph.call_function(exit_autocast, (region_node,))
+
+
+def _copy_operation(graph: Graph, node: Node, copies: dict[Node, Node], group: Node | None) -> Node:
+    if group is not None and node.target is aten.batch_norm.default and node.args[5]:
+        x, weight, bias, mean, variance, _, momentum, eps = (copies.get(a, a) if isinstance(a, Node) else a for a in node.args[:8])
+        return graph.call_function(batch_norm_over_devices, (x, weight, bias, mean, variance, momentum, eps, group))
+    copy = graph.node_copy(node, copies.__getitem__)
+    if group is None or "all_reduce" not in node.meta:
+        return copy
+    return graph.call_function(sum_over_devices, (copy, group))  # a loss that is not additive: its batch sums are taken over all devices
+
+
+def _drop_unused(graph: Graph) -> None:
+    """Received values and inputs stay as arguments even when unused; weights that nothing reads go."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)

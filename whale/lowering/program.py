@@ -1,0 +1,150 @@
+"""A plan applied to one captured graph on one rank: its chunks, and programs for any batch size and number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from whale import scheduling
+from whale.capture.prepare import Prepared
+from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
+from whale.lowering.messages import Bridges, build_bridges
+from whale.planning.plan import Plan
+from whale.planning.planner import Assignment
+from whale.planning.samples import SampleMap
+
+if TYPE_CHECKING:
+    from whale.runtime.ranks import Ranks
+
+
+@dataclass
+class Program:
+    """What one rank does for one size of the mini-batch."""
+
+    actions: tuple[scheduling.Action, ...]
+    chunks: Mapping[int, Chunk]
+    source_of: Mapping[tuple[int, int], int]
+    """(stage, value) -> stage that computes it"""
+    consumers_of: Mapping[int, tuple[int, ...]]
+    """stage -> stages that use its results"""
+    bridges: Bridges
+    samples: Sequence[tuple[int, int]]
+    """this rank's samples of each micro-batch"""
+    batched: Sequence[bool]
+    """of each placeholder: cut by samples, or given whole"""
+    batch_size: int
+    num_micro_batch: int
+    device: str
+    seed_parts: tuple[int, int, int]
+    """(config seed, replica, place): dropout differs between devices"""
+
+
+@dataclass
+class Lowered:
+    """This rank's part of one graph."""
+
+    plan: Plan
+    assignment: Assignment
+    prepared: Prepared
+    chunks: dict[int, Chunk]
+    values: dict[Node, Value]
+    outputs_of_stage: dict[int, list[Node]]
+    ranks: Ranks
+
+    @cached_property
+    def first_use(self) -> dict[str, int]:
+        """Place in the graph where each parameter is first read."""
+        found: dict[str, int] = {}
+        for place, node in enumerate(self.prepared.captured.graph.nodes):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    found.setdefault(str(source.target), place)
+        return found
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Parameters that a loss term reaches backwards: exactly those that local training would give a gradient."""
+        reached: set[Node] = set()
+        waiting = [node for node in self.prepared.terms if node in self.assignment.gradients]
+        while waiting:
+            node = waiting.pop()
+            if node not in reached:
+                reached.add(node)
+                waiting.extend(source for source in node.all_input_nodes if source in self.assignment.gradients)
+        return [str(node.target) for node in reached if node.op == "get_attr"]
+
+    def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The graph's placeholders: the whole mini-batch on this device, and the values that need all of it."""
+        here = [tensor.to(self.ranks.device) for tensor in tensors]
+        whole = self.prepared.loss.whole_graph
+        if whole is None or all(place < len(here) for chunk in self.chunks.values() for place in chunk.inputs):
+            return here
+        with torch.no_grad():
+            return [*here, *whole(*here)]
+
+    def edges_are(self, plan: Plan) -> bool:
+        """Whether the plan's own schedule fits this graph."""
+        mine = {(source, destination) for _, source, destination in self.assignment.crossings}
+        return mine == {(c.source, c.destination) for c in plan.crossings}
+
+    def schedule(self, num_micro_batch: int, training: bool) -> scheduling.Schedule:
+        """A schedule for this graph's own edges."""
+        edges = {(source, destination) for _, source, destination in self.assignment.crossings}
+        gradient_edges = {(s, d) for node, s, d in self.assignment.crossings if node in self.assignment.gradients}
+        devices = tuple(stage.virtual_device for stage in self.plan.stages)
+        graph = scheduling.StageGraph(devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ())
+        if training:
+            return scheduling.build(self.plan.config["schedule"], graph, num_micro_batch)
+        return scheduling.build_forward_only(graph, num_micro_batch)
+
+    def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:
+        """What this rank does for one mini-batch of that size."""
+        samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
+        device, replica, place = self.plan.place_of_rank(self.ranks.rank)
+        crossings = self.assignment.crossings
+        batched = [tensor.batched for tensor in self.prepared.captured.inputs]
+        num_whole = sum(node.op == "placeholder" for node in self.prepared.captured.graph.nodes) - len(batched)
+        return Program(
+            actions=schedule.orders[device],
+            chunks=self.chunks,
+            source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
+            consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},
+            bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
+            samples=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            batched=[*batched, *([False] * num_whole)],
+            batch_size=batch_size,
+            num_micro_batch=schedule.num_micro_batch,
+            device=self.ranks.device,
+            seed_parts=(seed, replica, place),
+        )
+
+
+def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks) -> Lowered:
+    """Builds the chunks of this rank."""
+    _fill_whole_buffers(prepared, weights)
+    outputs: dict[int, list[Node]] = {}
+    for node in dict.fromkeys(prepared.outputs):
+        if node not in prepared.terms:
+            outputs.setdefault(assignment.result_stage[node], []).append(node)
+    chunks = {}
+    for stage in plan.stages_of_rank(ranks.rank):
+        stage_ranks = plan.ranks_of_stage(stage)
+        group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
+        terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
+        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), Surroundings(weights, group))
+    return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
+
+
+def _fill_whole_buffers(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:
+    """Buffers that whole-mini-batch values read (class weights) get their real values."""
+    whole = prepared.loss.whole_graph
+    for attribute, name in prepared.loss.whole_buffers.items():
+        assert whole is not None
+        if name in weights:
+            whole.register_buffer(attribute, weights[name])

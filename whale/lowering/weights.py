@@ -1,0 +1,184 @@
+"""The tensors that one rank holds: taken from a model with real weights, or initialised one module at a time.
+
+A rank never allocates a parameter that its plan does not give it. Initialisation draws from a generator seeded by (seed, module
+name), so a module gets the same values on any rank and any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from whale.compat import tensor_stores
+
+Init = Callable[[torch.nn.Module, str], None]
+"""initialises the parameters and buffers that stand directly in a module, given its name"""
+
+
+def has_real_weights(model: torch.nn.Module) -> bool:
+    """True when no parameter is on `meta`; a mix is refused."""
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and len(on_meta) < sum(1 for _ in model.parameters()):
+        raise ValueError(f"parameter {on_meta[0]} is on meta while others are not ({len(on_meta)} in all): build the whole model in one way")
+    return not on_meta
+
+
+def take_weights(model: torch.nn.Module, held: Iterable[str], device: str) -> dict[str, torch.Tensor]:
+    """This rank's tensors of a model with real weights; every other parameter of the model is replaced by an empty one on `meta`."""
+    wanted = set(held)
+    kept: dict[int, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, owner, leaf, tensor in named_tensors(model):
+        if name in wanted:
+            tensors[name] = kept.setdefault(id(tensor), _moved(tensor, device))
+    aliases = {id(tensor): name for name, _, _, tensor in reversed(list(named_tensors(model)))}
+    for _name, owner, leaf, tensor in list(named_tensors(model)):
+        store = _store_of(owner, leaf)
+        first = aliases[id(tensor)]
+        store[leaf] = tensors[first] if first in tensors else _emptied(tensor)
+    return tensors
+
+
+def initialise_weights(
+    model: torch.nn.Module, held: Iterable[str], names: Mapping[str, str], init: Init | None, seed: int, device: str
+) -> dict[str, torch.Tensor]:
+    """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of the same tensor."""
+    wanted = set(held)
+    initialiser = init or default_init(model)
+    tensors: dict[str, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        own = [(leaf, f"{module_name}.{leaf}" if module_name else leaf) for store in tensor_stores(module) for leaf, t in store.items() if t is not None]
+        mine = [(leaf, names[full]) for leaf, full in own if names[full] in wanted]
+        if not any(first not in tensors for _, first in mine):
+            _tie(module, mine, tensors)
+            continue
+        before = {leaf: _store_of(module, leaf)[leaf] for leaf, _ in own}
+        for leaf, _ in own:
+            tensor = before[leaf]
+            if tensor is not None and tensor.is_meta:
+                _store_of(module, leaf)[leaf] = _unset_like(tensor, device)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(_module_seed(seed, module_name))
+            initialiser(module, module_name)
+        for leaf, full in own:
+            tensor = _store_of(module, leaf)[leaf]
+            assert tensor is not None
+            first = names[full]
+            if first not in wanted:
+                _store_of(module, leaf)[leaf] = _emptied(tensor)
+                continue
+            if first not in tensors:
+                _check_set(tensor, full, module)
+                tensors[first] = _moved(tensor, device)
+            _store_of(module, leaf)[leaf] = tensors[first]
+    return tensors
+
+
+def default_init(model: torch.nn.Module) -> Init:
+    """Hugging Face's `_init_weights` where the model has one, else the module's own `reset_parameters`."""
+    hugging_face = getattr(model, "_init_weights", None)
+
+    def init(module: torch.nn.Module, name: str) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if callable(hugging_face):
+            hugging_face(module)
+        elif not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"module '{name}' ({type(module).__name__}) has parameters or buffers of its own and no reset_parameters(): give it one, "
+                f"or pass init=lambda module, name: ..., or pass a model that is already built"
+            )
+
+    return init
+
+
+def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Calls the builder so that no parameter is ever allocated; buffers keep the values that the constructor gives them."""
+    original = torch.nn.Module.register_parameter
+
+    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
+
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with _EmptyOnMeta():
+            model = build()
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the function given to wh.parallelize returned {type(model).__name__}: it must build and return a torch.nn.Module")
+    return model
+
+
+class _EmptyOnMeta(torch.overrides.TorchFunctionMode):
+    """`torch.empty` gives meta tensors: that is how modules allocate what they initialise afterwards."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def named_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """(full name, owner, name in the owner, tensor) of every parameter and buffer, under all names."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for store in tensor_stores(module):
+            for leaf, tensor in store.items():
+                if tensor is not None:
+                    yield (f"{module_name}.{leaf}" if module_name else leaf), module, leaf, tensor
+
+
+def digest_weights(model: torch.nn.Module) -> dict[str, str]:
+    """Hash of each tensor, to see whether ranks were given the same model."""
+    digests = {}
+    for name, _, _, tensor in named_tensors(model):
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        digests[name] = hashlib.blake2b(plain.view(torch.uint8).numpy(), digest_size=8).hexdigest() if plain.numel() else ""
+    return digests
+
+
+def _store_of(module: torch.nn.Module, leaf: str) -> dict[str, torch.Tensor | None]:
+    parameters, buffers = tensor_stores(module)
+    return parameters if leaf in parameters else buffers
+
+
+def _tie(module: torch.nn.Module, mine: list[tuple[str, str]], tensors: Mapping[str, torch.Tensor]) -> None:
+    for leaf, first in mine:
+        _store_of(module, leaf)[leaf] = tensors[first]
+
+
+def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Allocated and filled with a value that no initialiser leaves behind."""
+    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else (torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0)
+    fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=device)
+    return torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
+
+
+def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None:
+    unset = tensor.isnan().any() if tensor.is_floating_point() else (tensor.dtype != torch.bool and (tensor == torch.iinfo(tensor.dtype).min).any())
+    if tensor.numel() and bool(unset):
+        raise ValueError(
+            f"'{name}' was left without a value by the initialisation of its module ({type(module).__name__}): "
+            f"pass init=lambda module, name: ... that sets it, or pass a model that is already built"
+        )
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if tensor.device.type == torch.device(device).type and not tensor.is_meta:
+        return tensor
+    moved = tensor.detach().to(device)
+    return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def _module_seed(seed: int, module_name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}|{module_name}".encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,16 @@
+"""Offers the name that the user probably meant, for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+SIMILARITY = 0.6
+"""difflib's ratio above which a name is worth offering; its own default"""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'num_micro_batch'?`, to be put after an error message; `''` when nothing is near."""
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=SIMILARITY)
+    return f" Did you mean {by_lower_case[found[0]]!r}?" if found else ""

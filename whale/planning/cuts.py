@@ -1,0 +1,204 @@
+"""Cut a chain of operations into stages.
+
+Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k.
+With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
+
+    time_k = (S[b_{k+1}] - S[b_k]) / v_k + c[b_k] + c[b_{k+1}]
+    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c[b_k].            (1)
+
+A stage [p, q) on device k keeps within T exactly when
+
+    need_k[q] = S[q] / v_k + c[q] - T  <=  room_k[p] = S[p] / v_k - c[p].                       (2)
+
+For a given T, point q can end stage k exactly when (2) holds for the largest room of all points p < q that can end stage k - 1:
+one running maximum a stage, O(K n) for a T, and the smallest T by bisection.                   (`_fits`, `_smallest_time`)
+
+The least sum for that T is a second program: G_k[q] = c[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
+no lower sum than another is never needed, so the useful points form a staircase, room and sum both rising; the best is the
+first with enough room: O(K n log n).                                                           (`_least_crossing`)
+
+Both are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides which cuts tie for T.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SAME_TIME = 1e-9
+"""relative; prefix sums of 4,000 doubles are good to about 1e-13"""
+BISECTION_WIDTH = 1e-12
+"""relative; well inside SAME_TIME"""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where the stages start, what that costs, and why."""
+
+    starts: tuple[int, ...]
+    """first operation of each stage; `starts[0]` is 0"""
+    slowest: float
+    """seconds of the slowest stage, its two crossings included"""
+    total_crossing: float
+    """seconds of all crossings, each counted once"""
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The points where a stage may start or end (operation 0 and the end included), and what counts there."""
+
+    points: npt.NDArray[np.int64]
+    elapsed: Floats
+    """S at each point"""
+    crossing: Floats
+    """c at each point, 0 at both ends"""
+    speeds: Floats
+    """v of each stage"""
+
+    def room(self, stage: int) -> Floats:
+        room: Floats = self.elapsed / self.speeds[stage] - self.crossing
+        return room
+
+    def need(self, stage: int, time: float) -> Floats:
+        need: Floats = self.elapsed / self.speeds[stage] + self.crossing - time
+        return need
+
+
+def cut(
+    times: Floats,
+    crossing_times: Floats,
+    num_stages: int,
+    allowed: npt.NDArray[np.bool_] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Cuts:
+    """The best cuts by (1). `times[i]`, `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at operation p."""
+    chain = _chain(times, crossing_times, num_stages, allowed, speeds)
+    time = _smallest_time(chain) * (1 + SAME_TIME)
+    chosen = _least_crossing(chain, time)
+    stage_times = np.diff(chain.elapsed[chosen]) / chain.speeds + chain.crossing[chosen[:-1]] + chain.crossing[chosen[1:]]
+    starts = tuple(int(start) for start in chain.points[chosen[:-1]])
+    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[chosen].sum())
+    worst = int(stage_times.argmax())
+    last = int(chain.points[chosen[worst + 1]]) - 1
+    reason = (
+        f"{num_stages} stages of {len(times)} operations, cut at {num_stages - 1} of {len(chain.points) - 2} points: "
+        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with {slowest:.4g} s, "
+        f"mean {stage_times.mean():.4g} s; the cuts send {total_crossing:.4g} s in all"
+    )
+    return Cuts(starts, slowest, total_crossing, reason)
+
+
+def _smallest_time(chain: _Chain) -> float:
+    """Smallest T of (1), by bisection, to BISECTION_WIDTH."""
+    lower = 0.0
+    upper = float(chain.elapsed[-1] / chain.speeds.min() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
+    while upper - lower > BISECTION_WIDTH * upper:
+        middle = (lower + upper) / 2
+        if not lower < middle < upper:
+            break
+        if _fits(chain, middle):
+            upper = middle
+        else:
+            lower = middle
+    return upper
+
+
+def _fits(chain: _Chain, time: float) -> bool:
+    """Some cut keeps every stage within `time`."""
+    ends = np.zeros(len(chain.points), dtype=bool)
+    ends[0] = True
+    for stage in range(len(chain.speeds)):
+        room = np.where(ends, chain.room(stage), -np.inf)
+        best_before = np.maximum.accumulate(room)[:-1]
+        ends = np.concatenate(([False], best_before >= chain.need(stage, time)[1:]))
+        if not ends.any():
+            return False
+    return bool(ends[-1])
+
+
+def _least_crossing(chain: _Chain, time: float) -> list[int]:
+    """Boundaries (as indices into `chain.points`) of the cut within `time` that sends least."""
+    num_points, num_stages = len(chain.points), len(chain.speeds)
+    crossing = chain.crossing.tolist()
+    sums: list[float | None] = [0.0] + [None] * (num_points - 1)  # G_{k-1}; None: cannot end a stage here
+    chosen_before: list[list[int]] = []
+    for stage in range(num_stages):
+        rooms, needs = chain.room(stage).tolist(), chain.need(stage, time).tolist()
+        stairs = _Staircase()
+        next_sums: list[float | None] = [None] * num_points
+        before = [-1] * num_points
+        for point in range(1, num_points):
+            previous = sums[point - 1]
+            if previous is not None:
+                stairs.add(rooms[point - 1], previous, point - 1)
+            found = stairs.cheapest(needs[point])
+            if found is not None:
+                next_sums[point] = found[0] + crossing[point]
+                before[point] = found[1]
+        sums = next_sums
+        chosen_before.append(before)
+    assert sums[-1] is not None, f"no cut within {time} s, though one was found before"
+    chosen = [num_points - 1]
+    for before in reversed(chosen_before):
+        chosen.append(before[chosen[-1]])
+    return chosen[::-1]
+
+
+class _Staircase:
+    """Points with (room, sum), kept so that both rise: the cheapest with enough room is the first with enough room."""
+
+    def __init__(self) -> None:
+        self.rooms: list[float] = []
+        self.sums: list[float] = []
+        self.points: list[int] = []
+
+    def add(self, room: float, total: float, point: int) -> None:
+        place = bisect_left(self.rooms, room)
+        if place < len(self.rooms) and self.sums[place] <= total:
+            return  # another has as much room for no more
+        first = bisect_left(self.sums, total, 0, place)  # from here to `place`: less room, and no cheaper
+        self.rooms[first:place], self.sums[first:place], self.points[first:place] = [room], [total], [point]
+
+    def cheapest(self, need: float) -> tuple[float, int] | None:
+        place = bisect_left(self.rooms, need)
+        return (self.sums[place], self.points[place]) if place < len(self.rooms) else None
+
+
+def _chain(
+    times: Floats,
+    crossing_times: Floats,
+    num_stages: int,
+    allowed: npt.NDArray[np.bool_] | None,
+    speeds: Sequence[float] | None,
+) -> _Chain:
+    """Check the arguments of `cut` and keep only the points that matter."""
+    times, crossing_times = np.asarray(times, dtype=np.float64), np.asarray(crossing_times, dtype=np.float64)
+    num_operations = len(times)
+    if num_operations < 1 or num_stages < 1:
+        raise ValueError(f"need at least 1 operation and 1 stage, got {num_operations} operations and {num_stages} stages")
+    inner = np.ones(num_operations, dtype=bool) if allowed is None else np.array(allowed, dtype=bool)
+    if not len(crossing_times) == len(inner) == num_operations:
+        raise ValueError(
+            f"{num_operations} operation times need as many crossing times and allowed marks, got {len(crossing_times)} and {len(inner)}"
+        )
+    inner[0] = False  # the first stage starts there anyway
+    num_points = int(inner.sum())
+    if num_stages > num_points + 1:
+        raise ValueError(f"asked for {num_stages} stages, but the model can be cut at {num_points} points: at most {num_points + 1} stages")
+    stage_speeds = np.ones(num_stages) if speeds is None else np.asarray(speeds, dtype=np.float64)
+    if len(stage_speeds) != num_stages or not (np.isfinite(stage_speeds) & (stage_speeds > 0)).all():
+        raise ValueError(f"speeds {list(stage_speeds)} must be {num_stages} positive numbers, one for each stage")
+    points = np.concatenate(([0], np.flatnonzero(inner), [num_operations]))
+    crossing = np.concatenate(([0.0], crossing_times[inner], [0.0]))
+    for name, values in (("operation", times), ("crossing", crossing)):
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ValueError(f"a {name} time is negative or not finite: {values[~(np.isfinite(values) & (values >= 0))][0]}")
+    elapsed = np.concatenate(([0.0], np.cumsum(times)))[points]
+    return _Chain(points, elapsed, crossing, stage_speeds)

@@ -1,0 +1,168 @@
+"""The plan: everything decided, as plain frozen data. It is printed, saved as JSON, compared, and executed without further thought."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from whale.planning.virtual_devices import VirtualDevice
+
+PLAN_FORMAT = 1  # raised when the meaning of a field changes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice of the planner and why it was made."""
+
+    what: str
+    choice: str
+    why: str
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """The part of the model under one annotation."""
+
+    index: int
+    label: str
+    strategy: str
+    num_devices: int
+    virtual_device: int
+    num_operations: int
+    forward_flop: float
+    """of one mini-batch"""
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of the model in pipeline order, on one VirtualDevice."""
+
+    index: int
+    virtual_device: int
+    task_graphs: tuple[int, ...]
+    num_operations: int
+    forward_flop: float
+    """of one mini-batch"""
+    forward_s: float
+    """of one mini-batch on one device of this VirtualDevice, by the cost model"""
+    parameters: tuple[str, ...]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage computes and a later stage uses; it is sent straight there."""
+
+    value: str
+    source: int
+    destination: int
+    sample_bytes: int
+    """bytes for each sample; for a value without a batch dim, bytes for each micro-batch"""
+    batched: bool
+    gradient: bool
+    """a gradient of the same size comes back"""
+    line: str
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand of the loss, computed where its numerator is."""
+
+    stage: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs where, and why."""
+
+    format: int
+    model: str
+    """hash of the captured graph and the weights' names and shapes: a plan runs only the model that it was made for"""
+    config: dict[str, Any]
+    num_devices: int
+    device_kinds: tuple[str, ...]
+    """by rank"""
+    batch_size: int
+    num_micro_batch: int
+    task_graphs: tuple[TaskGraph, ...]
+    virtual_devices: tuple[VirtualDevice, ...]
+    num_replicas: int
+    device_seconds: tuple[float, ...]
+    """by rank: relative time for one sample, the weight behind batch shares"""
+    stages: tuple[Stage, ...]
+    stage_of_operation: tuple[int, ...]
+    """by position in the graph; -1 = recomputed wherever it is used"""
+    crossings: tuple[Crossing, ...]
+    holders: dict[str, tuple[int, ...]]
+    """parameter or buffer -> stages that hold it; more than one = tied"""
+    schedule: dict[str, Any]
+    loss_terms: tuple[LossTerm, ...]
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan file; every field is checked, nothing is executed."""
+        try:
+            plan = TypeAdapter(Plan).validate_json(Path(path).read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ValueError(f"{path} is not a plan: {where}: {first['msg']} ({error.error_count()} problems)") from None
+        if plan.format != PLAN_FORMAT:
+            raise ValueError(f"{path} has plan format {plan.format}, this Whale reads {PLAN_FORMAT}: make the plan again")
+        return plan
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """All ranks that run a stage, over all replicas."""
+        device = self.virtual_devices[self.stages[stage].virtual_device]
+        return tuple(rank for replica in device.ranks for rank in replica)
+
+    def place_of_rank(self, rank: int) -> tuple[int, int, int]:
+        """(VirtualDevice, replica, place inside it) of a rank."""
+        for device in self.virtual_devices:
+            for replica, ranks in enumerate(device.ranks):
+                if rank in ranks:
+                    return device.index, replica, ranks.index(rank)
+        raise ValueError(f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)")
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        device = self.place_of_rank(rank)[0]
+        return tuple(stage.index for stage in self.stages if stage.virtual_device == device)
+
+
+def diff(a: Plan, b: Plan) -> list[str]:
+    """One line for each value that differs: `stages[1].parameter_bytes: 400 -> 800`."""
+    return list(_differences("", asdict(a), asdict(b)))
+
+
+def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys(), key=str):
+            yield from _differences(f"{path}.{key}" if path else str(key), a.get(key, "absent"), b.get(key, "absent"))
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for place, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(f"{path}[{place}]", left, right)
+    elif a != b:
+        yield f"{path}: {_short(a)} -> {_short(b)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(value) if hasattr(value, '__len__') else len(text)} long)"
+
+
+PLAN_FIELDS = tuple(field.name for field in fields(Plan))

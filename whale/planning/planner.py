@@ -1,0 +1,345 @@
+"""Captured graph, cluster and config in, `Plan` out. Every choice leaves a `Decision` with its numbers.
+
+Order: TaskGraphs -> VirtualDevices -> stages -> what crosses -> schedule. Pure: no process group, no weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from whale import scheduling
+from whale.annotation import Mark, Strategy
+from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.kinds import Kind
+from whale.capture.losses import NotAdditive
+from whale.capture.samples import batch_dim
+from whale.cluster.cluster import Cluster
+from whale.config import Config
+from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph
+from whale.planning.shares import check_batch
+from whale.planning.stages import (
+    RECOMPUTED,
+    StageSlice,
+    assign_stages,
+    live_operations,
+    move_free_operations,
+    place_weights,
+    slice_stages,
+)
+from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
+from whale.planning.virtual_devices import Placement, place
+from whale.profiling.costs import NodeCost, node_costs, seconds, value_bytes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    captured: CapturedGraph
+    """with the loss already split into terms"""
+    kinds: Mapping[Node, Kind]
+    marks: Mapping[Node, Mark]
+    default_strategy: Strategy | None
+    term_texts: tuple[str, ...]
+    only_whole: NotAdditive | None
+    """why the loss may not be cut over micro-batches or devices, if so"""
+    cluster: Cluster
+    config: Config
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A plan applied to one captured graph: what lowering needs beside the plan itself."""
+
+    stage_of: Mapping[Node, int]
+    result_stage: Mapping[Node, int]
+    """stage of every result (loss term, output, buffer update)"""
+    slices: tuple[StageSlice, ...]
+    crossings: tuple[tuple[Node, int, int], ...]
+    """(value, stage that has it, stage that needs it)"""
+    gradients: frozenset[Node]
+    """values that carry a gradient"""
+
+
+def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
+    """The whole decision."""
+    captured, config, cluster = problem.captured, problem.config, problem.cluster
+    costs = node_costs(captured, problem.batch_size)
+    operations = live_operations(captured)
+    task_graphs, why_task_graphs = _task_graphs(problem, operations, costs)
+    placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
+    _refuse_split(task_graphs, cluster.num_devices)
+    virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
+    stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
+    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
+    assignment = _assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    crossings = _crossings(captured, assignment)
+    edges = tuple(sorted({(c.source, c.destination) for c in crossings}))
+    gradient_edges = tuple(sorted({(c.source, c.destination) for c in crossings if c.gradient}))
+    stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
+    schedule = scheduling.build(config.schedule, stage_graph, config.num_micro_batch)
+    widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
+    check_batch(problem.batch_size, config.num_micro_batch, widest)
+    if problem.only_whole is not None and (widest > 1 or config.num_micro_batch > 1):
+        raise ValueError(problem.only_whole.message)
+    decisions = (
+        Decision("TaskGraphs", f"{len(task_graphs.strategies)}", why_task_graphs),
+        Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+        *_tie_decisions(captured, assignment),
+        Decision("schedule", config.schedule, _schedule_reason(schedule)),
+    )
+    kinds_by_rank = [device.kind for device in cluster.devices]
+    plan = Plan(
+        format=PLAN_FORMAT,
+        model=fingerprint(captured),
+        config=config.to_dict(),
+        num_devices=cluster.num_devices,
+        device_kinds=tuple(kind.name for kind in kinds_by_rank),
+        batch_size=problem.batch_size,
+        num_micro_batch=config.num_micro_batch,
+        task_graphs=_describe_task_graphs(problem, task_graphs, placement, costs),
+        virtual_devices=placement.virtual_devices,
+        num_replicas=placement.num_replicas,
+        device_seconds=tuple(max(kind.flop_per_s for kind in kinds_by_rank) / kind.flop_per_s for kind in kinds_by_rank),
+        stages=_describe_stages(problem, task_graphs, assignment, device_of_stage, placement, costs),
+        stage_of_operation=tuple(stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
+        crossings=crossings,
+        holders=_holders(captured, assignment),
+        schedule=schedule.to_json(),
+        loss_terms=tuple(
+            LossTerm(assignment.result_stage[node], text) for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
+        ),
+        decisions=decisions,
+        notes=tuple(captured.notes),
+    )
+    return plan, assignment
+
+
+def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
+    """The assignment of a plan that was made for this very graph."""
+    nodes = list(captured.compute_nodes())
+    stage_of = {node: stage for node, stage in zip(nodes, plan.stage_of_operation, strict=True) if stage != RECOMPUTED}
+    results = dict(zip(captured.output.all_input_nodes, (term.stage for term in plan.loss_terms), strict=True))
+    return _finish(captured, stage_of, results, len(plan.stages))
+
+
+def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
+    """An assignment for another graph of the same model (evaluation, another sequence length): operations go where their weights are."""
+    stage_of: dict[Node, int] = {}
+    for node in live_operations(captured):
+        if kinds[node] is not Kind.ACTIVATION:
+            continue
+        latest = max((stage_of[p] for p in node.all_input_nodes if p in stage_of), default=0)
+        for weight in _weights_behind(node, kinds):
+            holders = [stage for stage in plan.holders.get(weight, ()) if stage >= latest]
+            if not holders and weight in plan.holders:
+                raise ValueError(
+                    f"{weight} is on stage {plan.holders[weight]}, but this graph uses it after stage {latest} ({user_line(node)}): "
+                    f"the model calls its parts in another order here than in training"
+                )
+            latest = min(holders, default=latest)
+        stage_of[node] = latest
+    return _assignment(captured, kinds, stage_of, len(plan.stages), plan.num_micro_batch)
+
+
+def _weights_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[str]:
+    """Parameters and updated buffers that an operation reads, directly or through WEIGHT values."""
+    names, waiting, seen = [], list(node.all_input_nodes), set()
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source.op == "get_attr" and kinds.get(source) in (Kind.WEIGHT, Kind.ACTIVATION):
+            names.append(str(source.target))
+        elif source.op == "call_function" and kinds[source] is Kind.WEIGHT:
+            waiting.extend(source.all_input_nodes)
+    return sorted(names)
+
+
+def _assignment(
+    captured: CapturedGraph, kinds: Mapping[Node, Kind], stage_of: dict[Node, int], num_stages: int, num_micro_batch: int
+) -> Assignment:
+    def micro_batch_bytes(node: Node) -> int:
+        return value_bytes(node, captured.batch_symbol, captured.batch_size)
+
+    results = place_weights(captured, kinds, stage_of, micro_batch_bytes, num_micro_batch)
+    return _finish(captured, stage_of, results, num_stages)
+
+
+def _finish(captured: CapturedGraph, stage_of: dict[Node, int], results: dict[Node, int], num_stages: int) -> Assignment:
+    for value in captured.buffer_updates.values():
+        results.setdefault(value, stage_of.get(value, 0))
+    slices = slice_stages(num_stages, results, stage_of)
+    crossings = tuple((node, stage_of[node], stage) for stage, part in enumerate(slices) for node in part.received)
+    return Assignment(stage_of, results, slices, crossings, carries_gradient(captured))
+
+
+def carries_gradient(captured: CapturedGraph) -> frozenset[Node]:
+    """Floating-point values that depend on a trainable parameter other than through `detach`."""
+    found: set[Node] = set()
+    for node in captured.graph.nodes:
+        if node.op == "get_attr":
+            if captured.state[str(node.target)].trainable:
+                found.add(node)
+        elif node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
+            value = node.meta.get("val")
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+            if isinstance(first, torch.Tensor) and first.is_floating_point() and any(a in found for a in node.all_input_nodes):
+                found.add(node)
+    return frozenset(found)
+
+
+def fingerprint(captured: CapturedGraph) -> str:
+    """Hash of the graph (operations, arguments, shapes) and of the weights' names, shapes and types."""
+    state = hashlib.blake2b(digest_size=16)
+    for node in captured.graph.nodes:
+        value = node.meta.get("val")
+        shape = tuple(str(size) for size in value.shape) if isinstance(value, torch.Tensor) else ""
+        state.update(f"{node.op}|{node.target}|{node.args}|{node.kwargs}|{shape}\n".encode())
+    for name in sorted(captured.state):
+        tensor = captured.state[name]
+        state.update(f"{name}|{tensor.kind}|{tensor.shape}|{tensor.dtype}|{tensor.trainable}|{tensor.aliases}\n".encode())
+    return state.hexdigest()
+
+
+def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, NodeCost]) -> tuple[TaskGraphs, str]:
+    wanted = problem.config.num_task_graph
+    if wanted is None or problem.cluster.num_devices == 1:
+        found = from_marks(operations, problem.kinds, problem.marks, problem.default_strategy)
+        return found, found.reason
+    if problem.marks or problem.default_strategy:
+        raise ValueError(f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out')
+    kind = problem.cluster.devices[0].kind
+    link = problem.cluster.intra_host
+    symbol, batch_size = problem.captured.batch_symbol, problem.batch_size
+
+    def crossing_seconds(node: Node) -> float:
+        return value_bytes(node, symbol, batch_size) / link.bytes_per_s
+
+    found = from_cuts(operations, problem.kinds, wanted, lambda node: seconds(costs[node], kind), crossing_seconds)
+    return found, f'"num_task_graph": {wanted}; {found.reason}'
+
+
+def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
+    for strategy, label in zip(task_graphs.strategies, task_graphs.labels, strict=True):
+        if strategy.kind == "split" and strategy.num_devices > 1 and num_devices > 1:
+            raise ValueError(
+                f"wh.{strategy} on {label}: sharded TaskGraphs are not built yet. Use wh.replicate({strategy.num_devices}) for now, "
+                f"or run on one device, where annotations change nothing"
+            )
+
+
+def _crossings(captured: CapturedGraph, assignment: Assignment) -> tuple[Crossing, ...]:
+    crossings = []
+    for node, source, destination in assignment.crossings:
+        batched = batch_dim(node, captured.batch_symbol) is not None
+        crossings.append(
+            Crossing(
+                value=node.name,
+                source=source,
+                destination=destination,
+                sample_bytes=value_bytes(node, captured.batch_symbol, 1),
+                batched=batched,
+                gradient=node in assignment.gradients,
+                line=user_line(node),
+            )
+        )
+    return tuple(crossings)
+
+
+def _holders(captured: CapturedGraph, assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Stages that hold each parameter and buffer. What nothing uses stays on stage 0, so that checkpoints are complete."""
+    holders: dict[str, list[int]] = {name: [] for name, tensor in captured.state.items() if tensor.kind != "constant"}
+    for stage, part in enumerate(assignment.slices):
+        for node in part.state:
+            if str(node.target) in holders:
+                holders[str(node.target)].append(stage)
+    for name, value in captured.buffer_updates.items():
+        stage = assignment.result_stage[value]
+        if stage not in holders[name]:
+            holders[name].append(stage)
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in holders.items()}
+
+
+def _describe_task_graphs(
+    problem: Problem, task_graphs: TaskGraphs, placement: Placement, costs: Mapping[Node, NodeCost]
+) -> tuple[TaskGraph, ...]:
+    described = []
+    for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
+        own = [node for node, tg in task_graphs.of_operation.items() if tg == index]
+        weights = {str(a.target) for node in own for a in node.all_input_nodes if a.op == "get_attr"}
+        described.append(
+            TaskGraph(
+                index=index,
+                label=label,
+                strategy=str(strategy),
+                num_devices=placement.virtual_devices[placement.of_task_graph[index]].num_devices,
+                virtual_device=placement.of_task_graph[index],
+                num_operations=len(own),
+                forward_flop=float(sum(costs[node].flop for node in own)),
+                parameter_bytes=_parameter_bytes(problem.captured, weights),
+            )
+        )
+    return tuple(described)
+
+
+def _describe_stages(
+    problem: Problem,
+    task_graphs: TaskGraphs,
+    assignment: Assignment,
+    device_of_stage: list[int],
+    placement: Placement,
+    costs: Mapping[Node, NodeCost],
+) -> tuple[Stage, ...]:
+    described = []
+    for index, part in enumerate(assignment.slices):
+        device = placement.virtual_devices[device_of_stage[index]]
+        kind = problem.cluster.devices[device.ranks[0][0]].kind
+        share = placement.num_replicas * device.num_devices
+        names = sorted(str(node.target) for node in part.state if problem.captured.state[str(node.target)].kind == "parameter")
+        own = {task_graphs.of_operation[node] for node in part.operations if node in task_graphs.of_operation}
+        described.append(
+            Stage(
+                index=index,
+                virtual_device=device_of_stage[index],
+                task_graphs=tuple(sorted(own)),
+                num_operations=len(part.operations),
+                forward_flop=float(sum(costs[node].flop for node in part.operations)),
+                forward_s=sum(seconds(costs[node], kind) for node in part.operations) / share,
+                parameters=tuple(names),
+                parameter_bytes=_parameter_bytes(problem.captured, names),
+            )
+        )
+    return tuple(described)
+
+
+def _parameter_bytes(captured: CapturedGraph, names: set[str] | list[str]) -> int:
+    return sum(captured.state[name].num_bytes for name in names if captured.state[name].kind == "parameter")
+
+
+def _tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decision]:
+    tied = {name: stages for name, stages in _holders(captured, assignment).items() if len(stages) > 1}
+    return [
+        Decision(
+            f"tied {name}",
+            f"held by stages {', '.join(map(str, stages))}",
+            f"these stages use it; its gradient is summed over them ({captured.state[name].num_bytes} bytes)",
+        )
+        for name, stages in tied.items()
+        if captured.state[name].kind == "parameter"
+    ]
+
+
+def _schedule_reason(schedule: scheduling.Schedule) -> str:
+    proof = scheduling.check(schedule)
+    return (
+        f"{schedule.num_micro_batch} micro-batches over {schedule.stage_graph.num_stages} stages; proved complete and free of deadlock; "
+        f"at most {max(proof.peak_in_flight)} in flight on a stage"
+    )

@@ -1,0 +1,183 @@
+"""Which stage computes which operation.
+
+Objective: data flows only to later stages, and what crosses is small.
+ 1. every ACTIVATION gets a TaskGraph (task_graphs.py), a TaskGraph has a VirtualDevice            -> assign_stages
+ 2. free operations (views, casts) move over the cut where that makes the crossing smaller         -> move_free_operations
+ 3. WEIGHT values are recomputed where their parameters are at hand or cheap to tie, else sent     -> place_weights
+ 4. INPUT and CONSTANT values are recomputed wherever they are used: stage RECOMPUTED
+What a stage runs is then a backward slice from its results                                        -> slice_stage
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind
+from whale.profiling.costs import VIEWS, VIEWS_UNLESS_CAST
+
+RECOMPUTED = -1
+
+
+@dataclass(frozen=True)
+class StageSlice:
+    """What one stage runs: operations in graph order, and everything that enters and leaves it."""
+
+    operations: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    """batch placeholders"""
+    received: tuple[Node, ...]
+    """values computed by earlier stages"""
+    state: tuple[Node, ...]
+    """get_attr nodes"""
+
+
+def assign_stages(
+    operations: Sequence[Node], kinds: Mapping[Node, Kind], virtual_device_of: Mapping[Node, int]
+) -> tuple[dict[Node, int], list[int]]:
+    """(stage of each ACTIVATION, VirtualDevice of each stage). See docs/internals.md section 4."""
+    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    stages = list(dict.fromkeys(virtual_device_of[node] for node in activations))
+    stage_of: dict[Node, int] = {}
+    for node in activations:
+        producers = [stage_of[producer] for producer in node.all_input_nodes if producer in stage_of]
+        latest = max(producers, default=-1)
+        device = virtual_device_of[node]
+        if node.target is operator.getitem and producers:
+            stage_of[node] = latest  # a list never crosses: its parts do
+        elif latest >= 0 and stages[latest] == device:
+            stage_of[node] = latest
+        else:
+            later = [stage for stage in range(latest + 1, len(stages)) if stages[stage] == device]
+            if not later:
+                stages.append(device)
+            stage_of[node] = later[0] if later else len(stages) - 1
+    return stage_of, stages
+
+
+def move_free_operations(operations: Sequence[Node], stage_of: dict[Node, int], sample_bytes: Callable[[Node], int]) -> None:
+    """Moves views and casts over a cut where less crosses then."""
+    for node in reversed(operations):  # forward over the cut: send the small input, not its expanded or upcast form
+        producer = _only_activation_input(node, stage_of)
+        if producer is None or not is_free(node):
+            continue
+        users = {stage_of.get(user, RECOMPUTED) for user in node.users}
+        if len(users) == 1 and min(users) > stage_of[node] and sample_bytes(producer) <= sample_bytes(node):
+            stage_of[node] = min(users)
+    for node in operations:  # back over the cut: send the slice that is used, not the whole
+        producer = _only_activation_input(node, stage_of)
+        if producer is None or not is_free(node) or stage_of[producer] == stage_of[node]:
+            continue
+        others = [user for user in producer.users if user is not node and stage_of.get(user, RECOMPUTED) >= stage_of[node]]
+        if not others and sample_bytes(node) < sample_bytes(producer):
+            stage_of[node] = stage_of[producer]
+
+
+def is_free(node: Node) -> bool:
+    """Views and casts: worth doing on either side of a cut."""
+    name = str(node.target).rsplit(".", 1)[0]
+    return name in VIEWS or name in VIEWS_UNLESS_CAST
+
+
+def _only_activation_input(node: Node, stage_of: Mapping[Node, int]) -> Node | None:
+    """The one placed input of a placed single-input operation."""
+    if node not in stage_of or node.target is operator.getitem:
+        return None
+    placed = [producer for producer in node.all_input_nodes if producer in stage_of]
+    return placed[0] if len(placed) == 1 and hasattr(placed[0].meta.get("val"), "dtype") else None
+
+
+def place_weights(
+    captured: CapturedGraph,
+    kinds: Mapping[Node, Kind],
+    stage_of: dict[Node, int],
+    value_bytes: Callable[[Node], int],
+    num_micro_batch: int,
+) -> dict[Node, int]:
+    """Places WEIGHT operations in `stage_of` (or leaves them recomputed); gives the stage of each result of the graph.
+
+    A WEIGHT value that several stages need is sent when that takes fewer bytes in a step than holding its parameters there too.
+    """
+    closure = _parameter_closure(captured, kinds)
+    held: dict[int, set[str]] = {}
+    for node, stage in stage_of.items():
+        held.setdefault(stage, set()).update(str(a.target) for a in node.all_input_nodes if a.op == "get_attr")
+    home = {name: min(stage for stage, names in held.items() if name in names) for name in set().union(*held.values())}
+    result_stage = {}
+    for result in captured.output.all_input_nodes:
+        default = max((home.get(name, 0) for name in closure.get(result, ())), default=0)
+        result_stage[result] = stage_of.get(result, default)
+    needed: dict[Node, set[int]] = {}
+    for node in reversed(list(captured.compute_nodes())):
+        if kinds[node] is not Kind.WEIGHT:
+            continue
+        stages = {result_stage[node]} if node in result_stage else set()
+        for user in node.users:
+            stages |= {stage_of[user]} if user in stage_of else needed.get(user, set())
+        needed[node] = stages
+        if not stages:
+            continue
+        missing = sum(
+            captured.state[name].num_bytes for stage in stages for name in closure[node] if name in home and name not in held.get(stage, ())
+        )
+        source = max((home[name] for name in closure[node] if name in home), default=min(stages))
+        sent = value_bytes(node) * num_micro_batch * len(stages - {source})
+        if missing > sent and source <= min(stages) and node.target is not operator.getitem:
+            stage_of[node] = source
+            stages = {source}
+        for stage in stages:
+            held.setdefault(stage, set()).update(closure[node])
+    return result_stage
+
+
+def _parameter_closure(captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> dict[Node, frozenset[str]]:
+    closure: dict[Node, frozenset[str]] = {}
+    for node in captured.graph.nodes:
+        if node.op == "get_attr" and captured.state[str(node.target)].kind == "parameter":
+            closure[node] = frozenset([str(node.target)])
+        elif kinds.get(node) is Kind.WEIGHT:
+            closure[node] = frozenset().union(*(closure.get(a, frozenset()) for a in node.all_input_nodes))
+    return closure
+
+
+def slice_stage(results: Iterable[Node], stage: int, stage_of: Mapping[Node, int]) -> StageSlice:
+    """Everything that `stage` must run to give `results`, walking back until values of other stages, weights or the batch."""
+    seen: set[Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "call_function" and stage_of.get(node, RECOMPUTED) in (stage, RECOMPUTED):
+            waiting.extend(node.all_input_nodes)
+    ordered = sorted(seen)  # fx orders nodes by their place in the graph
+    own = [n for n in ordered if n.op == "call_function" and stage_of.get(n, RECOMPUTED) in (stage, RECOMPUTED)]
+    return StageSlice(
+        operations=tuple(own),
+        inputs=tuple(n for n in ordered if n.op == "placeholder"),
+        received=tuple(n for n in ordered if n.op == "call_function" and stage_of.get(n, RECOMPUTED) not in (stage, RECOMPUTED)),
+        state=tuple(n for n in ordered if n.op == "get_attr"),
+    )
+
+
+def slice_stages(num_stages: int, results: Mapping[Node, int], stage_of: Mapping[Node, int]) -> tuple[StageSlice, ...]:
+    """The slice of every stage, given the stage of each result of the graph; later stages first, since they say what earlier ones send."""
+    wanted: list[list[Node]] = [[node for node, stage in results.items() if stage == s] for s in range(num_stages)]
+    slices: dict[int, StageSlice] = {}
+    for stage in reversed(range(num_stages)):
+        slices[stage] = slice_stage(wanted[stage], stage, stage_of)
+        for node in slices[stage].received:
+            assert stage_of[node] < stage, f"{node} flows back from stage {stage_of[node]} to {stage}"
+            wanted[stage_of[node]].append(node)
+    return tuple(slices[stage] for stage in range(num_stages))
+
+
+def live_operations(captured: CapturedGraph) -> list[Node]:
+    """Operations that the results or the buffer updates need, in graph order."""
+    results = [*captured.output.all_input_nodes, *captured.buffer_updates.values()]
+    return list(slice_stage(results, RECOMPUTED, {}).operations)

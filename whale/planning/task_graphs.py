@@ -1,0 +1,114 @@
+"""Which TaskGraph each operation belongs to: by annotation, by the default strategy, or by cutting an unannotated model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Node
+
+from whale.annotation import Mark, Strategy
+from whale.capture.graph import module_name
+from whale.capture.kinds import Kind
+from whale.planning.cuts import cut
+
+_WHERE = {"construction": 0, "glob": 1, "forward": 2}  # order of TaskGraphs that were said in different places
+
+
+@dataclass(frozen=True)
+class TaskGraphs:
+    """TaskGraph of each ACTIVATION, and what each TaskGraph is."""
+
+    of_operation: dict[Node, int]
+    strategies: tuple[Strategy, ...]
+    labels: tuple[str, ...]
+    reason: str
+
+
+def from_marks(
+    operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Mapping[Node, Mark], default: Strategy | None
+) -> TaskGraphs:
+    """TaskGraphs of an annotated model. Unmarked: default strategy, else the latest producer's, else the earliest consumer's."""
+    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    said = sorted({marks[node] for node in activations if node in marks}, key=lambda mark: (_WHERE[mark.order[0]], mark.order[1]))
+    if not said:
+        strategy = default or Strategy("replicate", 1)
+        why = "set_default_strategy" if default else "no annotation: data parallel"
+        return TaskGraphs(dict.fromkeys(activations, 0), (strategy,), ("the whole model",), why)
+    index = {mark: place for place, mark in enumerate(said)}
+    of_operation = {node: index[marks[node]] for node in activations if node in marks}
+    strategies = [mark.strategy for mark in said]
+    labels = [mark.label or _module_label([n for n in activations if of_operation.get(n) == index[mark]]) for mark in said]
+    unmarked = [node for node in activations if node not in of_operation]
+    if default is not None and unmarked:
+        of_operation |= dict.fromkeys(unmarked, len(said))
+        strategies.append(default)
+        labels.append("everything unmarked")
+    else:
+        _adopt(activations, of_operation)
+    return TaskGraphs(of_operation, tuple(strategies), tuple(labels), f"{len(said)} annotations")
+
+
+def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
+    """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers."""
+    first_seen = {task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))}
+    for node in activations:
+        if node not in of_operation:
+            producers = [of_operation[p] for p in node.all_input_nodes if p in of_operation]
+            if producers:
+                of_operation[node] = max(producers, key=first_seen.__getitem__)
+    for node in reversed(activations):
+        if node not in of_operation:
+            consumers = [of_operation[user] for user in node.users if user in of_operation]
+            of_operation[node] = min(consumers, key=first_seen.__getitem__, default=0)
+
+
+def from_cuts(
+    operations: Sequence[Node],
+    kinds: Mapping[Node, Kind],
+    num_task_graph: int,
+    seconds: Callable[[Node], float],
+    crossing_seconds: Callable[[Node], float],
+) -> TaskGraphs:
+    """An unannotated model cut into `num_task_graph` TaskGraphs of equal time, each `replicate(1)`."""
+    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    place = {node: index for index, node in enumerate(activations)}
+    times = np.array([seconds(node) for node in activations])
+    # a value is live between the operation that makes it and the last one that reads it
+    change = np.zeros(len(activations) + 1)
+    for node, index in place.items():
+        last = max((place[user] for user in node.users if user in place), default=index)
+        cost = crossing_seconds(node)
+        change[index + 1] += cost
+        change[last + 1] -= cost
+    crossing = np.cumsum(change)[: len(activations)]
+    cuts = cut(times, crossing, num_task_graph, allowed=_cuttable(activations, times, crossing))
+    bounds = [*cuts.starts, len(activations)]
+    of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
+    labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
+    return TaskGraphs(of_operation, (Strategy("replicate", 1),) * num_task_graph, tuple(labels), cuts.reason)
+
+
+def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:
+    """Where a stage may start: of positions with only free operations between them, the one where least crosses."""
+    allowed = np.zeros(len(activations), dtype=bool)
+    work_before = np.concatenate([[0.0], np.cumsum(times)])[:-1]
+    best: dict[float, int] = {}
+    for position in range(1, len(activations)):
+        if activations[position].target is operator.getitem:
+            continue  # a list is never cut from its parts
+        work = float(work_before[position])
+        if 0 < work and (work not in best or crossing[position] < crossing[best[work]]):
+            best[work] = position
+    allowed[list(best.values())] = True
+    return allowed
+
+
+def _module_label(operations: Sequence[Node]) -> str:
+    """`transformer.h.0 .. transformer.h.5`: the modules at both ends."""
+    names = [name for name in (module_name(node) for node in operations) if name]
+    if not names:
+        return "operations of the model itself"
+    return names[0] if names[0] == names[-1] else f"{names[0]} .. {names[-1]}"

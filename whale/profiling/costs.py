@@ -1,0 +1,134 @@
+"""What each node of the captured graph costs, and how long that takes on a device.
+
+The one cost model, used by planner, simulator and emulator:
+
+    seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
+
+FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs + outputs. A view moves nothing; a lookup
+(embedding, gather) reads only what it gives out. The backward of an operation does about twice the work of its forward: a
+product has two gradients, each a product of the same size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from whale.capture.graph import CapturedGraph
+from whale.cluster.cluster import DeviceKind
+from whale.profiling.flops import Value, flop
+
+BACKWARD_PER_FORWARD = 2.0
+"""work of a backward in units of its forward, for operations that depend on parameters"""
+
+# fmt: off
+_VIEW_NAMES = (
+    "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "numpy_T", "permute",
+    "reshape", "reshape_as", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split", "transpose",
+    "unbind", "unflatten", "unsqueeze", "view", "view_as",
+)
+# fmt: on
+VIEWS = frozenset("aten." + name for name in _VIEW_NAMES)
+"""cost nothing; `reshape` and `flatten` sometimes copy, and are counted as if they never did"""
+
+VIEWS_UNLESS_CAST = frozenset({"aten.to", "aten.type_as"})
+"""cost nothing when the dtype stays"""
+
+LOOKUPS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take_along_dim"})
+"""read of their first tensor as many bytes as they write"""
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Cost of one node's forward."""
+
+    flop: float
+    moved_bytes: float
+    output_bytes: int
+
+
+def seconds(cost: NodeCost, kind: DeviceKind) -> float:
+    """Line (1): how long the forward of a node takes on such a device."""
+    return cost.flop / kind.flop_per_s + cost.moved_bytes / kind.bytes_per_s
+
+
+def backward_seconds(cost: NodeCost, kind: DeviceKind) -> float:
+    """How long the backward takes; only for nodes that have one (kind WEIGHT or ACTIVATION)."""
+    return BACKWARD_PER_FORWARD * seconds(cost, kind)
+
+
+def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:
+    """Forward cost of every node but the output, for a batch of that size. Inputs, weights and constants only have bytes."""
+    values: dict[Node, Any] = {}
+    costs: dict[Node, NodeCost] = {}
+    for node in captured.graph.nodes:
+        if node.op == "output":
+            continue
+        values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
+        costs[node] = _cost(node, values)
+    return costs
+
+
+def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
+    """Bytes of a node's value, all tensors of a tuple together; a number has none."""
+    return _num_bytes(_concrete(node.meta.get("val"), symbol, batch_size))
+
+
+def concrete_shape(shape: torch.Size | tuple[int | torch.SymInt, ...], symbol: sympy.Symbol, value: int) -> tuple[int, ...]:
+    """The shape with the batch symbol replaced by a number."""
+    return tuple(_evaluate(size.node.expr, symbol, value) if isinstance(size, torch.SymInt) else size for size in shape)
+
+
+@lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
+def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
+    number = expression.subs(symbol, value)
+    if number.free_symbols:
+        names = ", ".join(sorted(map(str, number.free_symbols)))
+        raise ValueError(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
+    return int(number)
+
+
+def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
+    output = values[node]
+    output_bytes = _num_bytes(output)
+    # the name without the overload; size arithmetic and getitem are Python functions and have none
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function" or packet is None:
+        return NodeCost(0.0, 0.0, output_bytes)
+    name = str(packet)
+    if name in VIEWS or not output_bytes:  # sizes (`aten.sym_size`) have no bytes
+        return NodeCost(0.0, 0.0, output_bytes)
+    if name in VIEWS_UNLESS_CAST and node.args and values[node.args[0]].dtype == output.dtype:  # type: ignore[index]
+        return NodeCost(0.0, 0.0, output_bytes)
+    arguments = map_arg(node.args, values.__getitem__)
+    keywords = map_arg(node.kwargs, values.__getitem__)
+    # an operation reads each of its tensors once, also `x * x`
+    read_bytes = sum(_num_bytes(values[source]) for source in node.all_input_nodes)
+    if name in LOOKUPS:
+        read_bytes += output_bytes - _num_bytes(arguments[0])  # type: ignore[index]
+    return NodeCost(flop(name, node, arguments, keywords, output), float(read_bytes + output_bytes), output_bytes)
+
+
+def _concrete(value: Any, symbol: sympy.Symbol, batch_size: int) -> Any:
+    """A node's fake value with every tensor as a `Value` and every size as a number."""
+    if isinstance(value, torch.Tensor):
+        return Value(concrete_shape(value.shape, symbol, batch_size), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_concrete(element, symbol, batch_size) for element in value)
+    if isinstance(value, torch.SymInt):
+        return _evaluate(value.node.expr, symbol, batch_size)
+    return value
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Value):
+        return value.num_bytes
+    if isinstance(value, (tuple, list)):
+        return sum(_num_bytes(element) for element in value)
+    return 0

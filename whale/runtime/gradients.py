@@ -1,0 +1,162 @@
+"""Gradients summed over the holders of each parameter, bucket by bucket, while the last backward still runs.
+
+Parameters are grouped by their holders (the set of ranks), and put into buckets in the order in which backward reaches them. A bucket
+goes out when all its gradients are final; buckets of one group always go in the same order, so that ranks meet in the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """A trainable parameter on this rank."""
+
+    name: str
+    tensor: torch.nn.Parameter
+    ranks: tuple[int, ...]
+    """all holders, this rank included"""
+    stages: tuple[int, ...]
+    """stages of this rank that use it"""
+
+
+@dataclass
+class Bucket:
+    parameters: list[Held]
+    group: dist.ProcessGroup | None
+    buffer: Tensor
+    views: list[Tensor]
+    waiting: int = 0
+    work: dist.Work | None = None
+
+
+@dataclass
+class _Group:
+    buckets: list[Bucket] = field(default_factory=list)
+    num_sent: int = 0
+
+
+class GradientSynchroniser:
+    """Watches the gradients of one rank's parameters and sums them with the other holders."""
+
+    def __init__(self, held: Sequence[Held], ranks: Ranks, bucket_bytes: int) -> None:
+        self.held = held
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._bucket_of: dict[str, Bucket] = {}
+        self._pending: dict[str, set[int]] = {}
+        self._stage: int | None = None
+        shared: dict[tuple[int, ...], list[Held]] = {}
+        for parameter in held:
+            if len(parameter.ranks) > 1:
+                shared.setdefault(parameter.ranks, []).append(parameter)
+        for key, parameters in shared.items():
+            group = _Group([self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)])
+            self._groups[key] = group
+            for parameter in parameters:
+                parameter.tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._accumulated(parameter))
+
+    def _bucket(self, parameters: list[Held], group: dist.ProcessGroup | None) -> Bucket:
+        sizes = [p.tensor.numel() for p in parameters]
+        buffer = torch.zeros(sum(sizes), dtype=parameters[0].tensor.dtype, device=parameters[0].tensor.device)
+        views = [view.view_as(p.tensor) for view, p in zip(buffer.split(sizes), parameters, strict=True)]
+        bucket = Bucket(parameters, group, buffer, views)
+        for p in parameters:
+            self._bucket_of[p.name] = bucket
+        return bucket
+
+    def begin(self) -> None:
+        """Start of a step: no gradient is there yet."""
+        for group in self._groups.values():
+            group.num_sent = 0
+            for bucket in group.buckets:
+                bucket.waiting, bucket.work = len(bucket.parameters), None
+        self._pending = {p.name: set(p.stages) for p in self.held if p.name in self._bucket_of}
+        self._stage = None
+
+    def last_backward(self, stage: int) -> None:
+        """The backward that runs next is the last one of this stage: what it accumulates is final for the stage."""
+        self._stage = stage
+
+    def close_stage(self, stage: int) -> None:
+        """SYNCHRONISE: parameters of the stage that got no gradient in its last backward are final too."""
+        self._stage = None
+        for parameter in self.held:
+            if stage in self._pending.get(parameter.name, ()):
+                self._final(parameter, stage)
+
+    def finish(self) -> None:
+        """Waits for all buckets; every parameter's `.grad` is then the sum over its holders."""
+        for group in self._groups.values():
+            assert group.num_sent == len(group.buckets), "a bucket was never sent: a stage was not closed"
+            for bucket in group.buckets:
+                assert bucket.work is not None
+                bucket.work.wait()
+
+    def _accumulated(self, parameter: Held) -> None:
+        if self._stage is not None and self._stage in self._pending[parameter.name]:
+            self._final(parameter, self._stage)
+
+    def _final(self, parameter: Held, stage: int) -> None:
+        pending = self._pending[parameter.name]
+        pending.discard(stage)
+        if pending:
+            return
+        self._bucket_of[parameter.name].waiting -= 1
+        group = self._groups[parameter.ranks]
+        while group.num_sent < len(group.buckets) and group.buckets[group.num_sent].waiting == 0:
+            self._send(group.buckets[group.num_sent])
+            group.num_sent += 1
+
+    @staticmethod
+    def _send(bucket: Bucket) -> None:
+        with torch.no_grad():
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                gradient = parameter.tensor.grad
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.tensor.grad = view
+        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+
+def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
+    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order."""
+    pieces: list[list[Held]] = []
+    size = 0
+    for parameter in parameters:
+        num_bytes = parameter.tensor.numel() * parameter.tensor.element_size()
+        fits = pieces and pieces[-1][0].tensor.dtype == parameter.tensor.dtype and size + num_bytes <= bucket_bytes
+        if not fits:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(parameter)
+        size += num_bytes
+    return pieces
+
+
+def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
+    """Sum of squares of the gradients that this rank answers for: each parameter counts on its first holder only."""
+    gradients = [p.tensor.grad for p in held if p.tensor.grad is not None and p.ranks[0] == rank]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.nn.utils.get_total_norm(gradients).double().square().cpu()
+
+
+def scale_gradients(held: Sequence[Held], factor: Tensor) -> None:
+    for parameter in held:
+        if parameter.tensor.grad is not None:
+            parameter.tensor.grad.mul_(factor.to(parameter.tensor.grad))
+
+
+def by_backward_order(names: Sequence[str], first_use: Mapping[str, int]) -> list[str]:
+    """Parameters in the order in which backward finishes them: used last in forward, first here."""
+    return sorted(names, key=lambda name: -first_use.get(name, -1))

@@ -1,0 +1,79 @@
+"""This process among the others: rank, device, process groups, and agreement between ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """Who this process is. One process without a launcher is rank 0 of 1 and has no process group."""
+
+    def __init__(self, device: str = "auto", timeout_s: float = 60.0) -> None:
+        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError('"device": "cuda" was asked for, but torch sees no CUDA device here')
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout)
+        self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.num_ranks = dist.get_world_size() if self.is_distributed else 1
+        self.has_channels_by_tag = not self.is_distributed or dist.get_backend() == "gloo"
+        self.device = "cpu"
+        if use_cuda:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.cuda.set_device(local_rank)
+            self.device = f"cuda:{local_rank}"
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of these ranks. Every rank must ask for the same groups in the same order."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            whole_world = len(key) == self.num_ranks and key == tuple(range(self.num_ranks))
+            self._groups[key] = dist.group.WORLD if whole_world else dist.new_group(list(key), timeout=self.timeout)
+        return self._groups[key]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, on every rank. For small things at set-up."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if not self.is_distributed:
+            return value
+        holder = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(holder, src=0)
+        return holder[0]
+
+    def agree(self, what: str, value: Any, advice: str) -> None:
+        """Raises on every rank, naming those that differ from rank 0."""
+        values = self.gather(value)
+        different = [rank for rank, other in enumerate(values) if other != values[0]]
+        if different:
+            raise ValueError(f"{what} differs between ranks: rank 0 has {values[0]!r}, {_named(different, values)}. {advice}")
+
+    def together(self, error: BaseException | None) -> None:
+        """After a step that may fail on one rank only: all ranks fail together, each with the first error."""
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(errors):
+            if text is not None:
+                raise ValueError(f"rank {rank} failed while all ranks were preparing: {text}")
+
+
+def _named(ranks: Sequence[int], values: Sequence[Any]) -> str:
+    shown = [f"rank {rank} has {values[rank]!r}" for rank in ranks[:4]]
+    return ", ".join(shown) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

@@ -1,0 +1,119 @@
+"""Tensors brought together on rank 0: the model's state, and evaluation outputs in sample order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Node
+
+from whale.capture.capture import tied_names
+from whale.capture.prepare import Prepared
+from whale.capture.samples import batch_dim
+from whale.compat import pytree
+from whale.lowering.program import Lowered, Program
+from whale.planning.plan import Plan
+from whale.planning.samples import SampleMap
+from whale.runtime.executor import StepOutcome
+from whale.runtime.ranks import Ranks
+from whale.runtime.result import Totals
+
+
+def gather_state(model: torch.nn.Module, weights: dict[str, Tensor], plan: Plan, ranks: Ranks) -> dict[str, Tensor]:
+    """The local model's `state_dict()` on rank 0, tensor by tensor from the first rank that holds each."""
+    first_name = tied_names(model)
+    shapes = model.state_dict(keep_vars=True)
+    collected: dict[str, Tensor] = {}
+    for name in sorted({first_name[key] for key in shapes}):
+        owner = min(plan.ranks_of_stage(plan.holders[name][0])) if name in plan.holders else 0
+        tensor = _fetch(weights.get(name), tuple(shapes[name].shape), shapes[name].dtype, owner, ranks)
+        if tensor is not None:
+            collected[name] = tensor
+    return {key: collected[first_name[key]] for key in shapes} if ranks.rank == 0 else {}
+
+
+def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, ranks: Ranks) -> Tensor | None:
+    """A tensor of rank `owner`, on the CPU of rank 0."""
+    if ranks.rank == owner:
+        assert tensor is not None
+        if owner == 0:
+            return tensor.detach().cpu().clone()
+        dist.send(tensor.detach().contiguous(), 0)
+    elif ranks.rank == 0:
+        buffer = torch.empty(shape, dtype=dtype, device=ranks.device)
+        dist.recv(buffer, owner)
+        return buffer.cpu()
+    return None
+
+
+def gather_outputs(
+    lowered: Lowered, prepared: Prepared, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks
+) -> Any:
+    """The model's outputs as it would return them, on rank 0; None elsewhere."""
+    found: dict[Node, Tensor | None] = {}
+    symbol = prepared.captured.batch_symbol
+    samples = SampleMap(lowered.plan, program.batch_size, program.num_micro_batch)
+    for stage, nodes in sorted(lowered.outputs_of_stage.items()):
+        for place, node in enumerate(nodes):
+            dim = batch_dim(node, symbol)
+            found[node] = _gather_output(lowered, outcome, samples, stage, place, dim, ranks)
+    if ranks.rank != 0:
+        return None
+    loss_nodes = set(prepared.terms)
+    leaves: list[Tensor | None] = []
+    for node in prepared.outputs:
+        value = found.get(node)
+        if value is None and totals is not None and (node in loss_nodes or not node.meta["val"].shape):
+            value = torch.tensor(totals.values()[0], dtype=node.meta["val"].dtype)
+        leaves.append(value)
+    return _rebuild(prepared, leaves)
+
+
+def _gather_output(
+    lowered: Lowered, outcome: StepOutcome, samples: SampleMap, stage: int, place: int, dim: int | None, ranks: Ranks
+) -> Tensor | None:
+    """One output tensor: parts in order of micro-batch, replica, device; a value without samples is taken from the first device."""
+    plan = lowered.plan
+    device = plan.virtual_devices[plan.stages[stage].virtual_device]
+    parts = []
+    for micro_batch in range(samples.num_micro_batch if dim is not None else 1):
+        for replica in range(plan.num_replicas if dim is not None else 1):
+            for rank in device.ranks[replica] if dim is not None else device.ranks[0][:1]:
+                mine = outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None
+                part = _exchange(mine, rank, ranks)
+                if part is not None:
+                    parts.append(part)
+    if ranks.rank != 0:
+        return None
+    return torch.cat(parts, dim) if dim is not None else parts[0]
+
+
+def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
+    """Like `_fetch`, for a tensor whose shape only its owner knows."""
+    if ranks.rank == owner:
+        assert tensor is not None
+        if owner == 0:
+            return tensor.cpu()
+        header = [tuple(tensor.shape), tensor.dtype]
+        dist.send_object_list(header, 0)
+        if tensor.numel():
+            dist.send(tensor.contiguous(), 0)
+    elif ranks.rank == 0:
+        received: list[Any] = [None, None]
+        dist.recv_object_list(received, owner)
+        buffer = torch.empty(received[0], dtype=received[1], device=ranks.device)
+        if buffer.numel():
+            dist.recv(buffer, owner)
+        return buffer.cpu()
+    return None
+
+
+def _rebuild(prepared: Prepared, leaves: list[Tensor | None]) -> Any:
+    """Puts the tensors back into the structure of the model's output; objects that are not tensors are None."""
+    structure = prepared.capture.output_structure
+    remaining = iter(leaves)
+    slots = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    flags = prepared.capture.output_is_tensor
+    return pytree.tree_map(lambda slot: next(remaining) if flags[slot] else None, slots)

@@ -1,0 +1,83 @@
+"""Point-to-point messages: posted ahead, never blocking compute, freed when done.
+
+gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both sides use it
+in the order of the sender's program (`scheduling` proves that the receiver's order is the same).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.runtime.ranks import Ranks
+
+
+class Arrival:
+    """A message on its way in."""
+
+    __slots__ = ("buffer", "description", "peer", "work")
+
+    def __init__(self, work: dist.Work, buffer: Tensor, peer: int, description: str) -> None:
+        self.work, self.buffer, self.peer, self.description = work, buffer, peer, description
+
+
+class Transport:
+    """Sends and receives of one rank, with the time spent waiting."""
+
+    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]]) -> None:
+        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank."""
+        self.ranks = ranks
+        self._channels: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        if not ranks.has_channels_by_tag:
+            for source, destination in sorted(set(pairs)):
+                # one communicator for each direction: a late receive never blocks a send
+                self._channels[source, destination] = dist.new_group([source, destination], timeout=ranks.timeout)
+        self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
+        self.waited_s = 0.0
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Issues the message and returns; the tensor is kept until it has left."""
+        work = dist.isend(tensor, peer, group=self._channels.get((self.ranks.rank, peer)), tag=tag)
+        assert work is not None
+        self._outgoing.append((work, tensor))
+
+    def post(self, buffer: Tensor, peer: int, tag: int, description: str) -> Arrival:
+        work = dist.irecv(buffer, peer, group=self._channels.get((peer, self.ranks.rank)), tag=tag)
+        assert work is not None
+        return Arrival(work, buffer, peer, description)
+
+    def wait(self, arrival: Arrival) -> None:
+        start = time.perf_counter()
+        try:
+            arrival.work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for {arrival.description} from rank {arrival.peer}: "
+                f"that rank is gone or stuck ({str(error).splitlines()[0]})"
+            ) from error
+        self.waited_s += time.perf_counter() - start
+
+    def retire(self) -> None:
+        """Lets go of messages that have left."""
+        while self._outgoing and self._outgoing[0][0].is_completed():
+            self._outgoing.popleft()
+
+    def drain(self) -> None:
+        """End of a step: everything must have left."""
+        while self._outgoing:
+            work, _ = self._outgoing.popleft()
+            work.wait()
+
+
+def as_message(tensor: Tensor) -> Tensor:
+    """Contiguous and without history."""
+    return tensor.detach().contiguous()
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)

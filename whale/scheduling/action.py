@@ -1,0 +1,260 @@
+"""The data of a schedule: actions, the stages that they work on, and one ordered list of actions for each device.
+
+A device here is a VirtualDevice of one model replica: all its ranks, in all replicas, do the same actions, each on its own samples.
+
+Text form of an action, used in JSON plans and in errors:
+
+    F2.0                forward of stage 2, micro-batch 0
+    B2.0                backward of the same
+    send F 2>3.0        stage 2 sends its activation of micro-batch 0 to stage 3
+    receive B 3>2.0     stage 2 receives the gradient of that activation from stage 3 (always source>destination)
+    synchronise 2.7     sum the gradients of stage 2 over their holders; 7 was its last backward
+    update              the optimizer step of this device
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+NONE = -1
+"""stands where an action has no stage, micro-batch or peer"""
+
+
+class Kind(StrEnum):
+    """What a device does in one action."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND = "send"
+    RECEIVE = "receive"
+    SYNCHRONISE = "synchronise"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a device does; `stage` is always the stage on the device that does it."""
+
+    kind: Kind
+    stage: int = NONE
+    micro_batch: int = NONE
+    peer: int = NONE
+    """the other stage of a message"""
+    gradient: bool = False
+    """False: an activation, from an earlier stage to a later one; True: a gradient going back"""
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in (Kind.FORWARD, Kind.BACKWARD)
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in (Kind.SEND, Kind.RECEIVE)
+
+    @property
+    def source(self) -> int:
+        """Stage that sends this message."""
+        return self.stage if self.kind is Kind.SEND else self.peer
+
+    @property
+    def destination(self) -> int:
+        """Stage that receives this message."""
+        return self.peer if self.kind is Kind.SEND else self.stage
+
+    @property
+    def counterpart(self) -> Action:
+        """The same message seen from its other end."""
+        other = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
+        return Action(other, self.peer, self.micro_batch, self.stage, self.gradient)
+
+    def __str__(self) -> str:
+        if self.is_message:
+            return f"{self.kind} {'B' if self.gradient else 'F'} {self.source}>{self.destination}.{self.micro_batch}"
+        if self.is_compute:
+            return f"{self.kind}{self.stage}.{self.micro_batch}"
+        if self.kind is Kind.SYNCHRONISE:
+            return f"{self.kind} {self.stage}.{self.micro_batch}"
+        return str(self.kind)
+
+
+def forward(stage: int, micro_batch: int) -> Action:
+    return Action(Kind.FORWARD, stage, micro_batch)
+
+
+def backward(stage: int, micro_batch: int) -> Action:
+    return Action(Kind.BACKWARD, stage, micro_batch)
+
+
+def send(source: int, destination: int, micro_batch: int) -> Action:
+    """The sending half of a message; data only flows to later stages, so the direction says whether it is a gradient."""
+    return Action(Kind.SEND, source, micro_batch, destination, gradient=source > destination)
+
+
+def receive(source: int, destination: int, micro_batch: int) -> Action:
+    return send(source, destination, micro_batch).counterpart
+
+
+_COMPUTE_TEXT = re.compile(r"([FB])(\d+)\.(\d+)")
+_MESSAGE_TEXT = re.compile(r"(send|receive) ([FB]) (\d+)>(\d+)\.(\d+)")
+_SYNCHRONISE_TEXT = re.compile(r"synchronise (\d+)\.(\d+)")
+
+
+def parse_action(text: str) -> Action:
+    """The action whose `str` is `text`."""
+    if match := _COMPUTE_TEXT.fullmatch(text):
+        return Action(Kind(match[1]), int(match[2]), int(match[3]))
+    if match := _MESSAGE_TEXT.fullmatch(text):
+        source, destination, micro_batch = int(match[3]), int(match[4]), int(match[5])
+        sent = Action(Kind.SEND, source, micro_batch, destination, gradient=match[2] == "B")
+        return sent if match[1] == Kind.SEND else sent.counterpart
+    if match := _SYNCHRONISE_TEXT.fullmatch(text):
+        return Action(Kind.SYNCHRONISE, int(match[1]), int(match[2]))
+    if text == Kind.UPDATE:
+        return Action(Kind.UPDATE)
+    raise ValueError(f"{text!r} is no action; write it like F2.0, B2.0, 'send F 2>3.0', 'receive B 3>2.0', 'synchronise 2.7' or 'update'")
+
+
+Edge = tuple[int, int]
+"""(producer stage, consumer stage), producer < consumer"""
+Orders = tuple[tuple[Action, ...], ...]
+"""for each device, its actions in the order in which it does them"""
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Which device holds each stage, and what flows between stages. Edges may skip stages; a device may hold several stages (chunks)."""
+
+    device_of_stage: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    gradient_edges: tuple[Edge, ...]
+    """those edges that also carry a gradient back"""
+
+    def __post_init__(self) -> None:
+        if not self.device_of_stage:
+            raise ValueError("a stage graph needs at least one stage; device_of_stage is empty")
+        if min(self.device_of_stage) < 0:
+            raise ValueError(f"device_of_stage {self.device_of_stage} holds a negative device; devices are numbered from 0")
+        if idle := sorted(set(range(self.num_devices)) - set(self.device_of_stage)):
+            raise ValueError(f"device {idle[0]} of {self.num_devices} holds no stage; number only the devices that hold stages, from 0")
+        for name, edges in (("edges", self.edges), ("gradient_edges", self.gradient_edges)):
+            if repeated := [edge for edge, count in Counter(edges).items() if count > 1]:
+                raise ValueError(f"{name} lists {_arrow(repeated[0])} twice; join the tensors of one edge into one message")
+        for producer, consumer in self.edges:
+            if not (0 <= producer < self.num_stages and 0 <= consumer < self.num_stages):
+                raise ValueError(f"edge {_arrow((producer, consumer))} names a stage outside 0..{self.num_stages - 1}")
+            if producer >= consumer:
+                raise ValueError(f"edge {_arrow((producer, consumer))} does not go to a later stage; number stages along the data")
+        if foreign := sorted(set(self.gradient_edges) - set(self.edges)):
+            raise ValueError(f"gradient edge {_arrow(foreign[0])} is not among the edges; a gradient only returns where an activation went")
+
+    @classmethod
+    def chain(cls, num_stages: int, device_of_stage: Iterable[int] | None = None) -> StageGraph:
+        """Stages one after the other, every edge with its gradient; by default one stage for each device."""
+        edges = tuple((stage, stage + 1) for stage in range(num_stages - 1))
+        return cls(tuple(range(num_stages)) if device_of_stage is None else tuple(device_of_stage), edges, edges)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.device_of_stage)
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.device_of_stage) + 1
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        """Stages whose activations this stage reads, ascending."""
+        return self._producers[stage]
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """Stages that read activations of this stage, ascending."""
+        return self._consumers[stage]
+
+    def gradient_producers(self, stage: int) -> tuple[int, ...]:
+        """Producers that get a gradient back from this stage."""
+        return self._gradient_producers[stage]
+
+    def gradient_consumers(self, stage: int) -> tuple[int, ...]:
+        """Consumers whose gradients the backward of this stage needs."""
+        return self._gradient_consumers[stage]
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """Stages on one device, ascending: its chunks."""
+        return tuple(stage for stage, holder in enumerate(self.device_of_stage) if holder == device)
+
+    def crosses_devices(self, edge: Edge) -> bool:
+        """Whether this edge needs messages; stages on one device hand over locally."""
+        return self.device_of_stage[edge[0]] != self.device_of_stage[edge[1]]
+
+    @cached_property
+    def _producers(self) -> tuple[tuple[int, ...], ...]:
+        return _neighbours(self.num_stages, ((consumer, producer) for producer, consumer in self.edges))
+
+    @cached_property
+    def _consumers(self) -> tuple[tuple[int, ...], ...]:
+        return _neighbours(self.num_stages, self.edges)
+
+    @cached_property
+    def _gradient_producers(self) -> tuple[tuple[int, ...], ...]:
+        return _neighbours(self.num_stages, ((consumer, producer) for producer, consumer in self.gradient_edges))
+
+    @cached_property
+    def _gradient_consumers(self) -> tuple[tuple[int, ...], ...]:
+        return _neighbours(self.num_stages, self.gradient_edges)
+
+
+def _neighbours(num_stages: int, pairs: Iterable[Edge]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(num_stages)]
+    for here, there in pairs:
+        found[here].append(there)
+    return tuple(tuple(sorted(stages)) for stages in found)
+
+
+def _arrow(edge: Edge) -> str:
+    return f"{edge[0]} -> {edge[1]}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered actions of every device of a model replica: plain data, made and checked before anything runs."""
+
+    name: str
+    stage_graph: StageGraph
+    num_micro_batch: int
+    orders: Orders
+
+    def __post_init__(self) -> None:
+        require_micro_batches(self.num_micro_batch)
+        if len(self.orders) != self.stage_graph.num_devices:
+            needed = self.stage_graph.num_devices
+            raise ValueError(f"schedule {self.name!r} has orders for {len(self.orders)} devices, but its stages lie on {needed}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain lists, numbers and strings, for `json.dumps`."""
+        graph = self.stage_graph
+        return {
+            "name": self.name,
+            "num_micro_batch": self.num_micro_batch,
+            "device_of_stage": list(graph.device_of_stage),
+            "edges": [list(edge) for edge in graph.edges],
+            "gradient_edges": [list(edge) for edge in graph.gradient_edges],
+            "orders": [[str(action) for action in order] for order in self.orders],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """The schedule that `to_json` wrote. It is not checked again here: call `check`."""
+        edges, gradient_edges = (tuple((int(a), int(b)) for a, b in data[name]) for name in ("edges", "gradient_edges"))
+        graph = StageGraph(tuple(int(device) for device in data["device_of_stage"]), edges, gradient_edges)
+        orders = tuple(tuple(parse_action(text) for text in order) for order in data["orders"])
+        return cls(str(data["name"]), graph, int(data["num_micro_batch"]), orders)
+
+
+def require_micro_batches(num_micro_batch: int) -> None:
+    if num_micro_batch < 1:
+        raise ValueError(f"num_micro_batch is {num_micro_batch}; it must be at least 1")
