@@ -15,7 +15,7 @@ import torch
 
 from whale.annotation import default_strategy, set_default_strategy
 from whale.capture.batch import BatchLayout, read_batch
-from whale.capture.capture import capture_training, tied_names
+from whale.capture.capture import capture_training, operation_marks, tied_names
 from whale.capture.checks import compare_parts, compare_with_eager
 from whale.capture.export import Loss
 from whale.capture.guards import refuse
@@ -94,7 +94,7 @@ def plan(
     built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
-    return _plan(prepared, _cluster(cluster), checked, layout)
+    return _plan(built, prepared, _cluster(cluster), checked, layout)
 
 
 def parallelize(
@@ -141,7 +141,7 @@ def parallelize(
             if plan is not None:
                 chosen = _given_plan(plan, prepared, ranks)
             else:
-                chosen = _plan(prepared, _cluster(cluster), config, layout)
+                chosen = _plan(built, prepared, _cluster(cluster), config, layout)
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -169,12 +169,12 @@ def _prepare(
     return prepared
 
 
-def _plan(prepared: Prepared, cluster: Cluster, config: Config, layout: BatchLayout) -> Plan:
+def _plan(model: torch.nn.Module, prepared: Prepared, cluster: Cluster, config: Config, layout: BatchLayout) -> Plan:
     made, _ = make_plan(
         Problem(
             captured=prepared.captured,
             kinds=prepared.kinds,
-            marks=prepared.capture.marks,
+            marks=operation_marks(prepared.capture, model),
             default_strategy=default_strategy(),
             term_texts=prepared.term_texts(),
             only_whole=prepared.only_whole,

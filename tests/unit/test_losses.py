@@ -211,6 +211,11 @@ ADDITIVE: dict[str, Loss] = {
     "gather": lambda m, b: -m(b["x"]).log_softmax(-1).gather(2, b["y"].clamp(min=0).unsqueeze(-1)).mean(),
     "siamese": lambda m, b: siamese(m, b),
     "siamese by a view": lambda m, b: F.l1_loss(*m(torch.cat([b["x"], -b["x"]])).view(2, -1, TOKENS, CLASSES).unbind(0)),
+    "rows of a mask": lambda m, b: per_token(m, b)[b["mask"] > 0].mean(),
+    "rows of equal masks": lambda m, b: F.mse_loss(m(b["x"])[b["y"] != -100], b["soft"][b["y"] != -100]),
+    "rows of a mask, counted": lambda m, b: per_token(m, b)[b["mask"] > 0].sum() / b["y"][b["mask"] > 0].shape[0],
+    "classes of rows": lambda m, b: F.cross_entropy(m(b["x"])[b["y"] != -100], b["y"][b["y"] != -100]),
+    "masked select": lambda m, b: per_token(m, b).masked_select(b["y"] != -100).mean(),
     "sequence first": lambda m, b: F.cross_entropy(m(b["x"]).transpose(0, 1).reshape(-1, CLASSES), b["y"].t().reshape(-1)),
     "product over the samples": lambda m, b: torch.einsum("bi,bj->ij", m(b["x"])[:, 0], b["soft"][:, 0]).sum(),
     "matmul over the samples": lambda m, b: (m(b["x"])[:, 0].t() @ b["soft"][:, 0]).trace(),
@@ -287,6 +292,17 @@ def masked_by_the_model(m: nn.Module, b: Batch) -> Tensor:
     return (per_token(m, b) * confident).sum() / confident.sum()
 
 
+@in_trace
+def rows_of_other_masks(m: nn.Module, b: Batch) -> Tensor:
+    return F.mse_loss(per_token(m, b)[b["mask"] > 0], b["soft"][:, :, 0][b["mask"] > 0.5])
+
+
+@in_trace
+def rows_picked_by_the_model(m: nn.Module, b: Batch) -> Tensor:
+    h = per_token(m, b)
+    return h[h > 0.3].mean()
+
+
 REFUSED: dict[Loss, tuple[str, str]] = {
     log_of_mean: ("return torch.log(mean)", "`log`"),
     product_of_means: ("return (first * second).sum() * CLASSES", "`mul`"),
@@ -297,6 +313,8 @@ REFUSED: dict[Loss, tuple[str, str]] = {
     sqrt_of_mean: ('return F.mse_loss(m(b["x"]), b["soft"]).sqrt()', "`sqrt`"),
     per_sample: ('return m(b["x"]).mean((1, 2))', "one value for each sample"),
     targets_of_the_model: ("return F.cross_entropy(h, torch.where(", "computed by the model"),
+    rows_of_other_masks: ("return F.mse_loss(per_token(m, b)", "different places"),
+    rows_picked_by_the_model: ("return h[h > 0.3].mean()", "number is not known before the step"),
     masked_by_the_model: ("return (per_token(m, b) * confident).sum() / confident.sum()", "`div`"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ class Capture:
     """A clean graph, who marked what in it, and what was noticed on the way."""
 
     captured: CapturedGraph
-    marks: dict[Node, Mark]
-    """annotation of each operation that has one"""
+    forward_marks: list[Mark]
+    """scopes that `forward` entered, in order"""
     findings: Findings
     layout: BatchLayout
     output_structure: Any = None
-    output_is_tensor: list[bool] = field(default_factory=list)
+    output_is_tensor: tuple[bool, ...] = ()
     has_loss: bool = True
 
 
@@ -95,8 +95,7 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     )
     captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
     captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
-    marks = _marks(graph, exported.forward_marks, marks_by_module(model))
-    return Capture(captured, marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss)
+    return Capture(captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss)
 
 
 def _lower_state(program: Any, graph: Graph, ties: dict[str, str], model: torch.nn.Module) -> tuple[dict[str, StateTensor], dict[str, torch.Tensor]]:
@@ -142,15 +141,14 @@ def _strip_names(graph: Graph) -> None:
             node.meta["nn_module_stack"] = {key: (local_name(name), kind) for key, (name, kind) in stack.items() if not name.startswith("_empty")}
 
 
-def _marks(graph: Graph, forward_marks: list[Mark], by_module: dict[str, Mark]) -> dict[Node, Mark]:
-    """A scope in `forward` is closest to the operation; otherwise the innermost marked module that it was called in."""
+def operation_marks(capture: Capture, model: torch.nn.Module) -> dict[Node, Mark]:
+    """Annotation of each operation that has one: a scope in `forward` is closest to it, then the innermost marked module around it."""
+    by_module = marks_by_module(model)
     marks = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in capture.captured.compute_nodes():
         tag = (node.meta.get("custom") or {}).get(FORWARD_TAG)
         if tag is not None:
-            marks[node] = forward_marks[tag]
+            marks[node] = capture.forward_marks[tag]
             continue
         for name, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
             if name in by_module:

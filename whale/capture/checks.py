@@ -43,6 +43,7 @@ def compare_with_eager(
         got = _run(captured, model, few)[0]
         got_gradients = _gradients(got, parameters)
         _restore(model, buffers)
+    expected, got = expected.detach(), got.detach()
     worst, figure = _worst(expected_gradients, got_gradients)
     limit = TOLERANCE.get(expected.dtype, 1e-3)
     loss_error = abs(float(expected) - float(got)) / max(abs(float(expected)), 1e-30)

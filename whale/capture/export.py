@@ -37,8 +37,8 @@ class Exported:
     findings: Findings
     output_structure: Any
     """pytree structure of the outputs (evaluation only), and which of its leaves are tensors"""
-    output_is_tensor: list[bool]
-    dropped_outputs: list[str]
+    output_is_tensor: tuple[bool, ...]
+    dropped_outputs: tuple[str, ...]
     has_loss: bool
 
 
@@ -70,6 +70,15 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
     return output.loss if hasattr(output, "loss") else output
 
 
+class _Seen:
+    """What the last forward returned. An object of its own: export takes back what forward writes on the module itself."""
+
+    has_loss = True
+    output_structure: Any = None
+    output_is_tensor: tuple[bool, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
 class _LossOf(torch.nn.Module):
     """What is exported: the model with everything but its loss (and, on request, its output tensors) kept inside."""
 
@@ -78,10 +87,7 @@ class _LossOf(torch.nn.Module):
         self.model = model
         self.training = model.training
         self.layout, self.loss, self.keep_outputs = layout, loss, keep_outputs
-        self.has_loss = True
-        self.output_structure: Any = None
-        self.output_is_tensor: list[bool] = []
-        self.dropped: list[str] = []
+        self.seen = _Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batch = self.layout.rebuild(tensors)
@@ -92,14 +98,16 @@ class _LossOf(torch.nn.Module):
             if not self.keep_outputs:
                 raise
             value = None  # evaluation of a batch without labels
-        self.has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+        has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
         if not self.keep_outputs:
-            if not self.has_loss:
+            if not has_loss:
                 raise ValueError(_no_loss(output, value, self.loss))
             return (value,)
-        leaves, self.output_structure, self.dropped = _output_leaves(output)
-        self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        return ((value,) if self.has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
+        leaves, structure, dropped = _output_leaves(output)
+        seen = self.seen
+        seen.has_loss, seen.output_structure, seen.dropped = has_loss, structure, tuple(dropped)
+        seen.output_is_tensor = tuple(leaf is not None for leaf in leaves)
+        return ((value,) if has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
 
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
@@ -148,7 +156,8 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
             except Exception as error:
                 raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
-    return Exported(program, marks, findings, wrapper.output_structure, wrapper.output_is_tensor, wrapper.dropped, wrapper.has_loss)
+    seen = wrapper.seen
+    return Exported(program, marks, findings, seen.output_structure, seen.output_is_tensor, seen.dropped, seen.has_loss)
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:

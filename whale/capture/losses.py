@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, named_args, op_name
-from whale.capture.samples import CASTS, VIEWS, Mixed, PerSample, SampleFlow, Shared, Size, Summed, Whole, expression
+from whale.capture.samples import CASTS, VIEWS, Irregular, Mixed, PerSample, SampleFlow, Shared, Size, Summed, Whole, expression
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
@@ -108,6 +109,15 @@ def rewrite_loss(captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: b
     return LossPlan(not_additive=problem) if problem else _Rewriter(captured, flow).run()
 
 
+def weigh_loss(captured: CapturedGraph, kinds: dict[Node, Kind]) -> LossPlan:
+    """For `loss_per_micro_batch`: the loss of the samples at hand, weighted by their share of the mini-batch. Not the local loss."""
+    rewriter = _Rewriter(captured, SampleFlow(captured, kinds))
+    loss = _loss(captured)
+    term = rewriter._scaled(loss, loss, "the loss of each part alone")
+    captured.output.args = ((term,),)
+    return LossPlan((rewriter.leaf_info[term],), rewriter.whole.finish(), rewriter.whole.buffers)
+
+
 def _loss(captured: CapturedGraph) -> Node:
     (loss,) = captured.output.args[0]  # type: ignore[misc,union-attr]
     assert isinstance(loss, Node)
@@ -134,8 +144,8 @@ def _live_leaves(flow: SampleFlow) -> list[Node]:
 class _WholeGraph:
     """Collects the parameter-free operations that compute whole-mini-batch values."""
 
-    def __init__(self, captured: CapturedGraph) -> None:
-        self.captured = captured
+    def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
+        self.captured, self.flow = captured, flow
         self.graph = Graph()
         self.module = torch.nn.Module()
         self.buffers: dict[str, str] = {}
@@ -168,8 +178,10 @@ class _WholeGraph:
         if node.op == "get_attr":
             return self._attribute(str(node.target))
         if self._is_size(node):
-            times = int(expression(node) / self.captured.batch_symbol)
-            return self.graph.call_function(operator.mul, (self.samples(), times)) if times > 1 else self.samples()
+            times = expression(node) / self.captured.batch_symbol
+            if times.is_Integer:
+                return self.graph.call_function(operator.mul, (self.samples(), int(times))) if times > 1 else self.samples()
+            return self._number_of_rows(node)
         return self.graph.node_copy(node, self.copies.__getitem__)
 
     def _attribute(self, name: str) -> Node:
@@ -182,6 +194,15 @@ class _WholeGraph:
             value = torch.empty(state.shape, dtype=state.dtype, device="meta")
         self.module.register_buffer(attribute, value)
         return self.graph.get_attr(attribute)
+
+    def _number_of_rows(self, size: Node) -> Node:
+        """The number of rows that a mask picks from the whole mini-batch, as a number."""
+        state = self.flow.of(size.args[0])
+        assert isinstance(state, PerSample) and isinstance(state.outer, Irregular) and state.outer.mask is not None
+        return self.graph.call_function(aten.item.default, (self.rows(state.outer.mask),))
+
+    def rows(self, mask: Node) -> Node:
+        return self.graph.call_function(aten.sum.default, (self.copy(mask),))
 
     def samples(self) -> Node:
         """The number of samples of the whole mini-batch."""
@@ -220,7 +241,7 @@ def _batched(node: Node, captured: CapturedGraph) -> bool:
 class _Rewriter:
     def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
         self.captured, self.flow, self.graph = captured, flow, captured.graph
-        self.whole = _WholeGraph(captured)
+        self.whole = _WholeGraph(captured, flow)
         self.whole_nodes: dict[Any, Node] = {}
         """what -> its `whole_k` placeholder"""
         self.leaf_info: dict[Node, TermInfo] = {}
@@ -319,6 +340,8 @@ class _Rewriter:
         for leaf in _live_leaves(self.flow):
             if self.flow.leaves[leaf] == "class mean":
                 self._class_counts(named_args(leaf))
+            elif self.flow.leaves[leaf] == "row mean":
+                self._rows(self._mask(leaf))
         for user, operand in uses:
             new = lifted[operand]
             if isinstance(operand.meta["val"], torch.SymFloat | float):  # a Python float never widens its tensor; float64 would
@@ -358,8 +381,8 @@ class _Rewriter:
             new = self._fraction_of(leaf, after, leaf)
             self.leaf_info[new] = TermInfo(f"{name}, mean over the samples", line, ("number of samples",))
         else:
-            new, text = self._class_mean(leaf, after)
-            self.leaf_info[new] = TermInfo(f"{name}, mean over the targets", line, (text,))
+            new, text = self._class_mean(leaf, after) if how == "class mean" else self._row_mean(leaf, after)
+            self.leaf_info[new] = TermInfo(f"{name}, mean over the {'targets' if how == 'class mean' else 'rows'}", line, (text,))
             self.replaced.append(leaf)
         for user in users:
             user.replace_input_with(leaf, new)
@@ -374,6 +397,32 @@ class _Rewriter:
             weighted = self._call(aten.mul.Tensor, (weight, count), leaf, after)
             count = self._call(aten.sum.default, (weighted,), leaf, after)
         return self._call(aten.div.Tensor, (summed, count), leaf, after), text
+
+    def _mask(self, leaf: Node) -> Node:
+        """The mask that picked the rows of this mean."""
+        states = [self.flow.of(operand) for operand in leaf.all_input_nodes]
+        return next(s.outer.mask for s in states if isinstance(s, PerSample) and isinstance(s.outer, Irregular) and s.outer.mask)
+
+    def _rows(self, mask: Node) -> Node:
+        if ("rows", mask) not in self.whole_nodes:
+            text = f"number of rows picked by `{mask.name}` ({user_line(mask)})"
+            self._placeholder(("rows", mask), self.whole.rows(mask), self._fake(torch.int64), text)
+        return self.whole_nodes[("rows", mask)]
+
+    def _row_mean(self, leaf: Node, after: Node) -> tuple[Node, str]:
+        """Sum / (rows of the whole mini-batch x elements of a row)."""
+        args, count = named_args(leaf), self._rows(self._mask(leaf))
+        if "reduction" in args:
+            shape = torch.broadcast_shapes(args["input"].meta["val"].shape, args["target"].meta["val"].shape)
+            summed = self._call(leaf.target, tuple((args | {"reduction": SUM}).values()), leaf, after)
+            reduced = list(range(len(shape)))
+        else:
+            shape = args["input"].meta["val"].shape
+            reduced = [dim % len(shape) for dim in args.get("dim") or range(len(shape))]
+            summed = self._call(aten.sum.dim_IntList, (args["input"], reduced, args.get("keepdim", False)), leaf, after)
+        row = math.prod(shape[dim] for dim in reduced if isinstance(shape[dim], int))
+        share = self._call(aten.div.Tensor, (summed, count), leaf, after)
+        return self._call(aten.div.Tensor, (share, row), leaf, after), str(count.meta["whole_text"])
 
     def _scale_addends(self, node: Node) -> None:
         """Step 3, for one node that adds values without samples to sums over samples."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
 from whale.capture.capture import Capture
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, value_kinds
-from whale.capture.losses import LossPlan, NotAdditive, TermInfo, rewrite_loss
+from whale.capture.losses import LossPlan, NotAdditive, TermInfo, rewrite_loss, weigh_loss
+from whale.capture.samples import batch_dim
 from whale.capture.sizes import normalise_sizes
 
-aten = torch.ops.aten
+LOSS = "the loss"
+MIXED = "made of all samples together"
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Prepared:
     """the first results of the graph are terms of the loss"""
     only_whole: NotAdditive | None = None
     """set when the graph may run only on one device with one micro-batch"""
+    output_leaves: list[Node | str] = field(default_factory=list)
+    """evaluation: for each tensor of the model's output its node, or LOSS, or MIXED for one that is made of all samples together"""
 
     @property
     def captured(self) -> CapturedGraph:
@@ -38,8 +42,8 @@ class Prepared:
 
     @property
     def outputs(self) -> list[Node]:
-        """Results that the user asked for, one for each tensor of the model's output (the same node may stand there twice)."""
-        return _results(self.captured)[self.num_terms :]
+        """Tensors of the model's output that are made of samples or weights, each once."""
+        return list(dict.fromkeys(node for node in self.output_leaves if isinstance(node, Node)))
 
     def term_texts(self) -> tuple[str, ...]:
         return tuple(f"{term.what} / {' x '.join(term.denominators)}" if term.denominators else term.what for term in self.loss.terms)
@@ -51,11 +55,12 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     batched = next(node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched)
     normalise_sizes(captured.graph, captured.batch_symbol, batched)
-    outputs = _results(captured)
+    results = _results(captured)
     if not capture.has_loss:
-        return Prepared(capture, value_kinds(captured), LossPlan(), 0)
-    extra = outputs[1:]
-    captured.output.args = ((outputs[0],),)
+        return Prepared(capture, value_kinds(captured), LossPlan(), 0, output_leaves=_leaves(captured, results))
+    loss_node, outputs = results[0], results[1:]
+    captured.output.args = ((loss_node,),)
+    keeper = _keep(captured, [node for node in outputs if node is not loss_node])
     kinds = value_kinds(captured)
     loss = rewrite_loss(captured, kinds)
     problem = loss.not_additive
@@ -66,19 +71,40 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     only_whole = None
     if loss.not_additive is not None:
         if loss_per_micro_batch:
-            _weigh_by_samples(captured, outputs[0], batched)
-            captured.notes.append(f"loss_per_micro_batch: the loss ({problem.line if problem else ''}) is taken on each part of a micro-batch alone")
+            captured.notes.append(f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of a micro-batch alone")
+            loss = weigh_loss(captured, kinds)
         else:
             only_whole = loss.not_additive
-        loss = LossPlan(terms=(TermInfo("the whole loss", loss.not_additive.line, ()),))
+            loss = LossPlan(terms=(TermInfo("the whole loss", loss.not_additive.line, ()),))
     terms = _results(captured)
-    captured.output.args = ((*terms, *extra),)
-    return Prepared(capture, value_kinds(captured), loss, len(terms), only_whole)
+    kept = iter(_release(captured, keeper))
+    leaves = _leaves(captured, [next(kept) if node is not loss_node else LOSS for node in outputs])
+    captured.output.args = ((*terms, *dict.fromkeys(node for node in leaves if isinstance(node, Node))),)
+    return Prepared(capture, value_kinds(captured), loss, len(terms), only_whole, leaves)
 
 
-def _weigh_by_samples(captured: CapturedGraph, loss: Node, batched: Node) -> None:
-    """Makes the result `loss x samples here / samples in the mini-batch`; the mini-batch size is fed as `whole_0`."""
-    raise ValueError("not additive")
+def _keep(captured: CapturedGraph, nodes: list[Node]) -> Node:
+    """A node that uses these, so that taking the loss apart does not remove them."""
+    with captured.graph.inserting_before(captured.output):
+        keeper = captured.graph.call_function(tuple, (nodes,))
+    keeper.meta["val"] = ()
+    return keeper
+
+
+def _release(captured: CapturedGraph, keeper: Node) -> list[Node]:
+    nodes = list(keeper.args[0])  # type: ignore[arg-type]
+    captured.graph.erase_node(keeper)
+    return nodes  # type: ignore[return-value]
+
+
+def _leaves(captured: CapturedGraph, nodes: Sequence[Node | str]) -> list[Node | str]:
+    """Outputs that can be put together from parts: with a batch dim, or without samples at all."""
+    kinds = value_kinds(captured)
+    leaves: list[Node | str] = []
+    for node in nodes:
+        mixed = isinstance(node, Node) and kinds[node] is Kind.ACTIVATION and batch_dim(node, captured.batch_symbol) is None
+        leaves.append(MIXED if mixed else node)
+    return leaves
 
 
 def _results(captured: CapturedGraph) -> list[Node]:

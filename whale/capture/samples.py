@@ -24,10 +24,17 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph, module_name, user_line
-from whale.capture.kinds import Kind, named_args, op_name, trains_batch_norm, value_kinds
+from whale.capture.kinds import Kind, is_random, named_args, op_name, trains_batch_norm, value_kinds
 
-IRREGULAR = 0
-"""`PerSample.outer` of a dim that holds all samples, but not as outer x s x inner"""
+
+@dataclass(frozen=True)
+class Irregular:
+    """A dim that holds rows of all samples, but not as outer x s x inner. Two such dims match when they were made alike."""
+
+    sizes: tuple[sympy.Expr, ...] = ()
+    """of the values that were concatenated"""
+    mask: Node | None = None
+    """the mask that picked the rows, sample after sample"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Shared:
 @dataclass(frozen=True)
 class PerSample:
     dim: int
-    outer: int = 1
+    outer: int | Irregular = 1
     """how often the samples repeat inside the dim: 1 = the batch is its outermost part, as slicing needs"""
     position: bool = False
     """the values say where a sample stands in the batch (`arange(batch)`): good for indexing the batch, and nothing else"""
@@ -254,21 +261,29 @@ class SampleFlow:
 
     def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False) -> None:
         self.symbol = captured.batch_symbol
+        self.symbols = {captured.batch_symbol}
+        """sizes that count rows of samples: the batch, and the rows that masks pick"""
+        self.masks: list[Node] = []
         self.kinds = kinds
         self.all_reduce = all_reduce
         self.states: dict[Node, State | tuple[State, ...]] = {}
         self.leaves: dict[Node, str] = {}
-        """reductions over the samples: `sum`, `mean` (count in proportion to the samples) or `class mean` (count in the targets)"""
+        """reductions over the samples: `sum`, `mean` (over a number in proportion to the samples), `class mean` (over the targets),
+        `row mean` (over rows that a mask picked)"""
         self.inner: set[Node] = set()
         self.live = _ancestors(captured.output)
         for node in captured.graph.nodes:
             if node.op == "placeholder":
-                batched = not node.meta.get("whole") and bool(batch_dims(node, self.symbol))
-                self.states[node] = PerSample(batch_dims(node, self.symbol)[0]) if batched else SHARED
+                batched = not node.meta.get("whole") and bool(self.dims(node))
+                self.states[node] = PerSample(self.dims(node)[0]) if batched else SHARED
             elif node.op == "get_attr":
                 self.states[node] = SHARED
             elif node.op == "call_function":
                 self.states[node] = self._visit(node)
+
+    def dims(self, value: Any) -> list[int]:
+        """Dims that hold samples."""
+        return [dim for symbol in self.symbols for dim in batch_dims(value, symbol)]
 
     def of(self, value: Any) -> State:
         """State of an operand as the operations see it: a Whole value or a size has been lifted, so it is Shared."""
@@ -308,14 +323,14 @@ class SampleFlow:
         from_data = any(isinstance(self.states[operand], data) for operand in node.all_input_nodes)
         if from_data:
             return Whole() if self.kinds[node] is Kind.INPUT else Mixed(node, "a Python number is made from the samples")
-        return Size() if self.symbol in expression(value).free_symbols else SHARED
+        return Size() if self.symbols & expression(value).free_symbols else SHARED
 
     def _settle(self, node: Node, state: State, value: Any) -> State:
         """The last word on one output: values of inputs only may become Whole; a value may hold the samples in one dim only."""
-        dims = batch_dims(value, self.symbol)
+        dims = self.dims(value)
         if isinstance(state, Mixed):
             pass
-        elif len(dims) > 1 or any(value.shape[dim].node.expr.diff(self.symbol).free_symbols for dim in dims):
+        elif len(dims) > 1 or any(value.shape[dim].node.expr.diff(self.symbol).free_symbols & self.symbols for dim in dims):
             state = Mixed(node, f"`{op_name(node)}` compares samples with each other: its result has the batch in more than one place")
         elif isinstance(state, PerSample) and state.dim not in dims:
             state = Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
@@ -331,16 +346,15 @@ class SampleFlow:
                 return Mixed(node, f"the size of `{op_name(node)}` depends on the data of all samples")
             if isinstance(self.states[operand], Whole | Size) and slot == "number":
                 return Mixed(node, f"`{op_name(node)}` takes a number over all samples; make it a tensor operand of + - * /")
-        if isinstance(state, PerSample) and state.outer != 1 and all(
-            other.outer == 1 for operand in node.all_input_nodes if isinstance(other := self.of(operand), PerSample)
-        ):
+        in_order = state.outer == 1 or (isinstance(state.outer, Irregular) and state.outer.mask) if isinstance(state, PerSample) else True
+        if not in_order and all(other.outer == 1 for other in map(self.of, node.all_input_nodes) if isinstance(other, PerSample)):
             self.inner.add(node)
         return state
 
     def _tensor(self, node: Node) -> State | tuple[State, ...]:
         name, args = op_name(node), named_args(node)
         if name in CREATORS or name in COUNTERS:
-            dims = batch_dims(node, self.symbol)
+            dims = self.dims(node)
             return PerSample(dims[0], 1, name in COUNTERS) if dims else SHARED
         operands = node.all_input_nodes[:1] if name in CASTS | {"view_as", "reshape_as", "expand_as"} else node.all_input_nodes
         states = [self.of(operand) for operand in operands]
@@ -374,18 +388,27 @@ class SampleFlow:
         self.leaves[node] = how
         return SHARED if self.all_reduce and self.kinds[node] is Kind.ACTIVATION else Summed(node)
 
-    def by_shape(self, node: Node, outer: int, position: bool = False) -> State | tuple[State, ...]:
+    def mean(self, node: Node, outer: int | Irregular) -> State:
+        """A mean over a dim of samples. Rows picked by a mask must be counted on the whole mini-batch, so the mask must be an input."""
+        mask = outer.mask if isinstance(outer, Irregular) else None
+        if mask is None:
+            return self.reduction(node, "mean")
+        if self.kinds[mask] is Kind.ACTIVATION or not (op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES):
+            return Mixed(node, f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not known before the step")
+        return self.reduction(node, "row mean")
+
+    def by_shape(self, node: Node, outer: int | Irregular, position: bool = False) -> State | tuple[State, ...]:
         """PerSample where a result has the batch symbol, Shared where it has not."""
         value = node.meta["val"]
         states: list[State] = []
         for part in value if isinstance(value, list | tuple) else [value]:
-            dims = batch_dims(part, self.symbol)
+            dims = self.dims(part)
             states.append(PerSample(dims[0], outer, position) if dims else SHARED)
         return tuple(states) if isinstance(value, list | tuple) else states[0]
 
     def aligned(self, node: Node, operands: Iterable[Node], rank: int) -> State:
         """State of an operation that broadcasts its operands from the right to `rank` dims."""
-        found: dict[tuple[int, int], bool] = {}
+        found: dict[tuple[int, int | Irregular], bool] = {}
         for operand in operands:
             state = self.of(operand)
             if isinstance(state, PerSample):
@@ -479,6 +502,8 @@ def reduction_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
     dims = _wrap(args.get("dim"), rank)
     if state.dim in dims:
         how = ADDITIVE_REDUCTIONS.get(op_name(node))
+        if how == "mean":
+            return flow.mean(node, state.outer)
         return flow.reduction(node, how) if how else Mixed(node, f"`{op_name(node)}` is taken over all samples")
     if args.get("keepdim"):
         return state
@@ -534,14 +559,14 @@ def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """A view keeps the order of the elements: (elements before the batch, s, elements after it) stays the same."""
     source = node.all_input_nodes[0]
     state = flow.of(source)
-    dims = batch_dims(node, flow.symbol)
+    dims = flow.dims(node)
     lost = Mixed(node, f"`{op_name(node)}` cuts the batch dim into pieces that are not samples")
     if not isinstance(state, PerSample) or len(dims) != 1:
         return lost
     old, new, dim = source.meta["val"].shape, node.meta["val"].shape, dims[0]
-    if state.outer == IRREGULAR:
+    if isinstance(state.outer, Irregular):
         same = expression(old[state.dim]) == expression(new[dim]) and _product(old[: state.dim]) == _product(new[:dim])
-        return PerSample(dim, IRREGULAR, state.position) if same else lost
+        return PerSample(dim, state.outer, state.position) if same else lost
     outer = _whole_number(_product(old[: state.dim]) * state.outer / _product(new[:dim]))
     inner = _whole_number(expression(new[dim]) / flow.symbol / outer) if outer else None
     return PerSample(dim, outer, state.position) if outer and inner else lost
@@ -551,7 +576,7 @@ def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 def permute_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     state = flow.of(node.all_input_nodes[0])
     assert isinstance(state, PerSample)
-    return PerSample(batch_dims(node, flow.symbol)[0], state.outer, state.position)
+    return PerSample(flow.dims(node)[0], state.outer, state.position)
 
 
 @rule(*EXPANDS)
@@ -572,6 +597,10 @@ def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     repeats = [1] * (_rank(node) - len(repeats)) + repeats
     if not isinstance(state, PerSample) or not isinstance(repeats[state.dim], int):
         return Mixed(node, f"`{op_name(node)}` repeats the samples a number of times that depends on the batch")
+    if repeats[state.dim] == 1:
+        return state
+    if isinstance(state.outer, Irregular):
+        return Mixed(node, f"`{op_name(node)}` repeats rows that are not ordered by sample")
     return PerSample(state.dim, state.outer * repeats[state.dim], state.position)
 
 
@@ -580,10 +609,10 @@ def repeat_interleave_state(flow: SampleFlow, node: Node, args: dict[str, Any]) 
     source = args.get("input")
     state = flow.of(source)
     if isinstance(state, Shared):  # every row repeated once per sample: the samples lie inside the rows
-        dims = batch_dims(node, flow.symbol)
+        dims = flow.dims(node)
         rows = _whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol) if dims else None
-        return PerSample(dims[0], rows or IRREGULAR) if dims else SHARED
-    if not isinstance(state, PerSample) or not isinstance(args.get("repeats"), int):
+        return PerSample(dims[0], rows) if rows else SHARED
+    if not isinstance(state, PerSample) or not isinstance(args.get("repeats"), int) or isinstance(state.outer, Irregular):
         return Mixed(node, "`repeat_interleave` repeats samples a number of times that depends on the data")
     if args.get("dim") is None and state.dim != 0:
         return Mixed(node, "`repeat_interleave` without a dim flattens the samples")
@@ -612,7 +641,7 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     if len(results) == 1 and expression(results[0].shape[state.dim]) == size and args.get("step", 1) == 1:
         return flow.by_shape(node, state.outer, state.position)
     start = args.get("start") or 0
-    if state.outer == IRREGULAR or args.get("step", 1) != 1:
+    if isinstance(state.outer, Irregular) or args.get("step", 1) != 1:
         return lost
     block = size / state.outer
     outers = [_whole_number(expression(result.shape[state.dim]) / block) for result in results]
@@ -640,8 +669,10 @@ def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         return state
     if not all(isinstance(flow.of(source), PerSample) for source in sources):
         return Mixed(node, "rows that are not samples are added to the batch")
-    regular = len({expression(source.meta["val"].shape[state.dim]) for source in sources}) == 1 and state.outer == 1
-    return PerSample(state.dim, len(sources) if regular else IRREGULAR, state.position)
+    sizes = tuple(expression(source.meta["val"].shape[state.dim]) for source in sources)
+    if isinstance(state.outer, Irregular):
+        return Mixed(node, "rows that are not ordered by sample are joined")
+    return PerSample(state.dim, len(sources) if len(set(sizes)) == 1 and state.outer == 1 else Irregular(sizes), state.position)
 
 
 @rule("stack")
@@ -693,13 +724,45 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
 
 
 def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: list[Any]) -> State:
-    """`x[mask] = number` is elementwise; `x[mask]` gives a number of rows that depends on the data."""
+    """`x[mask] = number` is elementwise; `x[mask]` gives a number of rows that depends on the data, sample after sample."""
     state, mask = flow.of(args["input"]), indices[0]
+    place = flow.of(mask)
+    together = isinstance(place, PerSample) and isinstance(state, PerSample) and (place.dim, place.outer) == (state.dim, state.outer)
     if op_name(node) == "index_put" and len(indices) == 1 and isinstance(state, PerSample) and _rank(args["values"]) == 0:
-        place = flow.of(mask)
-        if isinstance(place, Shared) or (isinstance(place, PerSample) and (place.dim, place.outer) == (state.dim, state.outer)):
+        if together or isinstance(place, Shared):
             return state
-    return Mixed(node, "a mask picks a number of rows that depends on the data; multiply by the mask instead")
+    elif op_name(node) == "index" and len(indices) == 1 and together:
+        return _picked_rows(flow, node, mask)
+    return Mixed(node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead")
+
+
+def _picked_rows(flow: SampleFlow, node: Node, mask: Node) -> State:
+    """Dim 0 now counts the rows that the mask picked; equal masks pick equal rows."""
+    equal = next((other for other in flow.masks if same_value(other, mask)), None)
+    if equal is None:
+        flow.masks.append(mask)
+    flow.symbols |= expression(node.meta["val"].shape[0]).free_symbols
+    return PerSample(0, Irregular(mask=equal or mask))
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are computed alike from the same sources."""
+    if isinstance(one, Node) and isinstance(other, Node):
+        if one is other or one.op != "call_function" or one.target is not other.target or is_random(one):
+            return one is other
+        return same_value([one.args, one.kwargs], [other.args, other.kwargs])
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+@rule("masked_select")
+def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    if _rank(args["input"]) != _rank(args["mask"]) or flow.of(args["input"]) != flow.of(args["mask"]):
+        return Mixed(node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead")
+    return _picked_rows(flow, node, args["mask"])
 
 
 @rule("index_select")
@@ -846,7 +909,8 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
         return flow.reduction(node, "sum")
     if name in CLASS_LOSSES and not args["target"].meta["val"].is_floating_point():
         return _class_mean_state(flow, node, args)
-    return flow.reduction(node, "mean")
+    outers = [state.outer for source in sources if isinstance(state := flow.of(source), PerSample)]
+    return flow.mean(node, outers[0])
 
 
 def _class_loss_problem(flow: SampleFlow, args: dict[str, Any]) -> bool:
@@ -868,6 +932,8 @@ def _class_mean_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Sta
     source = args["target"]
     while isinstance(source, Node) and op_name(source) in CASTS | VIEWS | PERMUTES:
         source = source.args[0]
+    target = flow.of(args["target"])
+    assert isinstance(target, PerSample)
     if op_name(source) == "argmax" and args["ignore_index"] < 0 and args["weight"] is None:
-        return flow.reduction(node, "mean")  # pseudo-labels: none of them can be ignored
+        return flow.mean(node, target.outer)  # pseudo-labels: none of them can be ignored
     return Mixed(node, f"the targets of `{op_name(node)}` are computed by the model, so their number is not known before the step")

@@ -129,9 +129,8 @@ def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mappi
     """Builds the chunks of this rank."""
     _fill_whole_buffers(prepared, weights)
     outputs: dict[int, list[Node]] = {}
-    for node in dict.fromkeys(prepared.outputs):
-        if node not in prepared.terms:
-            outputs.setdefault(assignment.result_stage[node], []).append(node)
+    for node in prepared.outputs:
+        outputs.setdefault(assignment.result_stage[node], []).append(node)
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):
         stage_ranks = plan.ranks_of_stage(stage)

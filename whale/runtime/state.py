@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from whale.capture.capture import tied_names
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import LOSS, Prepared
 from whale.capture.samples import batch_dim
 from whale.compat import pytree
 from whale.lowering.program import Lowered, Program
@@ -61,13 +61,8 @@ def gather_outputs(
             found[node] = _gather_output(lowered, outcome, samples, stage, place, dim, ranks)
     if ranks.rank != 0:
         return None
-    loss_nodes = set(prepared.terms)
-    leaves: list[Tensor | None] = []
-    for node in prepared.outputs:
-        value = found.get(node)
-        if value is None and totals is not None and (node in loss_nodes or not node.meta["val"].shape):
-            value = torch.tensor(totals.values()[0], dtype=node.meta["val"].dtype)
-        leaves.append(value)
+    loss = torch.tensor(totals.values()[0]) if totals is not None else None
+    leaves = [found[leaf] if isinstance(leaf, Node) else (loss if leaf == LOSS else None) for leaf in prepared.output_leaves]
     return _rebuild(prepared, leaves)
 
 

@@ -1,0 +1,42 @@
+"""The exactness table: every model of `tests/zoo.py` under every plan below must train like local PyTorch (DESIGN rule 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+BATCH_SIZE = 10  # not divisible by 3 or 4: shares and micro-batches are uneven
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """One way to run a model."""
+
+    name: str
+    num_ranks: int
+    config: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    """devices of each annotated stage: (2, 1) is replicate(2) -> replicate(1); none = no annotation"""
+    one_tensor: bool = False
+    """labels=input_ids, the very same tensor object"""
+
+    @property
+    def num_micro_batch(self) -> int:
+        return int(self.config.get("num_micro_batch", 1))
+
+
+PLANS = (
+    PlanCase("1 rank", 1),
+    PlanCase("1 rank, 4 micro-batches", 1, {"num_micro_batch": 4}),
+    PlanCase("DP 2", 2),
+    PlanCase("DP 3, batch 10", 3),
+    PlanCase("2 stages", 2, {"num_micro_batch": 5}, (1, 1)),
+    PlanCase("2 stages, gpipe, 4 micro-batches of 10", 2, {"num_micro_batch": 4, "schedule": "gpipe"}, (1, 1)),
+    PlanCase("3 stages", 3, {"num_micro_batch": 4}, (1, 1, 1)),
+    PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)),
+    PlanCase("replicate(2) -> replicate(1)", 3, {"num_micro_batch": 3}, (2, 1)),
+    PlanCase("replicate(1) -> replicate(3)", 4, {"num_micro_batch": 2}, (1, 3)),
+    PlanCase("auto cut into 4", 4, {"num_micro_batch": 4, "num_task_graph": 4}),
+    PlanCase("2 stages, labels=input_ids", 2, {"num_micro_batch": 2}, (1, 1), one_tensor=True),
+)

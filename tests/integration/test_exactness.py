@@ -1,0 +1,34 @@
+"""Same loss, gradients and weights as local training, whatever the plan (DESIGN rule 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.exactness import Trace, compare
+from tests.integration.table import PLANS, PlanCase
+from tests.integration.training import merge, prepare_subject, train_locally, train_on_rank
+from tests.ranks import ModelServer, preload
+from tests.zoo import CASES, MAIN
+
+preload("torch", "transformers", "whale", "tests.integration.training")
+
+
+@pytest.fixture(scope="module", params=[case.name for case in MAIN])
+def subject(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelServer, dict[object, Trace]]]:
+    with ModelServer(prepare_subject, request.param) as server:
+        yield request.param, server, {}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_trains_like_local(subject: tuple[str, ModelServer, dict[object, Trace]], plan: PlanCase) -> None:
+    name, server, references = subject
+    case = CASES[name]
+    batch = case.batch(0, 2)
+    if plan.one_tensor and not (isinstance(batch, dict) and "labels" in batch and "input_ids" in batch):
+        pytest.skip("this model has no labels of the shape of its input")
+    key = (plan.one_tensor, plan.num_micro_batch if case.batch_statistics else 1)
+    if key not in references:
+        references[key] = server.run_local(train_locally, plan)
+    compare(references[key], merge(server.run(train_on_rank, plan.num_ranks, plan), case.build()))
