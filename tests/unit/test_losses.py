@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.unit.test_kinds import export_graph
 from whale.capture.kinds import value_kinds
@@ -111,7 +112,9 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def check(model: nn.Module, batch: Batch, loss: Loss, tolerance: float, partitions: Sequence[Sequence[int]], all_reduce: bool = False) -> LossPlan:
+def check(
+    model: nn.Module, batch: Batch, loss: Loss, tolerance: float, partitions: Sequence[Sequence[int]], all_reduce: bool = False
+) -> LossPlan:
     """Compares with eager PyTorch on the whole batch: loss, and gradients relative to the largest of the model."""
     expected = loss(model, batch)
     expected_gradients = gradients(model, expected)
@@ -212,7 +215,7 @@ ADDITIVE: dict[str, Loss] = {
     "siamese": lambda m, b: siamese(m, b),
     "siamese by a view": lambda m, b: F.l1_loss(*m(torch.cat([b["x"], -b["x"]])).view(2, -1, TOKENS, CLASSES).unbind(0)),
     "rows of a mask": lambda m, b: per_token(m, b)[b["mask"] > 0].mean(),
-    "rows of equal masks": lambda m, b: F.mse_loss(m(b["x"])[b["y"] != -100], b["soft"][b["y"] != -100]),
+    "rows of equal masks": lambda m, b: (m(b["x"])[b["y"] != -100] - b["soft"][b["y"] != -100]).square().mean(),
     "rows of a mask, counted": lambda m, b: per_token(m, b)[b["mask"] > 0].sum() / b["y"][b["mask"] > 0].shape[0],
     "classes of rows": lambda m, b: F.cross_entropy(m(b["x"])[b["y"] != -100], b["y"][b["y"] != -100]),
     "masked select": lambda m, b: per_token(m, b).masked_select(b["y"] != -100).mean(),
@@ -294,7 +297,7 @@ def masked_by_the_model(m: nn.Module, b: Batch) -> Tensor:
 
 @in_trace
 def rows_of_other_masks(m: nn.Module, b: Batch) -> Tensor:
-    return F.mse_loss(per_token(m, b)[b["mask"] > 0], b["soft"][:, :, 0][b["mask"] > 0.5])
+    return (per_token(m, b)[b["mask"] > 0] - b["soft"][:, :, 0][b["mask"] > 0.5]).square().mean()
 
 
 @in_trace
@@ -313,7 +316,7 @@ REFUSED: dict[Loss, tuple[str, str]] = {
     sqrt_of_mean: ('return F.mse_loss(m(b["x"]), b["soft"]).sqrt()', "`sqrt`"),
     per_sample: ('return m(b["x"]).mean((1, 2))', "one value for each sample"),
     targets_of_the_model: ("return F.cross_entropy(h, torch.where(", "computed by the model"),
-    rows_of_other_masks: ("return F.mse_loss(per_token(m, b)", "different places"),
+    rows_of_other_masks: ("return (per_token(m, b)[b[", "different places"),
     rows_picked_by_the_model: ("return h[h > 0.3].mean()", "number is not known before the step"),
     masked_by_the_model: ("return (per_token(m, b) * confident).sum() / confident.sum()", "`div`"),
 }
@@ -392,3 +395,100 @@ def test_every_new_node_has_a_value_and_its_line() -> None:
         if node not in old:
             assert "val" in node.meta, node
             assert node.op == "placeholder" or "sym_size" in node.name or "stack_trace" in node.meta, node
+
+
+# --------------------------------------------------------------------------------------------------------------- real models
+
+
+class Float64(TorchFunctionMode):
+    """Turns casts to float32 inside models into casts to float64, so that exactness can be measured (DESIGN rule 1)."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        options = dict(kwargs or {})
+        if function is torch.Tensor.float:
+            return args[0].double()
+        if function in (torch.Tensor.to, torch.Tensor.type):
+            args = tuple(map(wide, args))
+        return function(*args, **{key: wide(value) if key == "dtype" else value for key, value in options.items()})
+
+
+V = 99
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": V}
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+IMAGE = {key: value for key, value in TEXT.items() if key != "vocab_size"} | OFF | {"image_size": 32, "patch_size": 8}
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": V, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "vocab_size": V, "d_ff": 64, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+LLAMA = TEXT | {"num_key_value_heads": 2, "use_cache": False}
+MIXTRAL = LLAMA | {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "batched_mm"}
+HEADS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    # model: its config, options, batch, number of terms
+    "GPT2LMHeadModel": ("GPT2Config", GPT2 | {"use_cache": False}, "tokens", 1),
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA, "tokens", 1),
+    "T5ForConditionalGeneration": ("T5Config", T5 | {"use_cache": False}, "tokens", 1),
+    "BertForPreTraining": ("BertConfig", TEXT | OFF, "tokens and sentences", 2),
+    "BertForQuestionAnswering": ("BertConfig", TEXT | OFF, "spans", 2),
+    "BertForSequenceClassification": ("BertConfig", TEXT | OFF | {"num_labels": 3}, "classes", 1),
+    "ElectraForPreTraining": ("ElectraConfig", TEXT | OFF | {"embedding_size": 32}, "token bits", 1),
+    "ViTForMaskedImageModeling": ("ViTConfig", IMAGE | {"encoder_stride": 8}, "masked images", 1),
+    "ViTForImageClassification": ("ViTConfig", IMAGE | {"num_labels": 3}, "images", 1),
+}
+
+
+def head_batch(task: str) -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, V, (SAMPLES, 16), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, 3:], labels[7], mask[1, 10:], mask[6, 4:] = -100, -100, 0, 0
+    three = torch.randint(0, 3, (SAMPLES,), generator=generator)
+    pixels = torch.randn(SAMPLES, 3, 32, 32, generator=generator, dtype=torch.float64)
+    spans = torch.randint(0, 20, (2, SAMPLES), generator=generator)  # beyond the 16 tokens: ignored
+    return {
+        "tokens": {"input_ids": ids, "labels": labels},
+        "tokens and sentences": {"input_ids": ids, "labels": labels, "next_sentence_label": three.clamp(max=1)},
+        "spans": {"input_ids": ids, "start_positions": spans[0], "end_positions": spans[1]},
+        "classes": {"input_ids": ids, "attention_mask": mask, "labels": three},
+        "token bits": {"input_ids": ids, "attention_mask": mask, "labels": (ids > 50).long()},
+        "masked images": {"pixel_values": pixels, "bool_masked_pos": torch.randint(0, 2, (SAMPLES, 16), generator=generator).bool()},
+        "images": {"pixel_values": pixels, "labels": three},
+    }[task]
+
+
+def build(name: str, config: str, options: dict[str, Any]) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).double().train()
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_transformers_heads_are_exact(name: str) -> None:
+    config, options, task, num_terms = HEADS[name]
+    with Float64():
+        plan = check(build(name, config, options), head_batch(task), own_loss, 1e-10, [(4, 3, 3), (1, 9)])
+    assert len(plan.terms) == num_terms
+
+
+def test_num_items_in_batch_of_transformers() -> None:
+    batch = head_batch("tokens") | {"num_items_in_batch": torch.tensor(117)}
+    with Float64():
+        check(build("LlamaForCausalLM", "LlamaConfig", LLAMA), batch, own_loss, 1e-10, [(4, 3, 3)])
+
+
+def test_mixtral_router_loss_is_refused() -> None:
+    captured = export_graph(build("MixtralForCausalLM", "MixtralConfig", MIXTRAL), head_batch("tokens"), own_loss)
+    plan = rewrite_loss(captured, value_kinds(captured))
+    assert plan.not_additive is not None
+    assert "modeling_mixtral.py" in plan.not_additive.message and "aux_loss" in plan.not_additive.message
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_mixtral_router_loss_is_exact_with_all_reduced_sums(masked: bool) -> None:
+    batch = head_batch("tokens") | ({"attention_mask": head_batch("classes")["attention_mask"]} if masked else {})
+    with Float64():
+        check(build("MixtralForCausalLM", "MixtralConfig", MIXTRAL), batch, own_loss, 1e-10, [(4, 3, 3)], all_reduce=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.traceback import preserve_node_meta
 
 from whale.annotation import Mark, collect_forward_marks
@@ -162,8 +163,9 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:
     """A write through `.data` leaves a fake constant behind and is otherwise lost without a word."""
-    for name, value in program.constants.items():
-        if is_fake(value):
+    constants = [spec.target for spec in program.graph_signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
+    for name in constants:  # buffers that are not saved also stand in program.constants, and may be fake
+        if is_fake(program.constants[name]):
             raise CaptureError(
                 f"a tensor made in `{local_name(name).rpartition('.')[0] or 'the model'}` is written through `.data` or outside the graph: "
                 f"the capture would lose that. Use the out-of-place form, or `with torch.no_grad():` instead of `.data`"

@@ -317,11 +317,8 @@ class SampleFlow:
         return settled if isinstance(value, list | tuple) else settled[0]
 
     def _number(self, node: Node, value: Any) -> State:
-        if any(isinstance(self.states[operand], Summed | Mixed) for operand in node.all_input_nodes):
-            return Mixed(node, "a Python number is made from a value over all samples")
-        data = Whole if op_name(node).startswith("sym_") else Whole | PerSample
-        from_data = any(isinstance(self.states[operand], data) for operand in node.all_input_nodes)
-        if from_data:
+        read = [self.states[operand] for operand in node.all_input_nodes if not op_name(node).startswith(("sym_size", "sym_numel"))]
+        if any(isinstance(state, Whole | PerSample | Summed | Mixed) for state in read):
             return Whole() if self.kinds[node] is Kind.INPUT else Mixed(node, "a Python number is made from the samples")
         return Size() if self.symbols & expression(value).free_symbols else SHARED
 
@@ -457,11 +454,17 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         linear = name in ("add", "sub", "rsub", "stack", "cat") or (name in LINEAR and len(summed) == len(first))
     if linear and floating:
         return Summed(origin)
+    if name in ("mul", "div") and len(summed) > 1:
+        return Mixed(node, f"`{name}` of two values over all samples is not a sum over samples; one is {what}")
     return Mixed(node, f"`{name}` is applied to {what}, so the results of two parts of the batch do not add up")
 
 
 def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """An operation without a rule: the batch is where its symbol is."""
+    """An operation without a rule: the batch is where its symbol is, unless the operation was told to work along that dim."""
+    for operand in _tensor_operands(node)[:1]:
+        source, dims = flow.of(operand), args.get("dim", args.get("dims"))
+        if isinstance(source, PerSample) and isinstance(dims, int | list | tuple) and source.dim in _wrap(dims, _rank(operand)):
+            return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
     outers = {state.outer for operand in node.all_input_nodes if isinstance(state := flow.of(operand), PerSample)}
     if len(outers) > 1:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
@@ -776,6 +779,10 @@ def index_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> St
 
 @rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    if op_name(node) == "scatter_add" and op_name(args["input"]) in ("zeros", "new_zeros", "zeros_like") and not flow.dims(node):
+        places, added = flow.of(args["index"]), flow.of(args["src"])
+        if isinstance(places, PerSample) and places == added and places.dim == int(args["dim"]) % _rank(node):
+            return flow.reduction(node, "sum")  # a histogram of the samples
     sources = [args["input"], args.get("index", args.get("indices")), args.get("src")]
     state = flow.aligned(node, [source for source in sources if isinstance(source, Node)], _rank(node))
     if isinstance(state, PerSample) and (args.get("dim") is None or int(args["dim"]) % _rank(node) == state.dim):
@@ -786,6 +793,11 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     if isinstance(state, PerSample) and state.position:
         return Mixed(node, f"`{op_name(node)}` uses the position of a sample in the batch, which differs between parts of the batch")
     return state
+
+
+@rule("masked_scatter", "take", "put", "unique", "unique_consecutive", "unique_dim", "nonzero", "rot90", "kron")
+def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    return Mixed(node, f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they belong to is not known")
 
 
 @rule("slice_scatter", "select_scatter")

@@ -28,16 +28,16 @@ def has_real_weights(model: torch.nn.Module) -> bool:
 def take_weights(model: torch.nn.Module, held: Iterable[str], device: str) -> dict[str, torch.Tensor]:
     """This rank's tensors of a model with real weights; every other parameter of the model is replaced by an empty one on `meta`."""
     wanted = set(held)
-    kept: dict[int, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for name, owner, leaf, tensor in named_tensors(model):
+    replaced: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+    everything = list(named_tensors(model))
+    for name, _, _, tensor in everything:
         if name in wanted:
-            tensors[name] = kept.setdefault(id(tensor), _moved(tensor, device))
-    aliases = {id(tensor): name for name, _, _, tensor in reversed(list(named_tensors(model)))}
-    for _name, owner, leaf, tensor in list(named_tensors(model)):
-        store = _store_of(owner, leaf)
-        first = aliases[id(tensor)]
-        store[leaf] = tensors[first] if first in tensors else _emptied(tensor)
+            tensors[name] = replaced[id(tensor)] = _moved(tensor, device)
+    for _, owner, leaf, tensor in everything:
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = _emptied(tensor)
+        _store_of(owner, leaf)[leaf] = replaced[id(tensor)]
     return tensors
 
 
@@ -67,7 +67,7 @@ def initialise_weights(
             assert tensor is not None
             first = names[full]
             if first not in wanted:
-                _store_of(module, leaf)[leaf] = _emptied(tensor)
+                _store_of(module, leaf)[leaf] = before[leaf]
                 continue
             if first not in tensors:
                 _check_set(tensor, full, module)
