@@ -135,7 +135,9 @@ def parallelize(
         error = problem
     ranks.together(error)
     assert built is not None and prepared is not None
-    ranks.agree("the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers")
+    ranks.agree(
+        "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
+    )
     try:
         if ranks.rank == 0:
             if plan is not None:
@@ -153,7 +155,13 @@ def parallelize(
 
 
 def _prepare(
-    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, config: Config, device: str, check: bool = False
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    tensors: list[torch.Tensor],
+    loss: Loss | None,
+    config: Config,
+    device: str,
+    check: bool = False,
 ) -> Prepared:
     """Capture, self-checks, loss terms."""
     capture = capture_training(model, layout, tensors, loss, device)
@@ -191,7 +199,7 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
         raise ValueError(
-            f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch {chosen.batch_size}), this one is {mine[:12]}. "
+            f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch {chosen.batch_size}), this is {mine[:12]}. "
             f"Make a new plan with wh.plan or `whale plan`"
         )
     return chosen
@@ -234,7 +242,7 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     if ranks.rank == 0:
         some = next(iter(different))
         warnings.warn(
-            f"{len(different)} tensors differ between ranks (first: {some}, on ranks {different[some]}): rank 0's values are used everywhere. "
+            f"{len(different)} tensors differ between ranks (first: {some}, on ranks {different[some]}): rank 0's values are used. "
             f"Seed all ranks alike before building the model, or pass a function that builds it",
             stacklevel=3,
         )

@@ -82,7 +82,9 @@ def check_clean(clean: Clean) -> None:
         assert node.op == "output" or node.op == "get_attr" or "val" in node.meta, f"{node.name} has no fake value"
 
 
-def compare(module: nn.Module, *inputs: Tensor, other: tuple[Tensor, ...] | None = None, dynamic: bool = False, tolerance: float = TOLERANCE) -> Clean:
+def compare(
+    module: nn.Module, *inputs: Tensor, other: tuple[Tensor, ...] | None = None, dynamic: bool = False, tolerance: float = TOLERANCE
+) -> Clean:
     """Eager model and clean graph on `other` (or the sample itself): loss, gradients and buffers must agree."""
     mine = copy.deepcopy(module)
     clean = Clean(mine, inputs, dynamic)
@@ -101,13 +103,15 @@ def compare(module: nn.Module, *inputs: Tensor, other: tuple[Tensor, ...] | None
         assert torch.equal(each, old), "the batch was written to"
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     assert any(parameter.grad is not None for parameter in module.parameters())
+    def same(found: Tensor, wanted: Tensor, what: str) -> None:
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
     for (name, parameter), (_, twin) in zip(module.named_parameters(), mine.named_parameters(), strict=True):
         wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        found = twin.grad if twin.grad is not None else torch.zeros_like(twin)
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"gradient of {name}: {text}")
+        same(twin.grad if twin.grad is not None else torch.zeros_like(twin), wanted, f"gradient of {name}")
     buffers = dict(mine.named_buffers(remove_duplicate=False)) | updates
     for name, value in module.named_buffers(remove_duplicate=False):
-        torch.testing.assert_close(buffers[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"buffer {name}: {text}")
+        same(buffers[name], value, f"buffer {name}")
     return clean
 
 
@@ -394,14 +398,25 @@ def test_value_with_gradient_written_through_detach_stays_off_the_base() -> None
     def function(m: Case, h: Tensor) -> Tensor:
         cut = m.mean.detach()
         cut.mul_(m.scale)
+        return h * cut + h.sin() * m.mean
+
+    case(function)
+
+
+def test_view_with_a_gradient_whose_data_changes_elsewhere_is_refused() -> None:
+    def function(m: Case, h: Tensor) -> Tensor:
+        cut = m.mean.detach()
+        cut.mul_(m.scale)
+        m.mean.add_(1)
         return h * cut
 
-    class WithoutGradient(Case):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
+    with pytest.raises(ValueError, match=r"add_.*past that gradient"):
+        Clean(Case(function), (SAMPLE,))
 
-    torch.manual_seed(1)
-    compare(WithoutGradient(function), SAMPLE)
+
+def test_gradient_written_to_a_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"b_mean.*no_grad"):
+        Clean(Case(lambda m, h: h * m.mean.add_(h.mean())), (SAMPLE,))
 
 
 def test_buffer_under_two_names() -> None:
@@ -452,7 +467,7 @@ def test_batch_norm_and_instance_norm_keep_their_own_updates() -> None:
     ],
 )
 def test_written_parameter_is_refused(function: Callable[..., Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"parameter.*scale"):
+    with pytest.raises(ValueError, match=r"scale.*parameter"):
         Clean(Case(function), (SAMPLE,))
 
 
@@ -666,13 +681,13 @@ def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) 
     return sum(((each.mean() * (place + 1)).sin() for place, each in enumerate(usable)), sum(early, torch.zeros((), dtype=torch.float64)))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_with_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     case(lambda m, h: h + random_program(steps, [h * 1, m.scale * 1, torch.zeros(2, 3, dtype=torch.float64)]))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_on_buffers_without_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     def function(m: Case, h: Tensor) -> Tensor:

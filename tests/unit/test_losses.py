@@ -80,7 +80,7 @@ def run_together(captured: Any, values: dict[str, Tensor], parts: Sequence[Seque
         if node.meta.get("all_reduce"):
             total = sum(environment[node] for environment in environments)
             for environment in environments:
-                environment[node] = total
+                environment[node] = total.clone()  # export leaves in-place additions in these graphs
     return sum(environment[term] for environment in environments for term in captured.output.args[0])  # type: ignore[return-value]
 
 
@@ -197,8 +197,9 @@ ADDITIVE: dict[str, Loss] = {
     "whole maximum": lambda m, b: (per_token(m, b) * b["mask"]).mean() / b["y"].max(),
     "nested means": lambda m, b: ((per_token(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
     "weighted samples": lambda m, b: (per_token(m, b).mean(1) * b["mask"][:, 1]).sum() / b["mask"][:, 1].sum(),
-    "class weight buffer in a denominator": lambda m, b: (per_token(m, b).mean(1) * m.class_weight[b["label"]]).sum()
-    / m.class_weight[b["label"]].sum(),
+    "class weight buffer in a denominator": lambda m, b: (
+        (per_token(m, b).mean(1) * m.class_weight[b["label"]]).sum() / m.class_weight[b["label"]].sum()
+    ),
     "learned temperature": lambda m, b: F.cross_entropy(m(b["x"])[:, 0] * m.scale.exp(), b["label"]) * m.scale + m.scale.log(),
     "two denominators and a penalty": lambda m, b: ce(m, b) + 0.5 * F.mse_loss(m(b["x"]), b["soft"]) + penalty(m),
     "constant": lambda m, b: 1 - (2.0 - F.mse_loss(m(b["x"]), b["soft"])) * 3,
@@ -370,7 +371,7 @@ def test_terms_are_separate_outputs_with_their_words() -> None:
         ("mse_loss", ("number of samples",)),
     ]
     assert plan.terms[2].what == "sum, summed over the samples"
-    assert "b[\"mask\"].sum()" in plan.terms[2].denominators[0]
+    assert 'b["mask"].sum()' in plan.terms[2].denominators[0]
     assert all(term.what == "does not depend on samples, counted once" for term in plan.terms[3:])
     assert len(plan.terms) == 4
     assert all("test_losses.py:" in term.line for term in plan.terms)
@@ -420,7 +421,8 @@ TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IMAGE = {key: value for key, value in TEXT.items() if key != "vocab_size"} | OFF | {"image_size": 32, "patch_size": 8}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": V, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-T5 = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "vocab_size": V, "d_ff": 64, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+T5 = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "vocab_size": V, "d_ff": 64}
+T5 |= {"decoder_start_token_id": 0, "dropout_rate": 0.0}
 LLAMA = TEXT | {"num_key_value_heads": 2, "use_cache": False}
 MIXTRAL = LLAMA | {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "batched_mm"}
 HEADS: dict[str, tuple[str, dict[str, Any], str, int]] = {

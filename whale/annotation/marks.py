@@ -70,7 +70,9 @@ def annotate(model: Model, strategies: Mapping[str, Scope]) -> Model:
         mark = Mark(("glob", next(_glob_marks)), _strategy_of(pattern, scope), label=pattern)
         for name in matches:
             if name in owner:
-                raise ValueError(f"wh.annotate: module '{name}' is matched by both '{owner[name]}' and '{pattern}': it can be in one TaskGraph only")
+                raise ValueError(
+                    f"wh.annotate: module '{name}' is matched by both '{owner[name]}' and '{pattern}': it can be in one TaskGraph only"
+                )
             owner[name] = pattern
             attach_mark(model.get_submodule(name), mark)
     return model

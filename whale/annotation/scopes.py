@@ -95,7 +95,9 @@ def set_default_strategy(strategy: Scope | None) -> None:
     if strategy is not None and not isinstance(strategy, Scope):
         raise ValueError(f"set_default_strategy takes wh.replicate(n), not {strategy!r}")
     if strategy is not None and strategy.strategy.kind != "replicate":
-        raise ValueError(f"set_default_strategy takes wh.replicate(n), not {strategy!r}: mark what is to be split with `with {strategy!r}:`")
+        raise ValueError(
+            f"set_default_strategy takes wh.replicate(n), not {strategy!r}: mark what is to be split with `with {strategy!r}:`"
+        )
     _default = strategy.strategy if strategy is not None else None
 
 

@@ -87,7 +87,7 @@ def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
             )
         if expected.batched and not got.batched:
             raise ValueError(
-                f"{got.path} has {got.shape[0]} samples, the rest of the batch has {layout.batch_size}: all batched tensors need the same dim 0"
+                f"{got.path} has {got.shape[0]} samples, the rest of the batch {layout.batch_size}: all batched tensors need the same dim 0"
             )
 
 

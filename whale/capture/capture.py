@@ -95,10 +95,14 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     )
     captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
     captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
-    return Capture(captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss)
+    return Capture(
+        captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss
+    )
 
 
-def _lower_state(program: Any, graph: Graph, ties: dict[str, str], model: torch.nn.Module) -> tuple[dict[str, StateTensor], dict[str, torch.Tensor]]:
+def _lower_state(
+    program: Any, graph: Graph, ties: dict[str, str], model: torch.nn.Module
+) -> tuple[dict[str, StateTensor], dict[str, torch.Tensor]]:
     """Turns the placeholders of parameters, buffers and constants into one `get_attr` node for each tensor."""
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
@@ -114,7 +118,9 @@ def _lower_state(program: Any, graph: Graph, ties: dict[str, str], model: torch.
         kind = _STATE_KINDS.get(spec.kind)
         if kind is None:
             if spec.kind != InputKind.USER_INPUT:
-                raise ValueError(f"the model uses {spec.arg.name}, a {spec.kind.name} that Whale cannot place: make it a tensor or a Python constant")
+                raise ValueError(
+                    f"the model uses {spec.arg.name}, a {spec.kind.name} that Whale cannot place: make it a tensor or a Python constant"
+                )
             continue
         old = placeholders[spec.arg.name]
         name = local_name(spec.target)
@@ -127,7 +133,12 @@ def _lower_state(program: Any, graph: Graph, ties: dict[str, str], model: torch.
                 nodes[name] = graph.create_node("get_attr", name)
             nodes[name].meta["val"] = old.meta["val"]
             state[name] = StateTensor(
-                name, kind, tuple(old.meta["val"].shape), old.meta["val"].dtype, kind == "parameter" and name in trainable, tuple(aliases.get(name, ()))
+                name,
+                kind,
+                tuple(old.meta["val"].shape),
+                old.meta["val"].dtype,
+                kind == "parameter" and name in trainable,
+                tuple(aliases.get(name, ())),
             )
         old.replace_all_uses_with(nodes[name])
         graph.erase_node(old)
@@ -138,7 +149,9 @@ def _strip_names(graph: Graph) -> None:
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
-            node.meta["nn_module_stack"] = {key: (local_name(name), kind) for key, (name, kind) in stack.items() if not name.startswith("_empty")}
+            node.meta["nn_module_stack"] = {
+                key: (local_name(name), kind) for key, (name, kind) in stack.items() if not name.startswith("_empty")
+            }
 
 
 def operation_marks(capture: Capture, model: torch.nn.Module) -> dict[Node, Mark]:

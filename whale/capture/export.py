@@ -133,7 +133,9 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
         if is_dataclass(value) and not isinstance(value, type):
             return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
         if isinstance(value, (tuple, list)):
-            return type(value)(plain(item, f"{path}[{place}]") for place, item in enumerate(value)) if type(value) in (tuple, list) else None
+            return (
+                type(value)(plain(item, f"{path}[{place}]") for place, item in enumerate(value)) if type(value) in (tuple, list) else None
+            )
         dropped.append(path)
         return None
 
@@ -148,14 +150,16 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         inputs = [torch.empty(tuple(t.shape), dtype=t.dtype, device=device) for t in samples]
     batch = Dim("batch", max=MAX_BATCH)
     shapes = [{0: batch} if described.batched else None for described in layout.tensors]
-    # the watch comes before the weights become fake: hooks sit on the tensors
-    with watch(wrapper.model) as findings, fake_weights(wrapper, mode, device), collect_forward_marks() as marks:
-        with size_conditions(wrapper.model) as sizes:
-            try:
-                with random_branches(wrapper.model, findings), preserve_node_meta():
-                    program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
-            except Exception as error:
-                raise explain(error, wrapper.model, sizes) from error
+    with contextlib.ExitStack() as around:
+        findings = around.enter_context(watch(wrapper.model))  # before the weights become fake: hooks sit on the tensors
+        around.enter_context(fake_weights(wrapper, mode, device))
+        marks = around.enter_context(collect_forward_marks())
+        sizes = around.enter_context(size_conditions(wrapper.model))
+        try:
+            with random_branches(wrapper.model, findings), preserve_node_meta():
+                program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
+        except Exception as error:
+            raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
     seen = wrapper.seen
     return Exported(program, marks, findings, seen.output_structure, seen.output_is_tensor, seen.dropped, seen.has_loss)

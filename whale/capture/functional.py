@@ -76,7 +76,7 @@ Value = Node | Lost
 def make_functional(graph: Graph, parameters: Collection[Node] = ()) -> dict[Node, Node]:
     """Rewrites `graph` in place without in-place operations; gives {written state tensor: node with its value after the forward}.
 
-    State tensors are placeholders or get_attr nodes. Parameters (those in `parameters`, and all whose fake value requires a gradient) must
+    State tensors are placeholders or get_attr nodes. Those in `parameters`, and those whose fake value requires a gradient, must
     not be written; a written input of the batch is among the results and the caller may forget it. Running statistics of batch_norm and
     instance_norm, which these operations write themselves, stay with them.
     """
@@ -101,6 +101,8 @@ class _Functional:
         """view -> its arguments as they were in the graph that we were given"""
         self.states: dict[int, Node] = {}
         """storage of a state tensor -> the first node that has it"""
+        self.writes: dict[Node, Node] = {}
+        """tensor that owns its memory -> the last operation that wrote there"""
         self.carriers: set[Node] = set()
         self.sizes: dict[str, Node] = {}
         """symbolic size -> a node that has it"""
@@ -217,11 +219,16 @@ class _Functional:
         if lost is not None:
             return lost
         if op_name(view) == "detach" and old in self.carriers:
-            return Lost(self.at)  # a gradient was written through this view, then other data behind its back
+            return Lost(self.last_write(view))  # a gradient was written through this view, then other data behind its back
         if view.op != "call_function":
             refuse(self.at, f"needs `{view.target}`, a view of another tensor of the model that was written", "register one of them")
         args, kwargs = map_arg(self.arguments[view], self.read)
         return self.add(view.target, args, kwargs, like=view, value=view.meta["val"])
+
+    def last_write(self, view: Node) -> Node:
+        while view in self.parents:
+            view = self.first(self.parents[view][0])
+        return self.writes[view]
 
     # --- writing
 
@@ -289,8 +296,14 @@ class _Functional:
             value = self.write_back(owner, parent, value, node)
             owner = self.first(parent)
         if owner in self.parameters or (owner.op != "call_function" and owner in self.carriers):
-            refuse(node, f"writes to the parameter `{owner.target}` in forward", "make it a buffer, or update it outside the model")
+            # export leaves requires_grad on a buffer that a gradient was written to; eager training fails on it in the second step
+            refuse(
+                node,
+                f"writes in forward to `{owner.target}`, which is a parameter, or a buffer that keeps a gradient from step to step",
+                "make a parameter a buffer or update it outside the model; update a buffer under torch.no_grad() or with detached values",
+            )
         self.present[owner] = (value, ())
+        self.writes[owner] = node
         for view, new in reversed(path):
             self.present[view] = (new, tuple(self.value(parent) for parent in self.parents[view]))
 

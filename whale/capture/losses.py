@@ -119,8 +119,7 @@ def weigh_loss(captured: CapturedGraph, kinds: dict[Node, Kind]) -> LossPlan:
 
 
 def _loss(captured: CapturedGraph) -> Node:
-    (loss,) = captured.output.args[0]  # type: ignore[misc,union-attr]
-    assert isinstance(loss, Node)
+    (loss,) = captured.output.all_input_nodes
     return loss
 
 
@@ -256,7 +255,7 @@ class _Rewriter:
         reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)
         for node in [node for node in self.flow.live if isinstance(self.flow.states[node], Summed)]:
             self._scale_addends(node)
-        (loss,) = self.captured.output.args[0]  # type: ignore[misc,union-attr]
+        loss = _loss(self.captured)
         summed = not self.flow.all_reduce and self._adds_up(loss)
         terms = self._split(loss) if summed else [self._scaled(loss, loss)]
         infos = tuple(self._describe(term) for term in terms)
@@ -313,7 +312,7 @@ class _Rewriter:
         share = self._call(aten.div.Tensor, (value, self._samples_in_all()), like, before)
         return self._call(aten.mul.Tensor, (share, self._samples_here()), like, before)
 
-    def _scaled(self, value: Any, user: Node) -> Node:
+    def _scaled(self, value: Any, user: Node, what: str = ONCE) -> Node:
         """An addend without samples (node or number), so that it counts once in all."""
         before = self.captured.output if value is user else user
         if isinstance(value, Node):
@@ -324,7 +323,7 @@ class _Rewriter:
             one = self._call(aten.reciprocal.default, (total,), user, before)
             share = self._call(aten.mul.Tensor, (one, self._samples_here()), user, before)
             node = self._call(aten.mul.Tensor, (share, value), user, before)
-        self.leaf_info[node] = TermInfo(ONCE, user_line(value if isinstance(value, Node) else user), ("number of samples",))
+        self.leaf_info[node] = TermInfo(what, user_line(value if isinstance(value, Node) else user), ("number of samples",))
         return node
 
     # ---------------------------------------------------------------------------------------------------------------- steps
@@ -439,18 +438,14 @@ class _Rewriter:
             return value if value == 0 and not isinstance(value, Node) else self._scaled(value, node)
 
         changed = {key: scale(args[key]) for key in keys}
-        if name == "where":
-            new_args = (args["condition"], changed["input"], changed["other"])
-        elif name in ("stack", "cat"):
-            new_args = (changed["tensors"], args["dim"])
-        else:
-            new_args = (changed["input"], changed["other"])
         if all(changed[key] == args[key] for key in keys):
             return
-        if name in ("add", "sub", "rsub"):
-            self._replace_sum(node, name, new_args, args.get("alpha", 1))
+        if name == "where":
+            node.args, node.kwargs = (args["condition"], changed["input"], changed["other"]), {}
+        elif name in ("stack", "cat"):
+            node.args, node.kwargs = (changed["tensors"], args["dim"]), {}
         else:
-            node.args, node.kwargs = new_args, {}
+            self._replace_sum(node, name, (changed["input"], changed["other"]), args.get("alpha", 1))
 
     def _replace_sum(self, node: Node, name: str, operands: tuple[Any, Any], alpha: Any) -> None:
         """a + alpha b, a - alpha b, or b - alpha a with tensors on both sides."""
@@ -472,8 +467,8 @@ class _Rewriter:
         if name in ("mul", "div", "neg") or name in CASTS | VIEWS:
             operand = first if self._adds_up(first) else other
             parts = self._split(operand) if isinstance(operand, Node) and operand.meta["val"].numel() == 1 else []
-            return [self._again(node, operand, part) for part in parts] if len(parts) > 1 else [node]
-        if name in ("sum", "mean") and op_name(first) in ("stack", "cat") and node.meta["val"].dim() == 0:
+            return [self._again(node, operand, part) for part in parts] if operand and len(parts) > 1 else [node]
+        if name in ("sum", "mean") and isinstance(first, Node) and op_name(first) in ("stack", "cat") and node.meta["val"].dim() == 0:
             return self._split_list(node, first, name == "mean")
         return [node]
 

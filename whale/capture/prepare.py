@@ -69,13 +69,12 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         if loss.not_additive is None:
             captured.notes.append(f"the loss is not a sum over samples ({problem.line}): its batch sums are all-reduced inside the forward")
     only_whole = None
-    if loss.not_additive is not None:
-        if loss_per_micro_batch:
-            captured.notes.append(f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of a micro-batch alone")
-            loss = weigh_loss(captured, kinds)
-        else:
-            only_whole = loss.not_additive
-            loss = LossPlan(terms=(TermInfo("the whole loss", loss.not_additive.line, ()),))
+    if loss.not_additive is not None and loss_per_micro_batch:
+        captured.notes.append(f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of a micro-batch alone")
+        loss = weigh_loss(captured, kinds)
+    elif loss.not_additive is not None:
+        only_whole = loss.not_additive
+        loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
     terms = _results(captured)
     kept = iter(_release(captured, keeper))
     leaves = _leaves(captured, [next(kept) if node is not loss_node else LOSS for node in outputs])

@@ -179,6 +179,7 @@ def tensor_nodes(arguments: Any) -> list[Node]:
 
 # ------------------------------------------------------------------------------------------------------------- operation names
 
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -215,9 +216,15 @@ POINTWISE_LOSSES = _names(
 CLASS_LOSSES = _names("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d")
 SPATIAL = ("conv", "pool", "upsample", "group_norm", "instance_norm", "pixel_", "grid_sampler", "im2col", "col2im")
 """parts of names of operations whose dim 0 is the batch, when they have one"""
-LINEAR = CASTS | VIEWS | PERMUTES | EXPANDS | _names(
-    "sum mean cumsum neg select slice narrow split split_with_sizes chunk tensor_split unbind index index_select gather"
-    " repeat flip roll diagonal trace tril triu getitem"
+LINEAR = (
+    CASTS
+    | VIEWS
+    | PERMUTES
+    | EXPANDS
+    | _names(
+        "sum mean cumsum neg select slice narrow split split_with_sizes chunk tensor_split unbind index index_select gather"
+        " repeat flip roll diagonal trace tril triu getitem"
+    )
 )
 """linear in their first operand, when all others are Shared"""
 POSITION_KEEPERS = CASTS | VIEWS | PERMUTES | EXPANDS | _names("add sub mul repeat repeat_interleave stack cat slice")
@@ -465,10 +472,10 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
         source, dims = flow.of(operand), args.get("dim", args.get("dims"))
         if isinstance(source, PerSample) and isinstance(dims, int | list | tuple) and source.dim in _wrap(dims, _rank(operand)):
             return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
-    outers = {state.outer for operand in node.all_input_nodes if isinstance(state := flow.of(operand), PerSample)}
+    outers = {place.outer for operand in node.all_input_nodes if isinstance(place := flow.of(operand), PerSample)}
     if len(outers) > 1:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    state = flow.by_shape(node, outers.pop())
+    state: State | tuple[State, ...] = flow.by_shape(node, outers.pop())
     if isinstance(state, Shared) or (isinstance(state, tuple) and all(isinstance(one, Shared) for one in state)):
         return Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
     return state
@@ -880,7 +887,7 @@ def einsum_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
     operands, arrow, result = equation.partition("->")
     if "." in equation or not arrow:
         return unknown_state(flow, node, args)
-    found: set[tuple[str, int]] = set()
+    found: set[tuple[str, int | Irregular]] = set()
     for labels, source in zip(operands.split(","), sources, strict=True):
         state = flow.of(source)
         if isinstance(state, PerSample):

@@ -109,8 +109,7 @@ def _same_format(node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
 def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
     """Whether a gradient can flow into this node, given which of its inputs it can flow into. Never wrongly False."""
     if node.op in ("placeholder", "get_attr"):
-        # the fake value of a buffer that the forward writes a gradient to ends as requires_grad too, but not as a leaf
-        return any(each.requires_grad and each.is_leaf for each in tensors(node))
+        return any(each.requires_grad for each in tensors(node))
     if node.op != "call_function" or not any(each.is_floating_point() or each.is_complex() for each in tensors(node)):
         return False
     name = op_name(node)

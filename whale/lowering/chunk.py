@@ -111,7 +111,9 @@ def build_chunk(
     graph.output(tuple(results))
     _drop_unused(graph)
     attributes: dict[str, Any] = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
-    module = GraphModule(torch.nn.Module(), graph) if not attributes and group_node is None else GraphModule(_root(attributes, around), graph)
+    module = (
+        GraphModule(torch.nn.Module(), graph) if not attributes and group_node is None else GraphModule(_root(attributes, around), graph)
+    )
     return Chunk(
         stage=stage,
         module=module,

@@ -21,7 +21,9 @@ def has_real_weights(model: torch.nn.Module) -> bool:
     """True when no parameter is on `meta`; a mix is refused."""
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < sum(1 for _ in model.parameters()):
-        raise ValueError(f"parameter {on_meta[0]} is on meta while others are not ({len(on_meta)} in all): build the whole model in one way")
+        raise ValueError(
+            f"parameter {on_meta[0]} is on meta while others are not ({len(on_meta)} in all): build the whole model in one way"
+        )
     return not on_meta
 
 
@@ -49,7 +51,12 @@ def initialise_weights(
     initialiser = init or default_init(model)
     tensors: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
-        own = [(leaf, f"{module_name}.{leaf}" if module_name else leaf) for store in tensor_stores(module) for leaf, t in store.items() if t is not None]
+        own = [
+            (leaf, f"{module_name}.{leaf}" if module_name else leaf)
+            for store in tensor_stores(module)
+            for leaf, t in store.items()
+            if t is not None
+        ]
         mine = [(leaf, names[full]) for leaf, full in own if names[full] in wanted]
         if not any(first not in tensors for _, first in mine):
             _tie(module, mine, tensors)
@@ -81,11 +88,12 @@ def default_init(model: torch.nn.Module) -> Init:
     hugging_face = getattr(model, "_init_weights", None)
 
     def init(module: torch.nn.Module, name: str) -> None:
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
         if callable(hugging_face):
             hugging_face(module)
-        elif not hasattr(module, "reset_parameters"):
+        elif not callable(reset):
             raise ValueError(
                 f"module '{name}' ({type(module).__name__}) has parameters or buffers of its own and no reset_parameters(): give it one, "
                 f"or pass init=lambda module, name: ..., or pass a model that is already built"
@@ -110,7 +118,9 @@ def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     finally:
         torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"the function given to wh.parallelize returned {type(model).__name__}: it must build and return a torch.nn.Module")
+        raise ValueError(
+            f"the function given to wh.parallelize returned {type(model).__name__}: it must build and return a torch.nn.Module"
+        )
     return model
 
 
@@ -138,7 +148,7 @@ def digest_weights(model: torch.nn.Module) -> dict[str, str]:
     digests = {}
     for name, _, _, tensor in named_tensors(model):
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digests[name] = hashlib.blake2b(plain.view(torch.uint8).numpy(), digest_size=8).hexdigest() if plain.numel() else ""
+        digests[name] = hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if plain.numel() else ""
     return digests
 
 
@@ -154,13 +164,21 @@ def _tie(module: torch.nn.Module, mine: list[tuple[str, str]], tensors: Mapping[
 
 def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Allocated and filled with a value that no initialiser leaves behind."""
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else (torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0)
+    fill = (
+        float("nan")
+        if tensor.is_floating_point() or tensor.is_complex()
+        else (torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0)
+    )
     fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
 
 
 def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None:
-    unset = tensor.isnan().any() if tensor.is_floating_point() else (tensor.dtype != torch.bool and (tensor == torch.iinfo(tensor.dtype).min).any())
+    unset = (
+        tensor.isnan().any()
+        if tensor.is_floating_point()
+        else (tensor.dtype != torch.bool and (tensor == torch.iinfo(tensor.dtype).min).any())
+    )
     if tensor.numel() and bool(unset):
         raise ValueError(
             f"'{name}' was left without a value by the initialisation of its module ({type(module).__name__}): "

@@ -29,6 +29,7 @@ from whale.planning.stages import (
     live_operations,
     move_free_operations,
     place_weights,
+    slice_stage,
     slice_stages,
 )
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
@@ -88,6 +89,8 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     if problem.only_whole is not None and (widest > 1 or config.num_micro_batch > 1):
         raise ValueError(problem.only_whole.message)
+    if widest > 1:
+        _refuse_sample_buffers(captured)
     decisions = (
         Decision("TaskGraphs", f"{len(task_graphs.strategies)}", why_task_graphs),
         Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
@@ -113,7 +116,8 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         holders=_holders(captured, assignment),
         schedule=schedule.to_json(),
         loss_terms=tuple(
-            LossTerm(assignment.result_stage[node], text) for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
+            LossTerm(assignment.result_stage[node], text)
+            for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
         ),
         decisions=decisions,
         notes=tuple(captured.notes),
@@ -215,7 +219,9 @@ def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, 
         found = from_marks(operations, problem.kinds, problem.marks, problem.default_strategy)
         return found, found.reason
     if problem.marks or problem.default_strategy:
-        raise ValueError(f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out')
+        raise ValueError(
+            f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out'
+        )
     kind = problem.cluster.devices[0].kind
     link = problem.cluster.intra_host
     symbol, batch_size = problem.captured.batch_symbol, problem.batch_size
@@ -233,6 +239,16 @@ def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
             raise ValueError(
                 f"wh.{strategy} on {label}: sharded TaskGraphs are not built yet. Use wh.replicate({strategy.num_devices}) for now, "
                 f"or run on one device, where annotations change nothing"
+            )
+
+
+def _refuse_sample_buffers(captured: CapturedGraph) -> None:
+    """Buffers computed from samples would drift apart on the devices that share a micro-batch (BatchNorm's are summed over all)."""
+    for name, value in captured.buffer_updates.items():
+        if slice_stage([value], RECOMPUTED, {}).inputs:
+            raise ValueError(
+                f"buffer {name} is computed from the samples ({user_line(value)}), so each device would get another value: "
+                f"put this part on one device with one model replica"
             )
 
 

@@ -27,9 +27,7 @@ class TaskGraphs:
     reason: str
 
 
-def from_marks(
-    operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Mapping[Node, Mark], default: Strategy | None
-) -> TaskGraphs:
+def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Mapping[Node, Mark], default: Strategy | None) -> TaskGraphs:
     """TaskGraphs of an annotated model. Unmarked: default strategy, else the latest producer's, else the earliest consumer's."""
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     said = sorted({marks[node] for node in activations if node in marks}, key=lambda mark: (_WHERE[mark.order[0]], mark.order[1]))
@@ -53,7 +51,9 @@ def from_marks(
 
 def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
     """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers."""
-    first_seen = {task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))}
+    first_seen = {
+        task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))
+    }
     for node in activations:
         if node not in of_operation:
             producers = [of_operation[p] for p in node.all_input_nodes if p in of_operation]
@@ -100,7 +100,7 @@ def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarr
         if activations[position].target is operator.getitem:
             continue  # a list is never cut from its parts
         work = float(work_before[position])
-        if 0 < work and (work not in best or crossing[position] < crossing[best[work]]):
+        if work > 0 and (work not in best or crossing[position] < crossing[best[work]]):
             best[work] = position
     allowed[list(best.values())] = True
     return allowed

@@ -1,0 +1,1 @@
+def print_plan(plan, console=None): pass

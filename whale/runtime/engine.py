@@ -82,7 +82,9 @@ class Engine:
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, gradient sums and update for one whole mini-batch, which every rank is given."""
         if self.optimizer is None and self._held:
-            raise ValueError("engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize")
+            raise ValueError(
+                "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
+            )
         start = time.perf_counter()
         layout, tensors = self._read(batch)
         lowered = self._lowered_for(layout, tensors)
@@ -135,11 +137,13 @@ class Engine:
             job = self._job
             capture = capture_evaluation(job.model, layout, tensors, job.loss, torch.device(job.ranks.device).type)
             prepared = prepare(capture, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch)
+            if prepared.only_whole is not None and max(self.plan.num_micro_batch, _widest(self.plan)) > 1:
+                raise ValueError(prepared.only_whole.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
             self._evaluation[layout.key] = (prepared, lower(job.plan, assignment, prepared, job.weights, job.ranks))
         self._evaluation.move_to_end(layout.key)
         prepared, lowered = self._evaluation[layout.key]
-        num_micro_batch = _largest_micro_batches(self.plan, layout.batch_size)
+        num_micro_batch = 1 if prepared.loss.reductions else _largest_micro_batches(self.plan, layout.batch_size)
         executor = self._executor(lowered, layout.batch_size, num_micro_batch, training=False)
         outcome = executor.run(lowered.all_tensors(tensors), self.step_count, None)
         totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed) if prepared.num_terms else None
@@ -246,8 +250,12 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
 
 def _largest_micro_batches(plan: Plan, batch_size: int) -> int:
     """As many micro-batches as in training, fewer for a smaller batch."""
-    widest = max(plan.num_replicas * device.num_devices for device in plan.virtual_devices)
-    return max(1, min(plan.num_micro_batch, batch_size // widest))
+    return max(1, min(plan.num_micro_batch, batch_size // _widest(plan)))
+
+
+def _widest(plan: Plan) -> int:
+    """Over how many devices a micro-batch is cut at most."""
+    return max(plan.num_replicas * device.num_devices for device in plan.virtual_devices)
 
 
 def _make_room(kept: OrderedDict[Any, Any], limit: int) -> None:
@@ -259,4 +267,6 @@ def _what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
     for got, expected in zip(layout.tensors, sample.tensors, strict=False):
         if got.shape[1:] != expected.shape[1:]:
             return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
-    return f"constants of the batch are {[value for _, value in layout.constants]}, in the sample {[value for _, value in sample.constants]}"
+    return (
+        f"constants of the batch are {[value for _, value in layout.constants]}, in the sample {[value for _, value in sample.constants]}"
+    )

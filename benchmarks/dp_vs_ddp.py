@@ -1,0 +1,75 @@
+"""Data parallelism on 2 ranks against `DistributedDataParallel`: at least as fast.
+
+Ceiling: DDP under `no_sync`, which communicates nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import whale as wh
+from benchmarks import gpt2
+from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+
+NUM_RANKS = 2
+BATCH_SIZE = 16
+LENGTH = 128
+TARGET = 1.00
+NUM_ROUNDS = 30
+STEPS_PER_BLOCK = 2
+
+
+def main() -> None:
+    times: Times = run_ranks(measure, NUM_RANKS)
+    ratio, ceiling = times.ratio("ddp", "whale"), times.ratio("ddp", "ddp without synchronisation")
+    details = {
+        "ceiling": round(ceiling, 4),
+        "ddp_ms": round(times.median_s("ddp") * 1e3, 1),
+        "whale_ms": round(times.median_s("whale") * 1e3, 1),
+        "busy_elsewhere": times.busy_elsewhere,
+    }
+    report("dp_vs_ddp", [Claim(f"ddp / whale, {BATCH_SIZE} x {LENGTH} tokens", ratio, TARGET, at_most=False, details=details)])
+
+
+def measure() -> Times:
+    """Runs on every rank."""
+    say("preparing both sides")
+    return alternate([whale_side(), ddp_side("ddp"), ddp_side("ddp without synchronisation", synchronise=False)], NUM_ROUNDS, STEPS_PER_BLOCK)
+
+
+def whale_side() -> Side:
+    wh.init({"check_capture": False})
+    engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
+    return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
+
+
+def ddp_side(name: str, synchronise: bool = True) -> Side:
+    """The usual loop: every rank takes its half of the mini-batch."""
+    model = gpt2.build(LENGTH)
+    wrapped = DistributedDataParallel(model)
+    optimizer = gpt2.make_optimizer(model.parameters())
+    own = slice(dist.get_rank() * BATCH_SIZE // NUM_RANKS, (dist.get_rank() + 1) * BATCH_SIZE // NUM_RANKS)
+
+    def train(step: int) -> torch.Tensor:
+        whole = gpt2.batch(step, BATCH_SIZE, LENGTH)
+        optimizer.zero_grad()
+        loss: torch.Tensor = wrapped(**{name: tensor[own] for name, tensor in whole.items()}).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def train_alone(step: int) -> torch.Tensor:
+        with wrapped.no_sync():
+            return train(step)
+
+    def loss_of(part: torch.Tensor) -> float:
+        dist.all_reduce(part)
+        return float(part) / NUM_RANKS
+
+    return Side(name, train, loss_of) if synchronise else Side(name, train_alone)
+
+
+if __name__ == "__main__":
+    main()

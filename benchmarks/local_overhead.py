@@ -1,0 +1,55 @@
+"""One rank: `engine.step` against a plain PyTorch loop of the same model takes at most 2 % longer."""
+
+from __future__ import annotations
+
+import torch
+
+import whale as wh
+from benchmarks import gpt2
+from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+
+BATCH_SIZE = 8
+LENGTH = 128
+TARGET = 1.02
+NUM_ROUNDS = 30
+STEPS_PER_BLOCK = 2
+
+
+def main() -> None:
+    times: Times = run_ranks(measure, 1)
+    details = {
+        "pytorch_ms": round(times.median_s("pytorch") * 1e3, 1),
+        "whale_ms": round(times.median_s("whale") * 1e3, 1),
+        "busy_elsewhere": times.busy_elsewhere,
+    }
+    claim = Claim(f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens", times.ratio("whale", "pytorch"), TARGET, at_most=True, details=details)
+    report("local_overhead", [claim])
+
+
+def measure() -> Times:
+    say("preparing both sides")
+    return alternate([whale_side(), pytorch_side()], NUM_ROUNDS, STEPS_PER_BLOCK)
+
+
+def whale_side() -> Side:
+    wh.init({"check_capture": False})
+    engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
+    return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
+
+
+def pytorch_side() -> Side:
+    model = gpt2.build(LENGTH)
+    optimizer = gpt2.make_optimizer(model.parameters())
+
+    def train(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(**gpt2.batch(step, BATCH_SIZE, LENGTH)).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Side("pytorch", train, float)
+
+
+if __name__ == "__main__":
+    main()

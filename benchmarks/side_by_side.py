@@ -1,0 +1,203 @@
+"""Two ways to do the same work, timed in the same processes in turns, and the JSON line that says how they compare.
+
+Every rank is a process with one thread on one core of its own. Both sides live in the same processes and take turns, a few steps at a
+time, so that whatever else this machine does hits both. A ratio is the median over rounds of the ratio of the two times of one round.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SAME_LOSS = 1e-4
+"""largest relative difference between the losses of the two sides, over all steps, float32"""
+JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the things compared."""
+
+    name: str
+    step: Callable[[int], Any]
+    """one whole training step on mini-batch number i; gives something that `loss` understands"""
+    loss: Callable[[Any], float] | None = None
+    """the loss of the whole mini-batch, from what `step` gave; called outside the timing; None where the side has no loss of its own"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ratio that must reach its target, or stay below it."""
+
+    name: str
+    ratio: float
+    target: float
+    at_most: bool
+    details: dict[str, Any]
+
+    @property
+    def margin(self) -> float:
+        """How far the ratio is on the right side of the target, relative to it."""
+        gain = self.ratio / self.target - 1.0
+        return -gain if self.at_most else gain
+
+
+@dataclass
+class Times:
+    """Seconds per step of every side, one figure for each round."""
+
+    seconds: dict[str, list[float]]
+    busy_elsewhere: float
+    """cores that other processes used meanwhile, out of those that the ranks are pinned to"""
+
+    def median_s(self, side: str) -> float:
+        return statistics.median(self.seconds[side])
+
+    def ratio(self, above: str, below: str) -> float:
+        """Median over rounds of time(above) / time(below)."""
+        return statistics.median(a / b for a, b in zip(self.seconds[above], self.seconds[below], strict=True))
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """`function(*args)` on ranks that are pinned to a core each; gives what rank 0 returned."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < num_ranks:
+        raise SystemExit(f"this benchmark needs {num_ranks} cores, one for each rank; this process may use {len(cores)}")
+    with tempfile.TemporaryDirectory() as folder:
+        answer, child = context.Pipe(duplex=False)
+        processes = [
+            context.Process(target=_rank, args=(function, rank, num_ranks, cores[rank], folder, child if rank == 0 else None, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        child.close()
+        result = _wait(answer, processes)
+        for process in processes:
+            process.join()
+        return result
+
+
+def _wait(answer: Any, processes: Sequence[Any]) -> Any:
+    """Rank 0's answer; when a rank dies, all are ended."""
+    while not answer.poll(0.2):
+        dead = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+        if dead:
+            for process in processes:
+                process.kill()
+            raise SystemExit(f"rank {dead[0]} failed with exit code {processes[dead[0]].exitcode}: see its error above")
+    return answer.recv()
+
+
+def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, folder: str, answer: Any, args: tuple[Any, ...]) -> None:
+    os.sched_setaffinity(0, {core})  # before any thread of gloo exists: they inherit it
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+    result = function(*args)
+    if num_ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if answer is not None:
+        answer.send(result)
+
+
+def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, warm_up: int = 4) -> Times:
+    """Times the sides in turns; before that, `warm_up` steps of each. All of them must see the same losses.
+
+    A block is timed from a barrier to a barrier: the time of the slowest rank.
+    """
+    step = 0
+    for _ in range(warm_up):
+        check_losses([_one(side, step) for side in sides], step)
+        step += 1
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    before = _Usage()
+    for number in range(num_rounds):
+        results: list[list[float | None]] = []
+        order = sides if number % 2 == 0 else list(reversed(sides))  # no side always runs behind the same other one
+        for side in order:
+            _barrier()
+            start = time.perf_counter()
+            got = [side.step(step + i) for i in range(steps_per_block)]
+            _barrier()
+            seconds[side.name].append((time.perf_counter() - start) / steps_per_block)
+            results.append([side.loss(each) if side.loss else None for each in got])
+        for i in range(steps_per_block):
+            check_losses([result[i] for result in results], step + i)
+        step += steps_per_block
+        if number % 5 == 4:
+            so_far = ", ".join(f"{name} {statistics.median(values) * 1e3:.1f} ms" for name, values in seconds.items())
+            say(f"round {number + 1} of {num_rounds}: {so_far}")
+    return Times(seconds, before.busy_elsewhere())
+
+
+def _one(side: Side, step: int) -> float | None:
+    result = side.step(step)
+    return side.loss(result) if side.loss else None
+
+
+def check_losses(losses: Sequence[float | None], step: int) -> None:
+    """Both sides must be doing the same training."""
+    known = [loss for loss in losses if loss is not None]
+    if max(known) - min(known) > SAME_LOSS * max(map(abs, known)):
+        raise SystemExit(f"the sides do not train the same model: at step {step} their losses are {known}")
+
+
+def say(text: str) -> None:
+    """Progress, from rank 0 only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def report(name: str, claims: Sequence[Claim]) -> None:
+    """Prints every claim and then the JSON line; the exit code says whether all hold."""
+    for claim in claims:
+        sign = "at most" if claim.at_most else "at least"
+        print(f"{claim.name}: {claim.ratio:.3f} (target: {sign} {claim.target:.2f}) {'ok' if claim.margin >= 0 else 'MISSED'}  {claim.details}")
+    worst = min(claims, key=lambda claim: claim.margin)
+    details = {claim.name: {"ratio": round(claim.ratio, 4), "target": claim.target, **claim.details} for claim in claims}
+    line = {"name": name, "ratio": round(worst.ratio, 4), "target": worst.target, "ok": worst.margin >= 0, "details": details}
+    print(json.dumps(line))
+    sys.exit(0 if worst.margin >= 0 else 1)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class _Usage:
+    """How busy this rank's core was with other processes since this was made."""
+
+    def __init__(self) -> None:
+        self.core = min(os.sched_getaffinity(0))
+        self.start = (time.perf_counter(), self._busy_s(), time.process_time())
+
+    def _busy_s(self) -> float:
+        with open("/proc/stat") as file:
+            fields = next(line for line in file if line.startswith(f"cpu{self.core} ")).split()
+        user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[1:9])
+        return (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
+
+    def busy_elsewhere(self) -> float:
+        """Mean over ranks of the part of the time in which the core did something else."""
+        elapsed, busy, own = (now - then for now, then in zip((time.perf_counter(), self._busy_s(), time.process_time()), self.start, strict=True))
+        part = torch.tensor(max(0.0, busy - own) / elapsed)
+        if dist.is_initialized():
+            dist.all_reduce(part)
+            part /= dist.get_world_size()
+        return round(float(part), 3)
