@@ -34,6 +34,8 @@ class Side:
     """one whole training step on mini-batch number i; gives something that `loss` understands"""
     loss: Callable[[Any], float] | None = None
     """the loss of the whole mini-batch, from what `step` gave; called outside the timing; None where the side has no loss of its own"""
+    seconds_per_step: Callable[[list[Any]], float] | None = None
+    """the time of a block, from what its steps gave, where that is not the time on the clock"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, warm
             start = time.perf_counter()
             got = [side.step(step + i) for i in range(steps_per_block)]
             _barrier()
-            seconds[side.name].append((time.perf_counter() - start) / steps_per_block)
+            on_clock = (time.perf_counter() - start) / steps_per_block
+            seconds[side.name].append(side.seconds_per_step(got) if side.seconds_per_step else on_clock)
             results.append([side.loss(each) if side.loss else None for each in got])
         for i in range(steps_per_block):
             check_losses([result[i] for result in results], step + i)

@@ -45,7 +45,7 @@ def compare_with_eager(
         _restore(model, buffers)
     expected, got = expected.detach(), got.detach()
     worst, figure = _worst(expected_gradients, got_gradients)
-    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    limit = _limit(captured)
     loss_error = abs(float(expected) - float(got)) / max(abs(float(expected)), 1e-30)
     if figure <= limit and loss_error <= limit:
         return
@@ -80,7 +80,7 @@ def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayou
             got += _term_sum(prepared, model, [*_samples(layout, tensors, start, start + size), *whole])
             start += size
     _restore(model, buffers)
-    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    limit = _limit(captured)
     error = float((expected - got).abs() / expected.abs().clamp(min=1e-30))
     if not error <= limit:
         terms = ", ".join(user_line(node) for node in prepared.terms)
@@ -90,6 +90,12 @@ def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayou
             f'device, or accept it with "loss_per_micro_batch": true'
         )
     return None
+
+
+def _limit(captured: CapturedGraph) -> float:
+    """What rounding explains in the least precise type that the graph computes in."""
+    types = {node.meta["val"].dtype for node in captured.compute_nodes() if isinstance(node.meta.get("val"), Tensor)}
+    return max(TOLERANCE[dtype] for dtype in types | {torch.float64} if dtype in TOLERANCE)
 
 
 def _term_sum(prepared: Prepared, model: torch.nn.Module, inputs: list[Tensor]) -> Tensor:

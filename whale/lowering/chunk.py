@@ -18,6 +18,7 @@ from whale.capture.samples import batch_dim
 from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
+from whale.lowering.recompute import Recomputed, cut_region, regions_of
 from whale.planning.planner import Assignment
 
 aten = torch.ops.aten
@@ -103,17 +104,16 @@ def build_chunk(
         copies[node] = graph.placeholder(node.name)
     _copy_state(graph, part.state, set(updates), copies)
     group_node = graph.create_node("get_attr", _GROUP) if around.group is not None else None
-    _copy_operations(graph, part.operations, copies, group_node)
+    wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
+    regions = _copy_operations(graph, part.operations, copies, group_node, wanted)
     results = [copies[node] for node in (*sent, *outputs)]
     if terms:
         results.append(reduce(lambda a, b: graph.call_function(operator.add, (a, b)), (copies[node] for node in terms)))
     results.extend(copies[captured.buffer_updates[name]] for name in updates)
     graph.output(tuple(results))
     _drop_unused(graph)
-    attributes: dict[str, Any] = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
-    module = (
-        GraphModule(torch.nn.Module(), graph) if not attributes and group_node is None else GraphModule(_root(attributes, around), graph)
-    )
+    attributes = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
+    module = GraphModule(_root(attributes, regions, around.group), graph)
     return Chunk(
         stage=stage,
         module=module,
@@ -131,9 +131,11 @@ def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.T
     return captured.constants[name] if captured.state[name].kind == "constant" else around.weights[name]
 
 
-def _root(attributes: Mapping[str, Any], around: Surroundings) -> torch.nn.Module:
-    """Nested modules that hold the tensors under their original names."""
+def _root(attributes: Mapping[str, Any], regions: Mapping[str, Recomputed], group: dist.ProcessGroup | None) -> torch.nn.Module:
+    """Nested modules that hold the tensors under their original names, and the recomputed regions."""
     root = torch.nn.Module()
+    for name, region in regions.items():
+        root.add_module(name, region)
     for name, tensor in attributes.items():
         *path, leaf = name.split(".")
         owner = root
@@ -145,8 +147,8 @@ def _root(attributes: Mapping[str, Any], around: Surroundings) -> torch.nn.Modul
             owner.register_parameter(leaf, tensor)
         else:
             owner.register_buffer(leaf, tensor)
-    if around.group is not None:
-        setattr(root, _GROUP, around.group)
+    if group is not None:
+        setattr(root, _GROUP, group)
     return root
 
 
@@ -158,8 +160,44 @@ def _copy_state(graph: Graph, state: Sequence[Node], updated: set[str], copies: 
             copies[node] = graph.call_function(aten.clone.default, (copies[node],))
 
 
-def _copy_operations(graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None) -> None:
-    """Copies operations, autocast regions around runs of nodes, batch statistics over all devices of the stage."""
+def _copy_operations(
+    graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None, results: set[Node]
+) -> dict[str, Recomputed]:
+    """Copies operations, checkpointed regions as one call each; gives the modules of these regions by attribute name."""
+    regions = regions_of(operations)
+    region_of = {node: tag for tag, nodes in regions.items() for node in nodes}
+    modules: dict[str, Recomputed] = {}
+    run: list[Node] = []
+    for node in operations:
+        tag = region_of.get(node)
+        if tag is None:
+            run.append(node)
+        elif node is regions[tag][-1]:
+            _copy_run(graph, run, copies, group)
+            run = []
+            modules[f"recomputed_{tag}"] = _copy_region(graph, regions[tag], f"recomputed_{tag}", copies, group, results)
+    _copy_run(graph, run, copies, group)
+    return modules
+
+
+def _copy_region(
+    graph: Graph, nodes: list[Node], name: str, copies: dict[Node, Node], group: Node | None, results: set[Node]
+) -> Recomputed:
+    """One checkpointed region: its own graph, called with what enters it, and its results taken apart again."""
+    body, entering, leaving = cut_region(nodes, results)
+    inner = dict(zip(entering, body.nodes, strict=True))
+    inner_group = body.placeholder(_GROUP) if group is not None else None
+    _copy_run(body, nodes, inner, inner_group)
+    body.output(tuple(inner[node] for node in leaving))
+    arguments = [copies[source] for source in entering] + ([group] if group is not None else [])
+    call = graph.call_module(name, tuple(arguments))
+    for place, node in enumerate(leaving):
+        copies[node] = graph.call_function(operator.getitem, (call, place))
+    return Recomputed(GraphModule(torch.nn.Module(), body))
+
+
+def _copy_run(graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None) -> None:
+    """Copies operations one by one, with autocast regions around runs of nodes."""
     open_region: Any = None
     region_node: Node | None = None
     for node in operations:
