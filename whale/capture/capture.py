@@ -95,6 +95,11 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     )
     captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
     captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
+    recomputed = [finding.name for finding in exported.findings.checkpoints()]
+    if recomputed:
+        captured.notes.append(f"torch.utils.checkpoint: {len(recomputed)} regions ({recomputed[0]} first) are computed again in backward")
+    for finding in exported.findings.gradient_changes():
+        captured.notes.append(f"{finding.kind} `{finding.name}` at {finding.place} is not run by Whale; its gradients agree with the captured ones")
     return Capture(
         captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss
     )
