@@ -208,6 +208,8 @@ ADDITIVE: dict[str, Loss] = {
     "stack mean": lambda m, b: torch.stack([ce(m, b), per_token(m, b).mean()]).mean(),
     "stack weighted": lambda m, b: (torch.stack([ce(m, b), per_token(m, b).mean()]) * m.class_weight[:2]).sum(),
     "sum of a list": lambda m, b: sum([ce(m, b), per_token(m, b).mean(), penalty(m)]),
+    "the same term twice": lambda m, b: (lambda loss: loss + (loss + penalty(m)))(ce(m, b)),
+    "rows of a mask, all elements": lambda m, b: m(b["x"])[b["mask"] > 0].square().sum() / m(b["x"])[b["mask"] > 0].numel(),
     "inputs only": lambda m, b: ce(m, b) + b["mask"].mean(),
     "rows by position": lambda m, b: F.mse_loss(
         m(b["x"])[torch.arange(b["x"].shape[0]), b["label"]], b["soft"][torch.arange(b["x"].shape[0]), b["label"]]

@@ -79,7 +79,8 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     graph = program.graph_module.graph
     drop_asserts(graph)
     state, constants = _lower_state(program, graph, tied_names(model), model)
-    updates = make_functional(graph)
+    parameters = [node for node in graph.nodes if node.op == "get_attr" and state[str(node.target)].kind == "parameter"]
+    updates = make_functional(graph, parameters)
     simplify(graph)
     _strip_names(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -99,7 +100,7 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     if recomputed:
         captured.notes.append(f"torch.utils.checkpoint: {len(recomputed)} regions ({recomputed[0]} first) are computed again in backward")
     for finding in exported.findings.gradient_changes():
-        captured.notes.append(f"{finding.kind} `{finding.name}` at {finding.place} is not run by Whale; its gradients agree with the captured ones")
+        captured.notes.append(f"{finding.kind} `{finding.name}` at {finding.place} is not run; the captured gradients agree with it")
     return Capture(
         captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss
     )

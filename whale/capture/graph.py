@@ -74,7 +74,8 @@ def user_line(node: Node) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     places = [index for index, line in enumerate(lines) if line.startswith("File ")]
     # the innermost frame outside torch is what the user wrote
-    own = [index for index in places if "/torch/" not in lines[index] and "/whale/" not in lines[index]] or places
+    foreign = ("/torch/", "/whale/capture/", "<eval_with_key>")
+    own = [index for index in places if not any(part in lines[index] for part in foreign)] or places
     frame = lines[own[-1]].split('"')
     file_name, line_number = frame[1].rsplit("/", 1)[-1], frame[2].split("line ")[1].split(",")[0]
     source = lines[own[-1] + 1] if own[-1] + 1 < len(lines) else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,7 +172,7 @@ class _WholeGraph:
 
     def _is_size(self, node: Node) -> bool:
         """Sizes are taken from the batch, whatever tensor they were read from."""
-        return op_name(node) == "sym_size"
+        return op_name(node) in ("sym_size", "sym_numel")
 
     def _copy_one(self, node: Node) -> Node:
         if node.op == "get_attr":
@@ -198,7 +199,9 @@ class _WholeGraph:
         """The number of rows that a mask picks from the whole mini-batch, as a number."""
         state = self.flow.of(size.args[0])
         assert isinstance(state, PerSample) and isinstance(state.outer, Irregular) and state.outer.mask is not None
-        return self.graph.call_function(aten.item.default, (self.rows(state.outer.mask),))
+        (symbol,) = expression(size).free_symbols
+        rows = self.graph.call_function(aten.item.default, (self.rows(state.outer.mask),))
+        return self.graph.call_function(operator.mul, (rows, int(expression(size) / symbol)))
 
     def rows(self, mask: Node) -> Node:
         return self.graph.call_function(aten.sum.default, (self.copy(mask),))
@@ -213,7 +216,7 @@ class _WholeGraph:
 
     def class_counts(self, args: dict[str, Any]) -> Node:
         """How often each class is a target (C,), without those to ignore; without class weights: in all ()."""
-        target = self.copy(args["target"])
+        target = self.graph.call_function(aten.to.dtype, (self.copy(args["target"]), torch.int64))
         valid = self.graph.call_function(aten.ne.Scalar, (target, args["ignore_index"]))
         if args["weight"] is None:
             return self.graph.call_function(aten.sum.default, (valid,))
@@ -258,6 +261,10 @@ class _Rewriter:
         loss = _loss(self.captured)
         summed = not self.flow.all_reduce and self._adds_up(loss)
         terms = self._split(loss) if summed else [self._scaled(loss, loss)]
+        terms = [
+            term if times == 1 else self._call(aten.mul.Tensor, (term, times), term, self.captured.output)
+            for term, times in Counter(terms).items()
+        ]
         infos = tuple(self._describe(term) for term in terms)
         self.captured.output.args = (tuple(terms),)
         self._prune(self.replaced)
@@ -374,7 +381,7 @@ class _Rewriter:
         if how == "sum":
             self.leaf_info[leaf] = TermInfo(f"{name}, summed over the samples", line, ())
             return leaf
-        users = list(leaf.users)
+        users = [user for user in leaf.users if user in self.flow.live or user is self.captured.output]
         after = leaf.next
         if how == "mean":
             new = self._fraction_of(leaf, after, leaf)

@@ -38,6 +38,16 @@ class Irregular:
 
 
 @dataclass(frozen=True)
+class Position:
+    """The values of sample i are i x stride + something from `low` on: row numbers of sample i in a dim of s x stride rows."""
+
+    stride: int
+    low: int = 0
+    moved: bool = False
+    """a tensor was added, which must stay below `stride`"""
+
+
+@dataclass(frozen=True)
 class Shared:
     pass
 
@@ -47,7 +57,7 @@ class PerSample:
     dim: int
     outer: int | Irregular = 1
     """how often the samples repeat inside the dim: 1 = the batch is its outermost part, as slicing needs"""
-    position: bool = False
+    position: Position | None = None
     """the values say where a sample stands in the batch (`arange(batch)`): good for indexing the batch, and nothing else"""
 
 
@@ -107,11 +117,10 @@ def find_mixing(captured: CapturedGraph) -> list[Mixing]:
         state = flow.states.get(node)
         if trains_batch_norm(node):
             found[node] = Mixing(node, "batch norm takes its statistics over the samples", "batch statistics")
-        if kinds.get(node) not in (Kind.ACTIVATION, Kind.WEIGHT):
-            continue
-        if isinstance(state, Mixed):
+        computed = kinds.get(node) in (Kind.ACTIVATION, Kind.WEIGHT)
+        if computed and isinstance(state, Mixed):
             found[state.origin] = Mixing(state.origin, state.reason)
-        elif node in flow.inner:
+        elif computed and node in flow.inner:
             found[node] = Mixing(node, f"`{op_name(node)}` puts another dim outside the batch", "inner batch")
         elif isinstance(state, PerSample):
             for operand in flow.whole_operands(node):
@@ -336,6 +345,8 @@ class SampleFlow:
             pass
         elif len(dims) > 1 or any(value.shape[dim].node.expr.diff(self.symbol).free_symbols & self.symbols for dim in dims):
             state = Mixed(node, f"`{op_name(node)}` compares samples with each other: its result has the batch in more than one place")
+        elif isinstance(state, Summed) and dims:
+            state = Mixed(node, f"`{op_name(node)}` gives a value over all samples back to each sample")
         elif isinstance(state, PerSample) and state.dim not in dims:
             state = Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
         if self.kinds[node] in (Kind.INPUT, Kind.CONSTANT) and not dims:
@@ -359,7 +370,7 @@ class SampleFlow:
         name, args = op_name(node), named_args(node)
         if name in CREATORS or name in COUNTERS:
             dims = self.dims(node)
-            return PerSample(dims[0], 1, name in COUNTERS) if dims else SHARED
+            return PerSample(dims[0], 1, self._counted(node, args) if name in COUNTERS else None) if dims else SHARED
         operands = node.all_input_nodes[:1] if name in CASTS | {"view_as", "reshape_as", "expand_as"} else node.all_input_nodes
         states = [self.of(operand) for operand in operands]
         for state in states:
@@ -373,6 +384,13 @@ class SampleFlow:
         if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
             return self._rule(node)(self, node, args)
         return self.by_shape(node, 1)
+
+    def _counted(self, node: Node, args: dict[str, Any]) -> Position:
+        """Position of the values of `arange(batch x c)`; stride 0 where they count no rows."""
+        rows = _whole_number(expression(node.meta["val"].shape[0]) / self.symbol)
+        start, step = args.get("start", 0), args.get("step", 1)
+        known = op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
+        return Position(rows * step, start) if known and rows else Position(0)
 
     def _rule(self, node: Node) -> Rule:
         name = op_name(node)
@@ -401,7 +419,7 @@ class SampleFlow:
             return Mixed(node, f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not known before the step")
         return self.reduction(node, "row mean")
 
-    def by_shape(self, node: Node, outer: int | Irregular, position: bool = False) -> State | tuple[State, ...]:
+    def by_shape(self, node: Node, outer: int | Irregular, position: Position | None = None) -> State | tuple[State, ...]:
         """PerSample where a result has the batch symbol, Shared where it has not."""
         value = node.meta["val"]
         states: list[State] = []
@@ -412,16 +430,17 @@ class SampleFlow:
 
     def aligned(self, node: Node, operands: Iterable[Node], rank: int) -> State:
         """State of an operation that broadcasts its operands from the right to `rank` dims."""
-        found: dict[tuple[int, int | Irregular], bool] = {}
+        places: set[tuple[int, int | Irregular]] = set()
+        positions: set[Position] = set()
         for operand in operands:
             state = self.of(operand)
             if isinstance(state, PerSample):
-                key = (state.dim + rank - _rank(operand), state.outer)
-                found[key] = found.get(key, False) or state.position
-        if len(found) > 1:
+                places.add((state.dim + rank - _rank(operand), state.outer))
+                positions |= {state.position} if state.position else set()
+        if len(places) > 1 or len(positions) > 1:
             return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-        for (dim, outer), position in found.items():
-            return PerSample(dim, outer, position)
+        for dim, outer in places:
+            return PerSample(dim, outer, next(iter(positions), None))
         return SHARED
 
 
@@ -482,7 +501,23 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
 
 
 def pointwise_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    return flow.aligned(node, _tensor_operands(node), _rank(node))
+    state = flow.aligned(node, _tensor_operands(node), _rank(node))
+    if isinstance(state, PerSample) and state.position and op_name(node) in ("add", "sub", "mul"):
+        return PerSample(state.dim, state.outer, _shifted(flow, op_name(node), args, state.position))
+    return state
+
+
+def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Position) -> Position:
+    """Position after adding or multiplying; stride 0 where the values count no rows any more."""
+    first, other = args["input"], args["other"]
+    state = flow.of(first)
+    if not (isinstance(state, PerSample) and state.position):
+        first, other = other, first
+    if name == "mul":
+        return Position(position.stride * other, position.low * other, position.moved) if isinstance(other, int) else Position(0)
+    if name == "sub" or args.get("alpha", 1) != 1 or (isinstance(state := flow.of(other), PerSample) and state.position):
+        return Position(0)
+    return Position(position.stride, position.low + other if isinstance(other, int) else position.low, not isinstance(other, int))
 
 
 def _tensor_operands(node: Node) -> list[Node]:
@@ -553,12 +588,27 @@ def batch_norm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
     return flow.by_shape(node, state.outer)
 
 
-@rule("tril", "triu")
-def triangle_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state = flow.of(args["input"])
-    if not isinstance(state, PerSample) or state.dim >= _rank(node) - 2:
-        return Mixed(node, f"`{op_name(node)}` treats samples by their position in the batch")
-    return state
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+    source = args.get("input", args.get("data"))
+    state, batch = flow.of(source), 0 if args.get("batch_first") else 1
+    if not isinstance(state, PerSample) or state.dim != batch or "data" in args:
+        return Mixed(node, f"`{op_name(node)}` runs over the samples as if they were time steps: look at its batch_first")
+    return flow.by_shape(node, state.outer)
+
+
+@rule(
+    *"svd qr cholesky inverse det slogdet logdet pinverse matrix_exp cov corrcoef linalg_svd linalg_svdvals linalg_qr linalg_cholesky"
+    " linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig linalg_eigh linalg_eigvalsh linalg_solve linalg_lstsq linalg_norm"
+    " linalg_matrix_norm linalg_matrix_power tril triu".split()
+)
+def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+    """Operations on matrices, the last two dims; the dims before them are independent."""
+    for source in _tensor_operands(node):
+        state = flow.of(source)
+        if isinstance(state, PerSample) and state.dim >= _rank(source) - 2:
+            return Mixed(node, f"`{op_name(node)}` takes the samples as rows of one matrix")
+    return unknown_state(flow, node, args | {"dim": None})
 
 
 # --------------------------------------------------------------------------------------------------------------- rules: shapes
@@ -706,8 +756,18 @@ def pad_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
 
 
 def _rows(flow: SampleFlow, index: Any) -> bool:
+    """Whether an index says positions in the batch."""
     state = flow.of(index)
-    return isinstance(state, PerSample) and state.position
+    return isinstance(state, PerSample) and state.position is not None
+
+
+def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
+    """Whether an index into the batch dim of `source` gives every sample rows of its own."""
+    state, place = flow.of(source), flow.of(index)
+    if not isinstance(state, PerSample) or not isinstance(place, PerSample) or place.position is None or state.outer != 1:
+        return False
+    inner, position = expression(source.meta["val"].shape[state.dim]) / flow.symbol, place.position
+    return position.stride == inner and 0 <= position.low < inner and (inner > 1 or not position.moved)
 
 
 @rule("index", "index_put")
@@ -720,7 +780,7 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     strangers = [index for index in indices if index is not None and index is not at_batch and _rows(flow, index)]
     if strangers:
         return Mixed(node, f"`{op_name(node)}` uses the position of a sample in the batch, which differs between parts of the batch")
-    if at_batch is not None and not _rows(flow, at_batch):
+    if at_batch is not None and not _own_rows(flow, at_batch, source):
         return Mixed(node, "samples are picked or reordered by an index into the batch")
     if op_name(node) == "index_put":
         by_sample = any(isinstance(flow.of(index), PerSample) for index in indices)
@@ -779,7 +839,7 @@ def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> S
 def index_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     state, index = flow.of(args["input"]), flow.of(args["index"])
     at_batch = isinstance(state, PerSample) and int(args["dim"]) % _rank(args["input"]) == state.dim
-    if at_batch != _rows(flow, args["index"]):
+    if (at_batch and not _own_rows(flow, args["index"], args["input"])) or (not at_batch and _rows(flow, args["index"])):
         return Mixed(node, "samples are picked or reordered by an index into the batch")
     return flow.by_shape(node, state.outer if isinstance(state, PerSample) and isinstance(index, Shared) else 1)
 
@@ -793,8 +853,7 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     sources = [args["input"], args.get("index", args.get("indices")), args.get("src")]
     state = flow.aligned(node, [source for source in sources if isinstance(source, Node)], _rank(node))
     if isinstance(state, PerSample) and (args.get("dim") is None or int(args["dim"]) % _rank(node) == state.dim):
-        at_batch_rows = op_name(node) == "gather" and isinstance(flow.of(args["input"]), PerSample) and _rows(flow, args["index"])
-        if not at_batch_rows:
+        if op_name(node) != "gather" or not _own_rows(flow, args["index"], args["input"]):
             return Mixed(node, f"`{op_name(node)}` moves values between samples: its dim is the batch")
         return PerSample(state.dim, state.outer)
     if isinstance(state, PerSample) and state.position:
@@ -802,7 +861,7 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     return state
 
 
-@rule("masked_scatter", "take", "put", "unique", "unique_consecutive", "unique_dim", "nonzero", "rot90", "kron")
+@rule("masked_scatter", "take", "put", "unique", "unique_consecutive", "unique_dim", "nonzero", "kron", "isin")
 def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     return Mixed(node, f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they belong to is not known")
 
@@ -860,15 +919,13 @@ def matmul_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
 def addmm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     bias, left, right = tensor_nodes(list(args.values()))[:3]
-    if op_name(node) == "addbmm":
-        return Mixed(node, "`addbmm` sums over the batch")
+    if op_name(node) == "addbmm" or _role(flow, left, True) == ("inner", 0):
+        return Mixed(node, f"`{op_name(node)}` adds to a product over all samples")
     if not any(isinstance(flow.of(operand), PerSample) for operand in (left, right)):
         return flow.aligned(node, [bias], _rank(node))
     state, added = _product_state(flow, node, left, right), flow.aligned(node, [bias], _rank(node))
     if isinstance(added, PerSample) and added != state:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    if isinstance(state, Summed):
-        return Mixed(node, f"`{op_name(node)}` adds to a product over all samples")
     return state
 
 
@@ -918,8 +975,8 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
     elif name in POINTWISE_LOSSES:
         wrong = isinstance(flow.aligned(node, sources, max(map(_rank, sources))), Mixed)
     else:
-        places = {state.dim for source in sources if isinstance(state := flow.of(source), PerSample)}
-        wrong = len(places) > 1 and name != "ctc_loss"
+        places = [state.dim for source in sources if isinstance(state := flow.of(source), PerSample)]
+        wrong = any(places[1:] if name == "ctc_loss" else places) or (name == "ctc_loss" and places[0] != 1)
     if wrong:
         return Mixed(node, f"`{name}` combines samples that stand in different places")
     if args["reduction"] == 0:
