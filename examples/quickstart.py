@@ -103,35 +103,25 @@ def draw(num_samples: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"images": (outlines + noise).unsqueeze(1), "labels": labels}
 
 
-def train(engine: wh.Engine, num_steps: int, batch_size: int, report: Callable[[int, wh.StepResult], None]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for step in range(num_steps):
-        report(step, engine.step(draw(batch_size, generator)))
+class Progress:
+    """One line that is refreshed on a terminal, a line every few steps elsewhere. Says something on rank 0 only."""
 
+    PLAIN_EVERY = 10
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=150)
-    options.add_argument("--batch", type=int, default=64)
-    arguments = options.parse_args()
-    is_first = os.environ.get("RANK", "0") == "0"
-    console = Console(quiet=not is_first)
-    wh.init(wh.Config({"num_micro_batch": 4}))  # line 1
-    sample = draw(arguments.batch, torch.Generator().manual_seed(0))
-    engine = wh.parallelize(Net, sample, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3))  # line 4
-    if is_first:
-        print_plan(engine.plan, console)
-    start = time.perf_counter()
-    generator = torch.Generator().manual_seed(1)
-    for step in range(arguments.steps):
-        result = engine.step(draw(arguments.batch, generator))
-        if step % 10 == 0 or step == arguments.steps-1:
-            console.print(f"{step} {result.loss:.6f} {result.timing}")
-    console.print(time.perf_counter()-start)
-    held_out = draw(512, torch.Generator().manual_seed(2))
-    outcome = engine.evaluate(held_out, outputs=True)
-    if is_first:
-        console.print((outcome.outputs["scores"].argmax(1) == held_out["labels"]).float().mean(), outcome.loss)
+    def __init__(self, console: Console, num_steps: int, batch_size: int) -> None:
+        self.console, self.num_steps, self.batch_size = console, num_steps, batch_size
+        self.step = 0
+        self.timings: list[wh.Timing] = []
+        self.status = console.status("training") if console.is_terminal else None
 
-if __name__ == "__main__":
-    main()
+    def __enter__(self) -> Progress:
+        if self.status is not None:
+            self.status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.status is not None:
+            self.status.stop()
+
+    def add(self, loss: float, timing: wh.Timing) -> None:
+        pass

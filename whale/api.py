@@ -17,7 +17,7 @@ from whale.annotation import default_strategy, set_default_strategy
 from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.capture import capture_training, operation_marks, tied_names
 from whale.capture.checks import compare_parts, compare_with_eager
-from whale.capture.export import Loss
+from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.cluster.cluster import Cluster
@@ -164,9 +164,10 @@ def _prepare(
     check: bool = False,
 ) -> Prepared:
     """Capture, self-checks, loss terms."""
-    capture = capture_training(model, layout, tensors, loss, device)
+    task = Task(loss, device, config.autocast)
+    capture = capture_training(model, layout, tensors, task)
     if check:
-        compare_with_eager(model, layout, tensors, loss, capture.captured, capture.findings)
+        compare_with_eager(model, layout, tensors, task, capture.captured, capture.findings)
     elif not has_real_weights(model) or not config.check_capture:
         refuse(capture.findings)
     prepared = prepare(capture, config.num_micro_batch, config.loss_per_micro_batch)

@@ -13,15 +13,20 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whale.names import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1024**2
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("1f1b", "gpipe"),
     "device": ("auto", "cpu", "cuda"),
+    "precision": ("default", "bf16", "fp16"),
+    "on_nonfinite": ("stop", "skip", "continue"),
 }
 """the values that a field of text may have"""
 
@@ -32,10 +37,11 @@ SMALLEST: dict[str, int] = {
     "max_captures": 1,
     "bucket_bytes": 1,
     "num_posted_receives": 1,
+    "keep_checkpoints": 1,
 }
 """the smallest value of a field that counts"""
 
-ABOVE_ZERO = ("clip_grad_norm", "timeout_s")
+ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s")
 """fields that must be more than 0"""
 
 LARGEST_SEED = 2**63 - 1
@@ -76,8 +82,26 @@ class Config:
     bucket_bytes: int = 25 * MIB
     """Gradients are summed between devices in pieces of about this many bytes, while the backward goes on."""
 
-    timeout_s: float = 60.0
-    """After so many seconds without an answer from another rank, the job ends with the name of that rank."""
+    precision: str = "default"
+    """`bf16` or `fp16`: the forward runs under autocast, weights stay as they are; fp16 also scales the loss. `default`: the model's own types."""
+
+    on_nonfinite: str = "stop"
+    """What to do with a loss or gradient that is not a finite number: `stop` the job, `skip` the step on all ranks, or `continue`."""
+
+    timeout_s: float = 20.0
+    """A rank from which nothing was heard for so many seconds is taken for dead, and the job ends on all ranks with its name."""
+
+    stall_timeout_s: float = 1800.0
+    """A single message or sum between living ranks may take so many seconds (compiling, loading data), then the job ends."""
+
+    run_folder: str | None = None
+    """Where metrics, traces and checkpoints go. None: no metrics are written; `whale run` sets it to `runs/<script>`."""
+
+    tensorboard: bool = False
+    """Writes the metrics for TensorBoard too (needs the extra `tensorboard`)."""
+
+    keep_checkpoints: int = 3
+    """How many checkpoints `engine.save` keeps; older ones are removed when a new one is complete."""
 
     check_capture: bool = True
     """Compares the captured graph once with the model itself (loss and gradients on a few samples) when there are real weights."""
@@ -114,6 +138,13 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, checked like a new one."""
         return Config({key: value for key, value in self.to_dict().items() if key not in changes}, **changes)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype to autocast to."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
 
     def fingerprint(self) -> str:
         """Hash over all fields, the same in every process: ranks compare it before they start."""

@@ -15,10 +15,10 @@ import whale as wh
 from tests.exactness import Trace, compare, local_training
 from tests.integration.table import PlanCase
 from tests.integration.training import RankTrace, Subject, batches, make_optimizer, merge, train_on_rank
-from tests.ranks import RankError, preload, run_ranks
+from tests.ranks import ModelServer, RankError, preload
 from tests.zoo import Case
 
-preload("torch", "whale", "tests.integration.training")
+preload("torch", "whale", "tests.integration.training", "torch.export.experimental")  # the last: what the first export imports
 
 WIDTH, BATCH_SIZE = 6, 10
 
@@ -28,6 +28,17 @@ def fresh_session() -> Iterator[None]:
     wh.init()
     yield
     wh.init()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    with ModelServer(warm_up) as started:
+        yield started
+
+
+def warm_up() -> None:
+    """The first capture of a process takes a second longer than the others: ranks inherit what it leaves."""
+    wh.plan(Net, vectors(0, 4).float(), cluster=1)
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
@@ -217,7 +228,7 @@ class Contrastive(Net):
 
 
 class Centred(Net):
-    """Batch statistics by hand, inside the model; the loss itself is a plain mean."""
+    """Batch statistics by hand in a method of the model; the loss itself is a plain mean."""
 
     def between(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -230,7 +241,6 @@ NOT_ADDITIVE = {
 }
 MICRO_BATCHES = PlanCase("1 rank, 2 micro-batches", 1, {"num_micro_batch": 2})
 DATA_PARALLEL = PlanCase("DP 2", 2)
-DATA_PARALLEL_MICRO_BATCHES = PlanCase("DP 2, 2 micro-batches", 2, {"num_micro_batch": 2})
 LINES = {
     "product": line_of(ProductOfMeans.forward, "softmax"),
     "contrastive": line_of(Contrastive.forward, "left @ right"),
@@ -238,7 +248,7 @@ LINES = {
 }
 
 
-def train(name: str, plan: PlanCase, num_steps: int = 2) -> RankTrace:
+def train(prepared: None, name: str, plan: PlanCase, num_steps: int = 2) -> RankTrace:
     case = NOT_ADDITIVE[name]
     return train_on_rank(Subject(case, case.build(), None), plan, num_steps)
 
@@ -251,22 +261,39 @@ def train_locally(name: str, num_steps: int = 2) -> Trace:
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 def test_loss_that_is_no_sum_is_refused_with_micro_batches(name: str) -> None:
     with pytest.raises(ValueError, match="not a sum over samples") as caught:
-        train(name, MICRO_BATCHES)
+        train(None, name, MICRO_BATCHES)
     message = str(caught.value)
     assert LINES[name] in message
     assert '"num_micro_batch" to 1' in message and '"loss_per_micro_batch": true' in message
 
 
 @pytest.mark.parametrize("name", ["product", "centred"])
-def test_batch_means_are_exact_on_two_devices_with_one_micro_batch(name: str) -> None:
+def test_batch_means_are_exact_on_two_devices_with_one_micro_batch(server: ModelServer, name: str) -> None:
     """Means over the batch are shared between the devices inside the forward, and so are their gradients."""
-    compare(train_locally(name), merge(run_ranks(train, 2, name, DATA_PARALLEL), NOT_ADDITIVE[name].build()))
+    compare(train_locally(name), merge(server.run(train, 2, name, DATA_PARALLEL), NOT_ADDITIVE[name].build()))
 
 
-def test_contrastive_loss_is_refused_on_two_devices() -> None:
+def all_pairs(output: Tensor, batch: Tensor) -> Tensor:
+    similar = output @ output.T
+    return similar.logsumexp(-1).mean()
+
+
+class Encoder(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(torch.tanh(self.below(x)))
+
+
+def test_the_line_of_a_loss_function_is_named() -> None:
+    """With `loss=` the line is in the user's function, not in Whale."""
+    with pytest.raises(ValueError, match="not a sum over samples") as caught:
+        wh.plan(Encoder(), vectors(0, BATCH_SIZE).float(), loss=all_pairs, cluster=1, config={"num_micro_batch": 2})
+    assert line_of(all_pairs, "output @ output") in str(caught.value)
+
+
+def test_contrastive_loss_is_refused_on_two_devices(server: ModelServer) -> None:
     """Its logits are batch x batch: no sum can be shared. One device with one micro-batch is the way out."""
     with pytest.raises(RankError) as caught:
-        run_ranks(train, 2, "contrastive", DATA_PARALLEL)
+        server.run(train, 2, "contrastive", DATA_PARALLEL)
     message = str(caught.value)
     assert "not a sum over samples" in message and LINES["contrastive"] in message and '"loss_per_micro_batch": true' in message
     # "num_micro_batch" is 1 here already, so that alone is no way out
@@ -275,7 +302,7 @@ def test_contrastive_loss_is_refused_on_two_devices() -> None:
 
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 def test_any_loss_is_exact_on_one_device_with_one_micro_batch(name: str) -> None:
-    compare(train_locally(name), merge([train(name, PlanCase("1 rank", 1))], NOT_ADDITIVE[name].build()))
+    compare(train_locally(name), merge([train(None, name, PlanCase("1 rank", 1))], NOT_ADDITIVE[name].build()))
 
 
 @pytest.mark.parametrize("name", ["product", "contrastive"])
@@ -284,14 +311,14 @@ def test_loss_per_micro_batch_is_the_mean_over_the_parts(name: str) -> None:
     config = {"num_micro_batch": 2, "loss_per_micro_batch": True}
     case = NOT_ADDITIVE[name]
     reference = local_training(case.build(), batches(case, False, 2), None, make_optimizer, num_micro_batch=2)
-    compare(reference, merge([train(name, PlanCase("per micro-batch", 1, config))], case.build()))
+    compare(reference, merge([train(None, name, PlanCase("per micro-batch", 1, config))], case.build()))
 
 
-def test_loss_per_micro_batch_runs_on_two_devices() -> None:
+def test_loss_per_micro_batch_runs_on_two_devices(server: ModelServer) -> None:
     """Each device's share of a micro-batch is a part of its own: 4 parts of 3, 2, 3, 2 samples."""
     config = {"num_micro_batch": 2, "loss_per_micro_batch": True}
     case = NOT_ADDITIVE["contrastive"]
-    got = merge(run_ranks(train, 2, "contrastive", PlanCase("per part", 2, config), 1), case.build())
+    got = merge(server.run(train, 2, "contrastive", PlanCase("per part", 2, config), 1), case.build())
     model, batch = case.build(), case.batch(0, BATCH_SIZE)
     parts = batch.split([3, 2, 3, 2])
     expected = sum(model(part).item() * len(part) / BATCH_SIZE for part in parts)

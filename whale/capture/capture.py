@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from whale.annotation import Mark, marks_by_module
 from whale.annotation.marks import FORWARD_TAG
 from whale.capture.batch import BatchLayout
-from whale.capture.export import Exported, Loss, export_loss, export_outputs, local_name
+from whale.capture.export import Exported, Task, export_loss, export_outputs, local_name
 from whale.capture.functional import make_functional
 from whale.capture.graph import CapturedGraph, StateTensor
 from whale.capture.guards import Findings
@@ -36,7 +36,7 @@ class Capture:
     has_loss: bool = True
 
 
-def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Capture:
+def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Capture:
     """The loss in training mode. Submodules that the user put in eval mode (frozen BatchNorm) stay so."""
     modes = [(module, module.training) for module in model.modules()]
     notes = []
@@ -44,7 +44,7 @@ def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[
         if not model.training:
             model.train()
             notes.append("the model was in eval mode; engine.step trains it in training mode")
-        capture = _clean(export_loss(model, layout, tensors, loss, device), model, layout)
+        capture = _clean(export_loss(model, layout, tensors, task), model, layout)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -52,12 +52,12 @@ def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[
     return capture
 
 
-def capture_evaluation(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Capture:
+def capture_evaluation(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Capture:
     """Loss and outputs in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        return _clean(export_outputs(model, layout, tensors, loss, device), model, layout)
+        return _clean(export_outputs(model, layout, tensors, task), model, layout)
     finally:
         for module, mode in modes:
             module.training = mode

@@ -7,6 +7,7 @@ A check that cannot be made (dropout that is not a plain one, batch statistics) 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from whale.capture.batch import BatchLayout
-from whale.capture.export import Loss, call_model, loss_of
+from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import Findings, refuse
 from whale.capture.kinds import is_random, op_name, trains_batch_norm
@@ -28,7 +29,7 @@ SEED = 0
 
 
 def compare_with_eager(
-    model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor], loss: Loss | None, captured: CapturedGraph, findings: Findings
+    model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor], task: Task, captured: CapturedGraph, findings: Findings
 ) -> None:
     """Raises when the captured graph gives another loss or other gradients than the model itself. Called before the loss is taken apart."""
     few = _samples(layout, tensors, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
@@ -36,7 +37,7 @@ def compare_with_eager(
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
         torch.manual_seed(SEED)
-        expected = loss_of(call_model(model, layout.rebuild([t.clone() for t in few])), layout.rebuild(few), loss)
+        expected = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
         expected_gradients = _gradients(expected, parameters)
         _restore(model, buffers)
         torch.manual_seed(SEED)
@@ -130,6 +131,11 @@ class _Reader(Interpreter):
         return self._state[str(target)]
 
     def run_node(self, n: Node) -> object:
+        region = n.meta.get("autocast")
+        with torch.autocast(*region[:2], enabled=region[2], cache_enabled=region[3]) if region else contextlib.nullcontext():
+            return self._run_node(n)
+
+    def _run_node(self, n: Node) -> object:
         if self._quiet and n.op == "call_function" and is_random(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if op_name(n) != "scaled_dot_product_attention":

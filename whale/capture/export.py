@@ -29,6 +29,29 @@ MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is captured of a model: its loss, on a type of device, under autocast or not."""
+
+    loss: Loss | None
+    device: str
+    autocast: torch.dtype | None = None
+
+    def run(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Callable[[], Any]]:
+        """(output, function that gives its loss); both under autocast when that is asked for."""
+        with self.precision():
+            output = call_model(model, batch)
+
+        def loss() -> Any:
+            with self.precision():
+                return loss_of(output, batch, self.loss)
+
+        return output, loss
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device, self.autocast) if self.autocast is not None else contextlib.nullcontext()
+
+
 @dataclass
 class Exported:
     """What one export gives, before the graph is made clean."""
@@ -43,14 +66,14 @@ class Exported:
     has_loss: bool
 
 
-def export_loss(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Exported:
+def export_loss(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Exported:
     """Exports `batch -> (loss,)` in the model's present mode."""
-    return _export(_LossOf(model, layout, loss, keep_outputs=False), layout, tensors, device)
+    return _export(_LossOf(model, layout, task, keep_outputs=False), layout, tensors, task.device)
 
 
-def export_outputs(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], loss: Loss | None, device: str) -> Exported:
+def export_outputs(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Exported:
     """Exports `batch -> (loss if there is one, *output tensors)` in the model's present mode."""
-    return _export(_LossOf(model, layout, loss, keep_outputs=True), layout, tensors, device)
+    return _export(_LossOf(model, layout, task, keep_outputs=True), layout, tensors, task.device)
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
@@ -83,18 +106,18 @@ class _Seen:
 class _LossOf(torch.nn.Module):
     """What is exported: the model with everything but its loss (and, on request, its output tensors) kept inside."""
 
-    def __init__(self, model: torch.nn.Module, layout: BatchLayout, loss: Loss | None, keep_outputs: bool) -> None:
+    def __init__(self, model: torch.nn.Module, layout: BatchLayout, task: Task, keep_outputs: bool) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
-        self.layout, self.loss, self.keep_outputs = layout, loss, keep_outputs
+        self.layout, self.task, self.keep_outputs = layout, task, keep_outputs
         self.seen = _Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batch = self.layout.rebuild(tensors)
-        output = call_model(self.model, batch)
+        output, loss = self.task.run(self.model, batch)
         try:
-            value = loss_of(output, batch, self.loss)
+            value = loss()
         except (AttributeError, KeyError, TypeError):
             if not self.keep_outputs:
                 raise
@@ -102,7 +125,7 @@ class _LossOf(torch.nn.Module):
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
         if not self.keep_outputs:
             if not has_loss:
-                raise ValueError(_no_loss(output, value, self.loss))
+                raise ValueError(_no_loss(output, value, self.task.loss))
             return (value,)
         leaves, structure, dropped = _output_leaves(output)
         seen = self.seen

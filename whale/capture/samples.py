@@ -212,6 +212,11 @@ ALONG = _names(
     "softmax _softmax log_softmax _log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip roll glu"
     " diff renorm unfold"
 )
+MATRIX = _names(
+    "svd qr cholesky inverse det slogdet logdet pinverse matrix_exp cov corrcoef linalg_svd linalg_svdvals linalg_qr linalg_cholesky"
+    " linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig linalg_eigh linalg_eigvalsh linalg_solve linalg_lstsq linalg_norm"
+    " linalg_matrix_norm linalg_matrix_power tril triu"
+)
 PRODUCTS = _names("matmul mm bmm mv dot inner")
 POINTWISE_TOO = _names(
     "where masked_fill rsub and or xor floor_divide divide multiply subtract true_divide fill copy lerp hardswish dropout"
@@ -597,11 +602,7 @@ def recurrent_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
     return flow.by_shape(node, state.outer)
 
 
-@rule(
-    *"svd qr cholesky inverse det slogdet logdet pinverse matrix_exp cov corrcoef linalg_svd linalg_svdvals linalg_qr linalg_cholesky"
-    " linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig linalg_eigh linalg_eigvalsh linalg_solve linalg_lstsq linalg_norm"
-    " linalg_matrix_norm linalg_matrix_power tril triu".split()
-)
+@rule(*MATRIX)
 def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Operations on matrices, the last two dims; the dims before them are independent."""
     for source in _tensor_operands(node):

@@ -1,5 +1,8 @@
 """Facts about the operations of a captured graph, and the pass that removes the ones that cost time and change nothing.
 
+The pass also turns a mask that is nothing but "no word sees a later one" back into `is_causal`: while it is traced, a model cannot know
+this and writes the mask out, which makes attention slower than in the eager model.
+
 The facts (what does this operation write, does it hand back its own input, can it carry a gradient) serve the other two clean-up
 passes as well, `inline.py` and `functional.py`. The order is `inline_regions`, `drop_asserts`, `make_functional`, `simplify`.
 """
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FINAL_VALUE = "final_value"
@@ -163,6 +167,7 @@ def simplify(graph: Graph) -> None:
         node.replace_all_uses_with(equal)
         graph.erase_node(node)
     _relax_views(graph, other_strides)
+    _find_causal_masks(graph)
     remove_dead(graph)
 
 
@@ -202,3 +207,55 @@ def _shorten_cat(node: Node) -> Node | None:
     if len(full) < len(parts):
         node.args = (full, *node.args[1:])
     return None
+
+
+def _find_causal_masks(graph: Graph) -> None:
+    """Replaces causal masks by `is_causal`; all layers of a model mostly share one mask, which is then looked at once."""
+    known: dict[Any, bool] = {}
+    for node in graph.nodes:
+        if op_name(node) == "scaled_dot_product_attention":
+            mask = argument(node, "attn_mask")
+            if mask not in known:
+                known[mask] = _has_causal_mask(node)
+            if known[mask]:
+                _use_is_causal(node)
+
+
+def _has_causal_mask(attention: Node) -> bool:
+    """Whether the mask of this attention is a constant: true up to the diagonal, false above it, the same for all samples and heads."""
+    mask, query, key = (argument(attention, name) for name in ("attn_mask", "query", "key"))
+    length, num_keys = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
+    if not isinstance(mask, Node) or not isinstance(length, int) or not isinstance(num_keys, int) or length != num_keys:
+        return False
+    while op_name(mask) == "expand":  # over samples and heads; the size it takes may be the batch
+        mask = mask.all_input_nodes[0]
+    fake = mask.meta["val"]
+    if fake.dtype != torch.bool or not all(isinstance(size, int) for size in fake.shape) or fake.numel() != length * length:
+        return False
+    value = _constant_value(mask) if fake.shape[-2:] == (length, length) else None
+    return value is not None and torch.equal(value.cpu().reshape(length, length), torch.ones(length, length, dtype=torch.bool).tril())
+
+
+def _constant_value(node: Node) -> torch.Tensor | None:
+    """The value of a node that is computed from numbers alone, or None."""
+    needed: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        source = waiting.pop()
+        draws = isinstance(source.target, OpOverload) and torch.Tag.nondeterministic_seeded in source.target.tags
+        if source.op != "call_function" or draws or written_names(source):
+            return None
+        needed.add(source)
+        waiting.extend(other for other in source.all_input_nodes if other not in needed)
+    values: dict[Node, Any] = {}
+    for source in node.graph.nodes:
+        if source in needed:
+            args, kwargs = map_arg((source.args, source.kwargs), values.__getitem__)
+            values[source] = source.target(*args, **kwargs)  # type: ignore[operator]
+    return values[node]  # type: ignore[no-any-return]
+
+
+def _use_is_causal(attention: Node) -> None:
+    given = {declared.name: argument(attention, declared.name) for declared in schema(attention.target).arguments}
+    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
+    attention.args, attention.kwargs = (query, key, value), {**given, "attn_mask": None, "is_causal": True}

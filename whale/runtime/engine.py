@@ -15,7 +15,7 @@ from torch import Tensor
 from whale import scheduling
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.capture.capture import capture_evaluation, capture_training
-from whale.capture.export import Loss
+from whale.capture.export import Loss, Task
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
 from whale.lowering.program import Lowered, lower
@@ -50,6 +50,10 @@ class Job:
     weights: dict[str, Tensor]
     """this rank's parameters and buffers, by first name"""
     ranks: Ranks
+
+    @property
+    def task(self) -> Task:
+        return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
 
 
 class Engine:
@@ -135,7 +139,7 @@ class Engine:
         if layout.key not in self._evaluation:
             _make_room(self._evaluation, self._job.config.max_captures)
             job = self._job
-            capture = capture_evaluation(job.model, layout, tensors, job.loss, torch.device(job.ranks.device).type)
+            capture = capture_evaluation(job.model, layout, tensors, job.task)
             prepared = prepare(capture, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch)
             if prepared.only_whole is not None and max(self.plan.num_micro_batch, _widest(self.plan)) > 1:
                 raise ValueError(prepared.only_whole.message)
@@ -187,7 +191,7 @@ class Engine:
             job = self._job
             logger.info("capturing the model again: %s", _what_changed(layout, job.sample))
             _make_room(self._training, job.config.max_captures)
-            capture = capture_training(job.model, layout, tensors, job.loss, torch.device(job.ranks.device).type)
+            capture = capture_training(job.model, layout, tensors, job.task)
             prepared = prepare(capture, job.config.num_micro_batch, job.config.loss_per_micro_batch)
             job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)

@@ -1,0 +1,258 @@
+"""The command `whale`: run, plan, show, diff, config. torch is imported by those that need it, so that `whale --help` answers at once.
+
+Exit codes: 0 all is well; 1 the job failed, the plan cannot be made, or the plans differ; 2 the command line is wrong. `whale run` ends
+with the exit code of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from whale.planning.plan import Plan
+
+FAILED, WRONG_USE = 1, 2
+INTERRUPTED = 130
+"""what shells give for Ctrl-C: 128 + SIGINT"""
+PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save")
+PLAN_FLAGS = ("--debug",)
+
+app = typer.Typer(
+    name="whale",
+    help="Write a PyTorch model for one device; Whale plans it onto the devices that you have, and trains it there.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ScriptArgument = Annotated[Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")]
+OwnArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own arguments, passed on as they are")]
+
+
+def own_options_first(words: Sequence[str]) -> list[str]:
+    """`whale plan train.py -n 8 --lr 3` means `whale plan -n 8 train.py --lr 3`: Whale's options may also stand right behind the script.
+
+    From the first other word on, everything is the script's; `--` ends Whale's options where the script has some of the same name.
+    """
+    before = _num_own_words(words)
+    if before == len(words) or words[before].startswith("-"):
+        return list(words)
+    script, rest = words[before], list(words[before + 1 :])
+    after = _num_own_words(rest)
+    own, passed_on = rest[:after], rest[after:]
+    return [*words[:before], *own, script, *(passed_on[1:] if passed_on[:1] == ["--"] else passed_on)]
+
+
+def _num_own_words(words: Sequence[str]) -> int:
+    """How many words at the start are options of `whale plan` and their values."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word in PLAN_OPTIONS_WITH_VALUE:
+            place += 2
+        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save)=.*", word):
+            place += 1
+        else:
+            break
+    return min(place, len(words))
+
+
+class _OptionsAroundScript(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, own_options_first(args))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from whale import __version__
+
+        print(f"whale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: ScriptArgument,
+    arguments: OwnArguments = None,
+    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices, else CPU cores]")] = None,
+    restarts: Annotated[int, typer.Option(help="How often all ranks are started again after a failure.")] = 0,
+) -> None:
+    """Run a training script on several ranks of this machine.
+
+    Options of Whale come before the script: everything behind it is the script's own.
+    """
+    from whale import launcher
+
+    _require_script(script, "run")
+    if num_ranks is not None and num_ranks < 1:
+        _stop(f"whale run: -n {num_ranks}: at least 1 rank is needed")
+    if restarts < 0:
+        _stop(f"whale run: --restarts {restarts}: it cannot be negative")
+    try:
+        failure = launcher.launch(script, arguments or [], num_ranks or launcher.default_num_ranks(), restarts)
+    except KeyboardInterrupt:
+        _stop("whale run: interrupted, all ranks are ended", INTERRUPTED)
+    except Exception as error:
+        signal_number = getattr(error, "sigval", None)  # torch's SignalException, by its only attribute: its module is slow to import
+        if signal_number is None:
+            raise
+        _stop(f"whale run: got {signal_number.name}, all ranks are ended", 128 + signal_number)
+    if failure is not None:
+        _stop(f"whale run: {failure}", failure.exit_code)
+
+
+@app.command(cls=_OptionsAroundScript, context_settings={"allow_interspersed_args": False})
+def plan(
+    script: ScriptArgument,
+    arguments: OwnArguments = None,
+    num_devices: Annotated[int | None, typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the plan to this JSON file.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Show how a training script would run on several devices, without starting any process.
+
+    The script runs up to wh.parallelize. Options of Whale may stand before the script or right behind it.
+    """
+    from whale.launcher import default_num_ranks
+
+    _require_script(script, "plan")
+    if num_devices is not None and num_devices < 1:
+        _stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
+    if save is not None and not save.absolute().parent.is_dir():
+        _stop(f"whale plan: --save {save}: there is no folder {save.parent}")
+    made = _plan_of_script(script, arguments or [], num_devices or default_num_ranks(), debug)
+    _print(made)
+    if save is not None:
+        made.save(save)
+        print(f"saved as {save}")
+
+
+def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool) -> Plan:
+    from whale.api import PlanReady, planning_only
+    from whale.launcher import run_script, script_traceback
+
+    exit_code: object = None
+    try:
+        with planning_only(num_devices):
+            run_script(script, arguments)
+    except PlanReady as ready:
+        return ready.plan
+    except SystemExit as stop:
+        exit_code = stop.code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+            raise typer.Exit(FAILED) from None
+        if isinstance(error, ValueError) and _comes_from_whale(error):
+            _stop(f"whale plan: {error}", FAILED)
+        _stop(f"{script_traceback(error, script)}whale plan: {script} failed before it reached wh.parallelize", FAILED)
+    if exit_code not in (None, 0):
+        _stop(f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached wh.parallelize", FAILED)
+    _stop(f"whale plan: {script} ended without calling wh.parallelize, so there is nothing to plan")
+
+
+def _comes_from_whale(error: BaseException) -> bool:
+    """Whether Whale refused something, in contrast to an error of the script's own."""
+    own = Path(__file__).parent
+    launching = (str(own / "cli.py"), str(own / "launcher.py"))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(Path(file).is_relative_to(own) and file not in launching for file in files)
+
+
+@app.command()
+def show(file: Annotated[Path, typer.Argument(metavar="PLAN.JSON")]) -> None:
+    """Print a saved plan."""
+    _print(_load(file, "show"), str(file))
+
+
+@app.command()
+def diff(a: Annotated[Path, typer.Argument(metavar="A.JSON")], b: Annotated[Path, typer.Argument(metavar="B.JSON")]) -> None:
+    """List the differences of two saved plans; exit code 1 when there are any."""
+    from whale.planning.plan import diff as differences
+
+    lines = differences(_load(a, "diff"), _load(b, "diff"))
+    for line in lines:
+        print(line)
+    if lines:
+        raise typer.Exit(FAILED)
+    print("no difference")
+
+
+@app.command()
+def config() -> None:
+    """Print all settings of wh.Config: as a table on a terminal, as Markdown into a file."""
+    from dataclasses import fields
+
+    from whale.config import Config, descriptions, document
+
+    console = Console()
+    if not console.is_terminal:
+        print(document(), end="")
+        return
+    table = Table(show_lines=True)
+    for name in ("key", "type", "default", "meaning"):
+        table.add_column(name)
+    meanings = descriptions()
+    for item in fields(Config):
+        table.add_row(item.name, Text(str(item.type)), Text(repr(item.default)), Text(" ".join(meanings[item.name].split())))
+    console.print(table)
+
+
+def _load(file: Path, command: str) -> Plan:
+    from whale.planning.plan import Plan
+
+    try:
+        return Plan.load(file)
+    except OSError as error:
+        _stop(f"whale {command}: {file}: {error.strerror}")
+    except ValueError as error:
+        _stop(f"whale {command}: {error}")
+
+
+def _print(made: Plan, name: str = "the plan") -> None:
+    from whale.report import print_plan
+
+    try:
+        print_plan(made)
+    except (LookupError, TypeError, ValueError) as error:  # a file whose parts do not fit together
+        _stop(f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again with `whale plan --save`")
+
+
+def _require_script(script: Path, command: str) -> None:
+    if not script.is_file():
+        what = "is a folder" if script.is_dir() else "no such file"
+        _stop(f"whale {command}: {script}: {what}; give a Python script")
+
+
+def _stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:
+    """Ends the command with one message on stderr."""
+    sys.stdout.flush()
+    print(message, file=sys.stderr)
+    raise typer.Exit(exit_code)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Starts the ranks of a job on this machine, through torch's own elastic launcher, and says which rank failed first and why.
+
+    launch           in the launcher: starts the ranks, waits, gives the first failure
+    run_as_rank      in each rank: runs the script as `python script.py` would, and writes down how it failed
+    run_script       a script as the main program of this process; also used by `whale plan`
+
+Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to tell the rank that failed from those
+that noticed. A rank ends itself when its launcher is gone, however that ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""where torch's launcher tells a rank to write its error"""
+GRACE_S = 5
+"""how long a rank gets to end itself, before it is killed"""
+WATCH_S = 1.0
+"""how often a rank looks whether its launcher is still there"""
+LONGEST_TEXT = 500
+
+# The empty entry of sys.path is the current folder: a file there must not hide a module that Whale imports.
+_RANK_PROGRAM = "import sys; sys.path[:] = [p for p in sys.path if p]; from whale.launcher import run_as_rank; run_as_rank()"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a job ended that did not end well."""
+
+    rank: int
+    text: str
+    """the last line of the rank's traceback, or the signal that ended it"""
+    exit_code: int
+    """for the shell: the rank's own, or 128 + signal"""
+    num_failed: int
+
+    def __str__(self) -> str:
+        others = f" ({self.num_failed - 1} more failed after it)" if self.num_failed > 1 else ""
+        return f"rank {self.rank} failed: {self.text}{others}"
+
+
+def default_num_ranks() -> int:
+    """One rank for each CUDA device, else for each CPU core that this process may use."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int = 0) -> Failure | None:
+    """Runs the script on `num_ranks` ranks of this machine; None when all ended well. Ctrl-C ends all ranks and is raised on."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+    logging.disable(logging.ERROR)  # the failure is told below, in one line; of this process only, not of the ranks
+    with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # the host's own name may lead nowhere
+            max_restarts=num_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays a KeyboardInterrupt: then ranks get SIGTERM, which also ends a wait
+            shutdown_timeout=GRACE_S,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-c", _RANK_PROGRAM, str(script), *arguments)
+        except ChildFailedError as error:
+            return first_failure(error.failures)
+    return None
+
+
+def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
+    """The failure that the others followed from.
+
+    A rank killed by a signal comes first, since no other rank's error can do that; then the earliest exception. SIGTERM is what
+    the launcher itself sends to the ranks that were left.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0 or _written(failure) is not None, _time_ns(failure)
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    text = _written(failure)
+    num_failed = sum(other.exitcode != -signal.SIGTERM for other in failures.values())
+    if text is not None:
+        return Failure(rank, text, max(failure.exitcode, 1), num_failed)
+    if failure.exitcode < 0:
+        hint = ", often by the system for want of memory" if failure.exitcode == -signal.SIGKILL else ""
+        return Failure(rank, f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})", 128 - failure.exitcode, num_failed)
+    return Failure(rank, f"exit code {failure.exitcode}", failure.exitcode, num_failed)
+
+
+def _written(failure: ProcessFailure) -> str | None:
+    """What the rank wrote down."""
+    message: Any = failure.error_file_data.get("message")
+    return message["message"] if isinstance(message, dict) else None
+
+
+def _time_ns(failure: ProcessFailure) -> int:
+    return int(failure.error_file_data.get("time_ns", failure.timestamp * 10**9))
+
+
+def run_as_rank() -> None:
+    """The program of each rank: `sys.argv[1:]` is the script and its arguments."""
+    script, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    faulthandler.enable()  # a crash in C++ shows where Python was
+    try:
+        run_script(Path(script), arguments)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _write_down(f"sys.exit({stop.code!r})")
+        raise
+    except BaseException as error:
+        _write_down(_last_line(error))
+        # one write: tracebacks of several ranks do not mix line by line
+        sys.stderr.write(f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}")
+        sys.exit(1)
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Runs a script as `python script.py arguments` would, in this process."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def script_traceback(error: BaseException, script: Path) -> str:
+    """The traceback from the script on, without the frames that started it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _last_line(error: BaseException) -> str:
+    """`ValueError: what was wrong`: first line of the message, which torch's C++ errors follow with pages."""
+    line = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SyntaxError):  # file and place come first there
+        line = f"{line.splitlines()[-1]} ({error.filename}:{error.lineno})"
+    line = line.splitlines()[0]
+    return line if len(line) <= LONGEST_TEXT else line[:LONGEST_TEXT] + "..."
+
+
+def _write_down(text: str) -> None:
+    """In the form that torch's launcher reads, and the exact time besides."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return
+    now = time.time_ns()
+    record = {"message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}}, "time_ns": now}
+    Path(path).write_text(json.dumps(record))
+
+
+def _end_with_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(WATCH_S)
+    os._exit(1)

@@ -1,0 +1,228 @@
+"""A plan in the terminal: what runs where, what crosses each cut, the schedule as a picture, and why.
+
+`render_plan` gives the parts in reading order; each part is one function below. No torch here: saved plans print at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from whale.planning.plan import Crossing, Plan
+from whale.planning.samples import SampleMap
+from whale.planning.shares import micro_batch_sizes
+from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.scheduling.action import Schedule
+from whale.scheduling.picture import draw
+
+SHOWN_REPLICAS = 4
+"""model replicas listed one by one; the rest in one line"""
+SHOWN_CROSSINGS = 24
+"""the largest; the rest in one line"""
+SHOWN_NAMES = 12
+SHOWN_SHARES = 6
+"""devices of a VirtualDevice whose unequal shares are written out"""
+NARROWEST_PICTURE = 60
+
+
+def summary(plan: Plan) -> str:
+    """The plan in one line."""
+    kinds = ", ".join(f"{number} x {kind}" for kind, number in Counter(plan.device_kinds).items())
+    return (
+        f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x {count(plan.num_replicas, 'model replica')}, "
+        f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule {plan.schedule['name']}"
+    )
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints the plan; without a terminal it is 120 columns wide and has no colours."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=120)
+    console.print(render_plan(plan))
+
+
+def render_plan(plan: Plan) -> Group:
+    """All parts of the plan, as something that rich can print."""
+    parts: list[RenderableType] = [Text(summary(plan), style="bold"), _task_graphs(plan), _devices(plan)]
+    for part in (_crossings(plan), _tied(plan), _losses(plan)):
+        if part is not None:
+            parts.append(part)
+    parts += [_Picture(Schedule.from_json(plan.schedule)), _decisions(plan)]
+    if plan.notes:
+        parts.append(_lines("Notes", plan.notes))
+    return Group(*(piece for part in parts for piece in (part, Text())))
+
+
+def _task_graphs(plan: Plan) -> Table:
+    table = _table("TaskGraphs (FLOP: forward of one mini-batch)", "TaskGraph", "what", "strategy", "VirtualDevice")
+    _add_numbers(table, "operations", "FLOP", "parameters")
+    for part in plan.task_graphs:
+        _add_row(
+            table,
+            str(part.index),
+            part.label,
+            part.strategy,
+            str(part.virtual_device),
+            str(part.num_operations),
+            human_flop(part.forward_flop),
+            human_bytes(part.parameter_bytes),
+        )
+    return table
+
+
+def _devices(plan: Plan) -> Table:
+    """One row for each VirtualDevice in each model replica; the work is the same in all replicas, the share of the samples may differ."""
+    title = "VirtualDevices (each device: samples of a micro-batch, forward FLOP and time of a mini-batch)"
+    table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
+    _add_numbers(table, "FLOP", "parameters", "time")
+    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+    for device in plan.virtual_devices:
+        stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
+        share = plan.num_replicas * device.num_devices
+        work = (
+            human_flop(sum(stage.forward_flop for stage in stages) / share),
+            _parameters_of(plan, device.index),
+            human_seconds(sum(stage.forward_s for stage in stages)),
+        )
+        for replica, ranks in enumerate(device.ranks[:SHOWN_REPLICAS]):
+            first = (str(device.index), ranges([stage.index for stage in stages])) if replica == 0 else ("", "")
+            kinds = ", ".join(dict.fromkeys(plan.device_kinds[rank] for rank in ranks))
+            shares = _samples(plan, samples, replica, device.index)
+            _add_row(table, *first, str(replica), ranges(ranks), kinds, shares, *(work if replica == 0 else ()))
+        if plan.num_replicas > SHOWN_REPLICAS:
+            _add_row(table, "", "", "...", f"{plan.num_replicas - SHOWN_REPLICAS} more")
+    return table
+
+
+def _parameters_of(plan: Plan, virtual_device: int) -> str:
+    """Bytes of parameters on one device. A parameter that two stages of the device share counts twice: then it is an upper bound."""
+    stages = [stage for stage in plan.stages if stage.virtual_device == virtual_device]
+    names = Counter(name for stage in stages for name in stage.parameters)
+    bound = "at most " if any(times > 1 for times in names.values()) else ""
+    return bound + human_bytes(sum(stage.parameter_bytes for stage in stages))
+
+
+def _samples(plan: Plan, samples: SampleMap, replica: int, virtual_device: int) -> str:
+    """`4` each, or `3+2` for unequal devices; micro-batches of unequal size one after the other: `2 (3 times), 1 (once)`."""
+    sizes = micro_batch_sizes(plan.batch_size, plan.num_micro_batch)
+    texts: Counter[str] = Counter()
+    known: dict[int, str] = {}
+    for micro_batch, size in enumerate(sizes):  # micro-batches of one size are cut alike
+        if size not in known:
+            known[size] = _shares([stop - start for start, stop in samples.devices(micro_batch, replica, virtual_device)])
+        texts[known[size]] += 1
+    if len(texts) == 1:
+        return next(iter(texts))
+    return ", ".join(f"{text} ({times}x)" for text, times in texts.items())
+
+
+def _shares(shares: list[int]) -> str:
+    if len(shares) == 1:
+        return str(shares[0])
+    if len(set(shares)) == 1:
+        return f"{shares[0]} each"
+    if len(shares) <= SHOWN_SHARES:
+        return "+".join(map(str, shares))
+    return f"{min(shares)} to {max(shares)} each"
+
+
+def _crossings(plan: Plan) -> Table | None:
+    """What crosses each cut: the largest first, the rest summed up."""
+    if not plan.crossings:
+        return None
+    table = _table("What crosses between stages (gradient yes: as many bytes come back)", "value", "stages")
+    _add_numbers(table, "sample", "mini-batch")
+    table.add_column("gradient")
+    table.add_column("source line", overflow="fold")
+    by_size = sorted(plan.crossings, key=lambda crossing: -_mini_batch_bytes(plan, crossing))
+    shown = by_size[:SHOWN_CROSSINGS]
+    for crossing in sorted(shown, key=lambda crossing: (crossing.source, crossing.destination)):
+        on_one_device = plan.stages[crossing.source].virtual_device == plan.stages[crossing.destination].virtual_device
+        _add_row(
+            table,
+            crossing.value,
+            f"{crossing.source} -> {crossing.destination}" + (" (same device)" if on_one_device else ""),
+            human_bytes(crossing.sample_bytes) if crossing.batched else "no samples",
+            human_bytes(_mini_batch_bytes(plan, crossing)),
+            "yes" if crossing.gradient else "no",
+            crossing.line,
+        )
+    if rest := by_size[SHOWN_CROSSINGS:]:
+        total = human_bytes(sum(_mini_batch_bytes(plan, crossing) for crossing in rest))
+        _add_row(table, f"... {len(rest)} more", "", "", total, "", "")
+    return table
+
+
+def _mini_batch_bytes(plan: Plan, crossing: Crossing) -> int:
+    """Bytes that go one way in one mini-batch, all model replicas together; a value without samples goes whole to every device."""
+    if crossing.batched:
+        return crossing.sample_bytes * plan.batch_size
+    return crossing.sample_bytes * plan.num_micro_batch * len(plan.ranks_of_stage(crossing.destination))
+
+
+def _tied(plan: Plan) -> RenderableType | None:
+    parameters = {name for stage in plan.stages for name in stage.parameters}
+    tied = {name: stages for name, stages in plan.holders.items() if len(stages) > 1 and name in parameters}
+    if not tied:
+        return None
+    return _lines("Tied weights", (f"{name}: on stages {ranges(stages)}, gradients summed over them" for name, stages in tied.items()))
+
+
+def _losses(plan: Plan) -> RenderableType | None:
+    if not plan.loss_terms:
+        return None
+    return _lines("Loss", (f"stage {term.stage}: {term.text}" for term in plan.loss_terms))
+
+
+def _decisions(plan: Plan) -> Table:
+    table = _table("Decisions", "what", "choice")
+    table.add_column("why", overflow="fold")
+    for decision in plan.decisions:
+        _add_row(table, decision.what, decision.choice, decision.why)
+    return table
+
+
+class _Picture:
+    """The schedule, as wide as the terminal; forward and backward in the ratio 1 to 2 of the cost model."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("Schedule (one row for each VirtualDevice of a model replica)", style="bold")
+        yield Text(draw(self.schedule, width=max(options.max_width, NARROWEST_PICTURE)), no_wrap=True, overflow="ignore")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _add_numbers(table: Table, *columns: str) -> None:
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Cells as they are: square brackets of globs and code are no markup."""
+    table.add_row(*map(Text, cells))
+
+
+def _lines(title: str, lines: Iterable[str]) -> Text:
+    """A heading and one line for each item."""
+    listed = list(lines)
+    shown = listed[:SHOWN_NAMES] + ([f"... {len(listed) - SHOWN_NAMES} more"] if len(listed) > SHOWN_NAMES else [])
+    text = Text(title, style="bold")
+    for line in shown:
+        text.append(f"\n  {line}", style="not bold")
+    return text

@@ -1,0 +1,66 @@
+"""Numbers as people read them: three significant digits and a unit. 1 KB is 1000 bytes, as on data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STEP = 1000.0
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def human_bytes(num_bytes: float) -> str:
+    """`1.23 MB`; below 1 KB the exact count."""
+    return _scaled(num_bytes, ("B", "KB", "MB", "GB", "TB", "PB"))
+
+
+def human_flop(flop: float) -> str:
+    """`1.23 GFLOP`."""
+    return _scaled(flop, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def human_seconds(seconds: float) -> str:
+    """`1.23 ms`."""
+    if seconds == 0:
+        return "0 s"
+    for size, unit in _SECONDS:
+        if seconds >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
+
+
+def human_percent(part: float) -> str:
+    """0.0625 -> `6.3 %`."""
+    return f"{100 * part:.1f} %"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs joined: [0, 1, 2, 5] -> `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def count(number: int, word: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}es" if word.endswith("ch") else f"{number} {word}s"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    if value < STEP:
+        return f"{value:.0f} {units[0]}"
+    for unit in units[1:]:
+        value /= STEP
+        if float(f"{value:.3g}") < STEP or unit == units[-1]:
+            return f"{_digits(value)} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never in powers of ten: 999.6 -> `1000`."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

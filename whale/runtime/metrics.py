@@ -1,0 +1,110 @@
+"""Metrics of a run: one JSON line for each step and rank, always readable while the run goes on.
+
+`run_folder/metrics/rank_00000.jsonl`, ... Each rank writes its own file, so nothing is sent for it. `whale top run_folder` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from whale.planning.plan import Plan
+from whale.runtime.result import StepResult
+
+BACKWARD_AND_FORWARD = 3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
+
+
+def metrics_file(run_folder: str | Path, rank: int) -> Path:
+    return Path(run_folder) / "metrics" / f"rank_{rank:05d}.jsonl"
+
+
+@dataclass
+class Metrics:
+    """Writes this rank's lines."""
+
+    run_folder: Path
+    rank: int
+    plan: Plan
+    peak_flop_per_s: float
+    """of all devices together: what model FLOP utilisation is measured against"""
+    tensorboard: bool = False
+    _file: IO[str] | None = None
+    _board: Any = None
+    _started: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        path = metrics_file(self.run_folder, self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1)  # a line reaches the file when its step ends
+        if self.tensorboard and self.rank == 0:
+            self._board = _open_board(self.run_folder / "tensorboard")
+
+    def write(self, step: int, result: StepResult, num_samples: int) -> None:
+        """One step. Called a step late, so that the loss has arrived and nothing is waited for."""
+        timing = result.timing
+        flop = BACKWARD_AND_FORWARD * sum(stage.forward_flop for stage in self.plan.stages) * num_samples / self.plan.batch_size
+        line = {
+            "step": step,
+            "time": time.time(),
+            "rank": self.rank,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            "samples_per_s": num_samples / timing.total_s,
+            "model_flop_utilisation": flop / timing.total_s / self.peak_flop_per_s,
+            "total_s": timing.total_s,
+            "compute_s": timing.compute_s,
+            "communication_s": timing.communication_s,
+            "bubble_s": timing.bubble_s,
+            "memory_bytes": peak_memory_bytes(),
+        }
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk must not end the training
+            print(f"whale: metrics of step {step} could not be written to {self.run_folder}: {error}", file=sys.stderr)
+        if self._board is not None:
+            for name in ("loss", "grad_norm", "lr", "samples_per_s", "model_flop_utilisation"):
+                self._board.add_scalar(name, line[name], step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory so far: torch's allocator on CUDA, the process elsewhere."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Lines of every rank; a half-written last line is left out."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl")):
+        lines = []
+        for text in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        found[int(path.stem.removeprefix("rank_"))] = lines
+    return found
+
+
+def _open_board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError('"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]"') from error
+    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
