@@ -5,31 +5,31 @@
     torchrun --nproc-per-node 4 examples/quickstart.py       the same
     whale plan -n 4 examples/quickstart.py                   what would run where, without running it
 
-The model is plain PyTorch. The four lines that make it a Whale job are marked with "# line".
+The model is plain PyTorch. The four lines that make it a Whale job end with "# line 1" to "# line 4".
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 import whale as wh
 from whale.report import print_plan
 
 SHAPES = ("circle", "square", "diamond", "cross")
-IMAGE, PATCH, WIDTH, HEADS = 16, 4, 48, 4  # pixels of an image, pixels of a patch, features of a token, attention heads
+IMAGE, PATCH = 16, 4  # pixels along one side
+WIDTH, HEADS = 48, 4
 NUM_PATCHES = (IMAGE // PATCH) ** 2
-NOISE = 0.25
+NOISE = 0.1
+REPORT_EVERY = 10  # steps
 
-# Suffixes of tensors: B samples, T patches of an image, D features.
+# Suffixes of tensors: B samples, T patches of an image, D features, H down and W right in an image.
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Patches(nn.Module):
-    """Cuts an image into patches: one token for each, with its place."""
+    """Cuts an image into patches and makes a token of each, with its place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class Patches(nn.Module):
 
 
 class Net(nn.Module):
-    """Image -> one score for each shape. Like the models of Hugging Face it returns its loss."""
+    """Image -> one score for each shape. Like the models of Hugging Face it returns its loss, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        with wh.replicate(1):  # line 2: everything built here is TaskGraph 0
-            self.bottom = nn.Sequential(Patches(), Block(), Block())
+        with wh.replicate(1):  # line 2: what is built here is TaskGraph 0
+            self.bottom = nn.Sequential(Patches(), Block())
         with wh.replicate(1):  # line 3: TaskGraph 1
-            self.top = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
+            self.top = nn.Sequential(Block(), nn.LayerNorm(WIDTH))
             self.head = nn.Linear(WIDTH, len(SHAPES))
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -78,50 +78,85 @@ class Net(nn.Module):
 
 
 def draw(num_samples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Outlines of random size at random places, in noise. The same generator gives the same images on every rank."""
+    """Outlines of random size, not quite in the middle, in noise. The same generator gives the same images on every rank."""
 
-    def uniform() -> Tensor:
-        return torch.rand(num_samples, generator=generator).view(-1, 1, 1)
+    def between(low: float, high: float) -> Tensor:
+        return (low + (high - low) * torch.rand(num_samples, generator=generator)).view(-1, 1, 1)
 
-    radius = 3 + 3 * uniform()
-    room = IMAGE - 1 - 2 * radius
+    radius = between(3.5, 6)
     pixels = torch.arange(IMAGE)
-    down = (pixels.view(1, -1, 1) - (radius + room * uniform())).abs()  # distance of each pixel from the middle of the shape
-    right = (pixels.view(1, 1, -1) - (radius + room * uniform())).abs()
-    inside = torch.maximum(down, right) <= radius
-    distances = torch.stack(
+    down_BHW = (pixels.view(1, -1, 1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)  # how far each pixel is from the middle
+    right_BHW = (pixels.view(1, 1, -1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)
+    furthest, nearest = torch.maximum(down_BHW, right_BHW), torch.minimum(down_BHW, right_BHW)
+    from_outline = torch.stack(
         [
-            (down**2 + right**2).sqrt() - radius,
-            torch.maximum(down, right) - radius,
-            (down + right) - radius,
-            torch.where(inside, torch.minimum(down, right), float("inf")),
+            torch.hypot(down_BHW, right_BHW) - radius,
+            furthest - radius,
+            down_BHW + right_BHW - radius,
+            torch.where(furthest <= radius, nearest, IMAGE),
         ]
     )
     labels = torch.randint(len(SHAPES), (num_samples,), generator=generator)
-    outlines = (distances[labels, torch.arange(num_samples)].abs() < 0.7).float()
-    noise = NOISE * torch.randn(outlines.shape, generator=generator)
-    return {"images": (outlines + noise).unsqueeze(1), "labels": labels}
+    images = (from_outline[labels, torch.arange(num_samples)].abs() < 0.7).float()
+    images += NOISE * torch.randn(images.shape, generator=generator)
+    return {"images": images.unsqueeze(1), "labels": labels}
 
 
-class Progress:
-    """One line that is refreshed on a terminal, a line every few steps elsewhere. Says something on rank 0 only."""
+def train(engine: wh.Engine, num_steps: int, batch_size: int, is_first: bool) -> list[wh.StepResult]:
+    """A refreshed line on a terminal, a line every few steps elsewhere; figures are of rank 0 since the line before."""
+    generator = torch.Generator().manual_seed(1)
+    results: list[wh.StepResult] = []
+    refreshed = sys.stdout.isatty()
+    start = time.perf_counter()
+    for step in range(1, num_steps + 1):
+        results.append(engine.step(draw(batch_size, generator)))
+        loss = results[-1].loss  # the same on every rank
+        if step % REPORT_EVERY == 0 or step in (1, num_steps):
+            recent = results[-REPORT_EVERY:]
+            total_s = sum(result.timing.total_s for result in recent)
+            bubble = sum(result.timing.bubble_s for result in recent) / total_s
+            speed = batch_size * len(recent) / total_s
+            line = f"step {step:4}/{num_steps}   loss {loss:.6f}   {speed:6.0f} samples/s   bubble {bubble:4.0%}"
+            if is_first:
+                print(f"\r{line}" if refreshed else line, end="" if refreshed and step < num_steps else "\n", flush=True)
+    if is_first:
+        print(f"{num_steps} steps in {time.perf_counter() - start:.1f} s")
+    return results
 
-    PLAIN_EVERY = 10
 
-    def __init__(self, console: Console, num_steps: int, batch_size: int) -> None:
-        self.console, self.num_steps, self.batch_size = console, num_steps, batch_size
-        self.step = 0
-        self.timings: list[wh.Timing] = []
-        self.status = console.status("training") if console.is_terminal else None
+def print_times(results: list[wh.StepResult]) -> None:
+    """Where the time went on rank 0."""
+    total_s = sum(result.timing.total_s for result in results)
+    parts = {
+        "compute": sum(result.timing.compute_s for result in results),
+        "waiting for other stages (bubble)": sum(result.timing.bubble_s for result in results),
+        "waiting for gradient sums": sum(result.timing.communication_s for result in results),
+    }
+    parts["the rest"] = total_s - sum(parts.values())
+    print("time of rank 0: " + ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items()))
 
-    def __enter__(self) -> Progress:
-        if self.status is not None:
-            self.status.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.status is not None:
-            self.status.stop()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=128)
+    options = parser.parse_args()
+    is_first = os.environ.get("RANK", "0") == "0"
 
-    def add(self, loss: float, timing: wh.Timing) -> None:
-        pass
+    wh.init(wh.Config({"num_micro_batch": 4}))  # line 1
+    sample = draw(options.batch, torch.Generator().manual_seed(0))
+    engine = wh.parallelize(Net, sample, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3))  # line 4
+    if is_first:
+        print_plan(engine.plan)
+    results = train(engine, options.steps, options.batch, is_first)
+    held_out = draw(512, torch.Generator().manual_seed(2))
+    outcome = engine.evaluate(held_out, outputs=True)
+    loss = outcome.loss
+    if is_first:  # only rank 0 has the outputs
+        right = (outcome.outputs["scores"].argmax(1) == held_out["labels"]).float().mean().item()
+        print(f"on 512 drawings that it has never seen: {right:.1%} right, loss {loss:.6f}")
+        print_times(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,8 @@
     what is on the right      a large blue square
     what is at the top        nothing
 
-A *scene* is what a caption can tell: sizes, colours, shapes and where they are. One scene gives many drawings: exact places and shades differ.
-One scene in ten is held out, so that no caption of the `held_out` split has been seen in training.
+A *scene* is what a caption can tell: sizes, colours, shapes and where they are. One scene gives many drawings: exact places and
+shades differ. One scene in ten is held out, so that no caption of the `held_out` split has been seen in training.
 
 Sample i is a pure function of (seed, split, i), by hashing: every rank can draw any sample.
 
@@ -197,24 +197,26 @@ def _object(number: int) -> Object | None:
 
 # ---- painting
 
-ALONG, ACROSS = 1.5, 3.0
-"""pixels by which a shape is moved at most: along the axis, and across it. Less than the distance from the middle, so left is never top"""
+ALONG, ACROSS = 1, 2
+"""whole pixels by which a shape is moved at most, along the axis and across it. Every shape stays in its half, and left is never top"""
 SHADES = (0.8, 1.0)
 """brightness of a shape"""
 BACKGROUND = (0.0, 0.25)
 """grey of the paper"""
+MEAN, DEVIATION = np.float32(0.2), np.float32(0.2)
+"""of all pixels"""
 
 
 def _paint(parts: Numbers, draw: _Numbers) -> Floats:
-    """(B, 3, Y, X) pixels in 0..1."""
+    """(B, 3, Y, X) pixels, shifted and scaled from 0..1 to mean 0 and deviation 1."""
     axis_B1, object_BO = parts[:, :1], parts[:, 1:]
     rest_BO, shape_BO = np.divmod(object_BO, len(SHAPES))
     size_BO, colour_BO = np.divmod(rest_BO, len(COLOURS))
     there_BO = object_BO < NUM_OBJECTS
     radius_BO = np.array(RADIUS, np.float32)[np.where(there_BO, size_BO, 0)]
     quarter = IMAGE_SIZE / 4
-    along_BO = np.array([quarter, 3 * quarter], np.float32) + draw.between(-ALONG, ALONG, 2)
-    across_BO = IMAGE_SIZE / 2 + draw.between(-ACROSS, ACROSS, 2)
+    along_BO = np.array([quarter, 3 * quarter], np.float32) + draw.whole(-ALONG, ALONG, 2)
+    across_BO = IMAGE_SIZE / 2 + draw.whole(-ACROSS, ACROSS, 2)
     x_BO, y_BO = np.where(axis_B1 == 0, along_BO, across_BO), np.where(axis_B1 == 0, across_BO, along_BO)
     pixel = np.arange(IMAGE_SIZE, dtype=np.float32) + 0.5
     inside_BOYX = _inside(pixel[:, None] - y_BO[..., None, None], pixel - x_BO[..., None, None], radius_BO[..., None, None], shape_BO)
@@ -223,7 +225,7 @@ def _paint(parts: Numbers, draw: _Numbers) -> Floats:
     image = np.broadcast_to(draw.between(*BACKGROUND, 1)[..., None, None], (len(parts), 3, IMAGE_SIZE, IMAGE_SIZE))
     for which in range(2):
         image = np.where(inside_BOYX[:, which, None], colours[:, which, :, None, None], image)
-    return image
+    return (image - MEAN) / DEVIATION
 
 
 def _inside(down: Floats, right: Floats, radius: Floats, shape_BO: Numbers) -> npt.NDArray[np.bool_]:
@@ -232,7 +234,7 @@ def _inside(down: Floats, right: Floats, radius: Floats, shape_BO: Numbers) -> n
     box = np.maximum(y, x) <= radius
     forms = (
         y**2 + x**2 <= radius**2,  # circle
-        np.maximum(y, x) <= 0.85 * radius,  # square, of about the circle's area
+        box,  # square
         box & (2 * x <= down + radius),  # triangle, standing on its side
         box & (np.minimum(y, x) <= 0.35 * radius),  # cross
     )
@@ -261,6 +263,10 @@ class _Numbers:
 
     def uniform(self) -> Floats:
         return (self._next() >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+
+    def whole(self, low: int, high: int, count: int) -> Floats:
+        """(B, count), `high` included"""
+        return np.stack([low + self.below(high - low + 1) for _ in range(count)], 1).astype(np.float32)
 
     def between(self, low: float, high: float, count: int) -> Floats:
         """(B, count)"""

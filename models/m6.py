@@ -1,8 +1,8 @@
 """M6: an encoder-decoder transformer that reads an image and a text, and writes a text.
 
-The image is cut into patches, each patch becomes one token by a linear projection, and the tokens of the prompt follow: one sequence for the
-encoder, which sees all of it at once. The decoder writes the caption, each token from those before it and from the encoder. Blocks
-normalise their inputs (pre-LN). Prompt, caption and output head share one table of words.
+The image is cut into patches, each patch becomes one token by a linear projection, and the tokens of the prompt follow: one sequence
+for the encoder, which sees all of it at once. The decoder writes the caption, each token from those before it and from the encoder.
+Blocks normalise their inputs (pre-LN). Prompt, caption and output head share one table of words.
 
 Suffixes of tensors:
     B samples      P patches     Q prompt tokens     S tokens of the encoder = P + Q     T caption tokens
@@ -56,7 +56,9 @@ class M6Config:
         if self.width % self.num_heads:
             raise ValueError(f"M6Config: num_heads {self.num_heads} does not divide width {self.width}")
         if self.vocabulary_size <= END:
-            raise ValueError(f"M6Config: vocabulary_size {self.vocabulary_size} is too small: the first {END + 1} words are PAD, START and END")
+            raise ValueError(
+                f"M6Config: vocabulary_size {self.vocabulary_size} is too small: the first {END + 1} words are PAD, START and END"
+            )
 
     @property
     def num_patches(self) -> int:
@@ -68,17 +70,17 @@ class M6Config:
 
     @classmethod
     def small(cls) -> M6Config:
-        """0.7 million parameters: learns the drawings of `models/drawings.py` on a laptop."""
+        """0.3 million parameters: learns the drawings of `models/drawings.py` on a laptop."""
         return cls(
             vocabulary_size=28,
             image_size=24,
             patch_size=6,
             prompt_length=5,
             caption_length=11,
-            width=96,
+            width=64,
             num_heads=4,
             num_encoder_layers=2,
-            num_decoder_layers=3,
+            num_decoder_layers=2,
         )
 
     @classmethod

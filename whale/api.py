@@ -25,8 +25,10 @@ from whale.config import Config
 from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
-from whale.runtime.engine import Engine, Job, OptimizerFactory, SchedulerFactory
+from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
+from whale.runtime.shapes import Job
+from whale.runtime.update import OptimizerFactory, SchedulerFactory
 
 logger = logging.getLogger("whale")
 
@@ -60,7 +62,7 @@ def init(config: Config | dict[str, Any] | None = None) -> None:
     set_default_strategy(None)
     _session.config = checked
     if _session.num_devices is None:
-        _session.ranks = Ranks(checked.device, checked.timeout_s)
+        _session.ranks = Ranks(checked.device, checked.timeout_s, checked.stall_timeout_s)
 
 
 def num_devices() -> int:
@@ -119,6 +121,7 @@ def parallelize(
     if _session.num_devices is not None:
         raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster or _session.num_devices, config=config))
     ranks = _ranks()
+    ranks.start_watch()
     _check_same_job(ranks, config)
     layout, tensors = read_batch(sample_batch)
     built: torch.nn.Module | None = None
@@ -150,8 +153,9 @@ def parallelize(
     chosen = ranks.from_first(chosen)
     assert chosen is not None
     _check_num_devices(chosen, ranks)
-    weights = _weights(built, chosen, ranks, is_real, init, config)
-    return Engine(Job(built, loss, config, chosen, layout, prepared, weights, ranks), optimizer, scheduler)
+    names = tied_names(built)
+    weights = _weights(built, names, chosen, ranks, is_real, init, config)
+    return Engine(Job(built, loss, config, chosen, layout, prepared, weights, names, ranks), optimizer, scheduler)
 
 
 def _prepare(
@@ -218,10 +222,9 @@ def _check_same_job(ranks: Ranks, config: Config) -> None:
 
 
 def _weights(
-    model: torch.nn.Module, chosen: Plan, ranks: Ranks, is_real: bool, init: Init | None, config: Config
+    model: torch.nn.Module, names: dict[str, str], chosen: Plan, ranks: Ranks, is_real: bool, init: Init | None, config: Config
 ) -> dict[str, torch.Tensor]:
     own = set(chosen.stages_of_rank(ranks.rank))
-    names = tied_names(model)
     held = [name for name, stages in chosen.holders.items() if own & set(stages)]
     if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
         held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
@@ -259,7 +262,7 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
 
 def _ranks() -> Ranks:
     if _session.ranks is None:
-        _session.ranks = Ranks(_session.config.device, _session.config.timeout_s)
+        _session.ranks = Ranks(_session.config.device, _session.config.timeout_s, _session.config.stall_timeout_s)
     return _session.ranks
 
 

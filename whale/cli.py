@@ -93,7 +93,7 @@ def _top(
 def run(
     script: ScriptArgument,
     arguments: OwnArguments = None,
-    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices, else CPU cores]")] = None,
+    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]")] = None,
     restarts: Annotated[int, typer.Option(help="How often all ranks are started again after a failure.")] = 0,
 ) -> None:
     """Run a training script on several ranks of this machine.

@@ -83,7 +83,7 @@ class Config:
     """Gradients are summed between devices in pieces of about this many bytes, while the backward goes on."""
 
     precision: str = "default"
-    """`bf16` or `fp16`: the forward runs under autocast, weights stay as they are; fp16 also scales the loss. `default`: the model's own types."""
+    """`bf16` or `fp16`: the forward runs under autocast and weights stay as they are; fp16 also scales the loss. `default`: no autocast."""
 
     on_nonfinite: str = "stop"
     """What to do with a loss or gradient that is not a finite number: `stop` the job, `skip` the step on all ranks, or `continue`."""

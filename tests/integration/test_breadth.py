@@ -20,11 +20,11 @@ TWO_STAGES = PlanCase("2 stages", 2, {"num_micro_batch": 2}, (1, 1))
 ALWAYS = {
     "opt": "LayerDrop: skips layers by a random number",
     "bloom": "an autograd.Function of its own, whose derivative is that of its forward",
-    "mamba": "a recurrence instead of attention",
+    "mistral": "rotary positions, grouped heads, a sliding window",
     "albert": "one layer called four times",
-    "deberta_v2": "positions relative to both sides",
     "bart": "an encoder with a decoder",
-    "swin": "windows that are shifted, merged patches",
+    "beit": "images, relative positions",
+    "resnet": "convolutions with batch statistics",
     "wav2vec2": "convolutions over sound, weight normalisation",
 }
 NUM_STEPS = 1

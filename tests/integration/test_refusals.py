@@ -143,7 +143,9 @@ class ModuleHook(Net):
 
 
 LOST = [
-    pytest.param(StraightThrough, "RoundStraightThrough", line_of(StraightThrough.between, "apply"), "torch.library.custom_op", id="straight"),
+    pytest.param(
+        StraightThrough, "RoundStraightThrough", line_of(StraightThrough.between, "apply"), "torch.library.custom_op", id="straight"
+    ),
     pytest.param(Reversed, "ReverseGradient", line_of(Reversed.between, "apply"), "torch.library.custom_op", id="reversal"),
     pytest.param(TensorHook, "half", line_of(TensorHook.between, "register_hook"), "put the change into the forward", id="tensor hook"),
     pytest.param(ModuleHook, "above: halve_inputs", line_of(halve_inputs, "def"), "remove the hook", id="module hook"),

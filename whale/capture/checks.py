@@ -7,7 +7,6 @@ A check that cannot be made (dropout that is not a plain one, batch statistics) 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -132,7 +131,10 @@ class _Reader(Interpreter):
 
     def run_node(self, n: Node) -> object:
         region = n.meta.get("autocast")
-        with torch.autocast(*region[:2], enabled=region[2], cache_enabled=region[3]) if region else contextlib.nullcontext():
+        if region is None:
+            return self._run_node(n)
+        device, dtype, enabled, cache = region
+        with torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache):
             return self._run_node(n)
 
     def _run_node(self, n: Node) -> object:

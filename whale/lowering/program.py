@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
@@ -77,7 +78,7 @@ class Lowered:
             if node not in reached:
                 reached.add(node)
                 waiting.extend(source for source in node.all_input_nodes if source in self.assignment.gradients)
-        return [str(node.target) for node in reached if node.op == "get_attr"]
+        return sorted(str(node.target) for node in reached if node.op == "get_attr")
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The graph's placeholders: the whole mini-batch on this device, and the values that need all of it."""
@@ -87,6 +88,27 @@ class Lowered:
             return here
         with torch.no_grad():
             return [*here, *whole(*here)]
+
+    def all_tensors_from_shards(self, tensors: Sequence[Tensor], intervals: Sequence[tuple[int, int]], batch_size: int) -> list[Tensor]:
+        """The same when this rank has only the rows of `intervals`: what whole-mini-batch values read is put together by all devices."""
+        here = [tensor.to(self.ranks.device) for tensor in tensors]
+        num_inputs = len(self.prepared.captured.inputs)
+        whole = self.prepared.loss.whole_graph
+        wanted = {stage for stage, chunk in self.chunks.items() if any(place >= num_inputs for place in chunk.inputs)}
+        if whole is None or not wanted:
+            return here
+        stage_ranks = self.plan.ranks_of_stage(min(wanted))
+        group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
+        inputs: list[Tensor] = []
+        for node, tensor in zip((n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True):
+            if not self.prepared.captured.inputs[len(inputs)].batched:
+                inputs.append(tensor)
+            elif all(user.target is torch.ops.aten.sym_size.int for user in node.users):
+                inputs.append(tensor[:1].expand(batch_size, *tensor.shape[1:]))  # only its size is read
+            else:
+                inputs.append(_whole_rows(tensor, intervals, batch_size, group))
+        with torch.no_grad():
+            return [*here, *whole(*inputs)]
 
     def edges_are(self, plan: Plan) -> bool:
         """Whether the plan's own schedule fits this graph."""
@@ -123,6 +145,20 @@ class Lowered:
             device=self.ranks.device,
             seed_parts=(seed, replica, place),
         )
+
+
+def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any) -> Tensor:
+    """The whole tensor on every device of a stage, each of which has its own rows."""
+    full = torch.zeros(
+        (batch_size, *tensor.shape[1:]), dtype=torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, device=tensor.device
+    )
+    start = 0
+    for first, last in intervals:
+        full[first:last] = tensor[start : start + last - first]
+        start += last - first
+    if group is not None:
+        dist.all_reduce(full, group=group)
+    return full.to(tensor.dtype)
 
 
 def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks) -> Lowered:

@@ -128,7 +128,7 @@ def place_weights(
         sent = value_bytes(node) * num_micro_batch * len(stages - {source})
         if missing > sent and source <= min(stages) and node.target is not operator.getitem:
             stage_of[node] = source
-            stages = {source}
+            continue
         for stage in stages:
             held.setdefault(stage, set()).update(closure[node])
     return result_stage

@@ -50,7 +50,10 @@ def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Ma
 
 
 def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
-    """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers."""
+    """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers.
+
+    One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies before it, and only scalars are sent there.
+    """
     first_seen = {
         task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))
     }
@@ -59,10 +62,11 @@ def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
             producers = [of_operation[p] for p in node.all_input_nodes if p in of_operation]
             if producers:
                 of_operation[node] = max(producers, key=first_seen.__getitem__)
+    last = max(first_seen, key=first_seen.__getitem__)
     for node in reversed(activations):
         if node not in of_operation:
             consumers = [of_operation[user] for user in node.users if user in of_operation]
-            of_operation[node] = min(consumers, key=first_seen.__getitem__, default=0)
+            of_operation[node] = min(consumers, key=first_seen.__getitem__, default=last)
 
 
 def from_cuts(

@@ -28,11 +28,6 @@ def human_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-9)} ns"
 
 
-def human_percent(part: float) -> str:
-    """0.0625 -> `6.3 %`."""
-    return f"{100 * part:.1f} %"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers with runs joined: [0, 1, 2, 5] -> `0-2, 5`."""
     runs: list[list[int]] = []
@@ -60,7 +55,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, never in powers of ten: 999.6 -> `1000`."""
-    if value >= 100:
+    """Three significant digits, never in powers of ten."""
+    if value >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
-from whale import scheduling
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
-from whale.capture.capture import capture_evaluation, capture_training
-from whale.capture.export import Loss, Task
-from whale.capture.prepare import Prepared, prepare
-from whale.config import Config
-from whale.lowering.program import Lowered, lower
-from whale.planning.plan import Plan
-from whale.planning.planner import apply_plan, fingerprint, follow_plan
-from whale.runtime.executor import Executor, StepOutcome
-from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, scale_gradients, squared_norm
-from whale.runtime.ranks import Ranks
+from whale.cluster.cluster import device_kind
+from whale.lowering.program import Lowered
+from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
+from whale.runtime.executor import StepInput, StepOutcome
+from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
+from whale.runtime.metrics import Metrics
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
+from whale.runtime.shapes import Job, Shapes, largest_micro_batches
 from whale.runtime.state import gather_outputs, gather_state
-from whale.runtime.transport import Transport
-
-logger = logging.getLogger("whale")
+from whale.runtime.trace import write_trace
+from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
-
-OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-
-
-@dataclass
-class Job:
-    """What an engine is made from: the same on every rank, but for `weights`."""
-
-    model: torch.nn.Module
-    loss: Loss | None
-    config: Config
-    plan: Plan
-    sample: BatchLayout
-    prepared: Prepared
-    weights: dict[str, Tensor]
-    """this rank's parameters and buffers, by first name"""
-    ranks: Ranks
-
-    @property
-    def task(self) -> Task:
-        return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
 
 
 class Engine:
@@ -63,150 +35,206 @@ class Engine:
         self._job = job
         self.plan = job.plan
         self.step_count = 0
-        self._transport = Transport(job.ranks, _pairs(job.plan)) if job.ranks.is_distributed else None
-        self._training: OrderedDict[Any, Lowered] = OrderedDict()
-        self._evaluation: OrderedDict[Any, tuple[Prepared, Lowered]] = OrderedDict()
-        self._executors: dict[Any, Executor] = {}
-        for stage in job.plan.stages:  # every rank makes every group, in the same order
-            ranks = job.plan.ranks_of_stage(stage.index)
-            if len(ranks) > 1:
-                job.ranks.group(ranks)
-        lowered = lower(job.plan, apply_plan(job.plan, job.prepared.captured, job.prepared.kinds), job.prepared, job.weights, job.ranks)
-        self._training[job.sample.key] = lowered
-        self._held = self._held_parameters(lowered)
+        self._shapes = Shapes(job)
+        self._held = self._held_parameters(self._shapes.first)
         for ranks in sorted({holders for holders in self._all_holders().values() if len(holders) > 1}):
-            job.ranks.group(ranks)
+            job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
-        self.optimizer = self._make_optimizer(optimizer)
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self.peak_in_flight: dict[int, int] = {}
+        """largest number of micro-batches whose activations each stage of this rank held in the last step"""
+        self._last_outcome: StepOutcome | None = None
+        self._metrics = self._open_metrics()
+        self._unwritten: tuple[int, StepResult, int] | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None when it holds nothing that is trained."""
+        return self._updater.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self._updater.scheduler
 
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, gradient sums and update for one whole mini-batch, which every rank is given."""
+        """Forward, backward, gradient sums and update for one mini-batch: the whole one on every rank, or one of `engine.loader`."""
+        try:
+            return self._step(batch)
+        except Exception as error:
+            if self._job.ranks.watch is not None:
+                self._job.ranks.watch.report_failure(error)
+            raise
+
+    def _step(self, batch: Any) -> StepResult:
         if self.optimizer is None and self._held:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )
         start = time.perf_counter()
-        layout, tensors = self._read(batch)
-        lowered = self._lowered_for(layout, tensors)
-        executor = self._executor(lowered, layout.batch_size, self.plan.num_micro_batch, training=True)
+        lowered, given, batch_size = self._read(batch)
+        executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
         for parameter in self._held:
             parameter.tensor.grad = None
         self._gradients.begin()
-        waited_before = self._transport.waited_s if self._transport else 0.0
-        outcome = executor.run(lowered.all_tensors(tensors), self.step_count, self._gradients)
-        bubble_s = (self._transport.waited_s if self._transport else 0.0) - waited_before
+        waited_before = self._waited_s
+        outcome = executor.run(given, self._gradients)
+        bubble_s = self._waited_s - waited_before
         waiting = time.perf_counter()
         self._gradients.finish()
         communication_s = time.perf_counter() - waiting
-        totals = self._totals(outcome)
-        update_s = self._update(totals)
+        totals = self._totals(outcome, given.loss_scale)
+        update = self._updater.apply(self._held, totals, self.step_count)
         self.step_count += 1
-        self.peak_in_flight = outcome.peak_in_flight
-        timing = Timing(time.perf_counter() - start, outcome.compute_s + update_s, communication_s, bubble_s)
-        return StepResult(totals, timing, self.learning_rate)
-
-    def _update(self, totals: Totals) -> float:
-        """Clips when asked to, then steps the optimizer and the LR scheduler."""
-        limit = self._job.config.clip_grad_norm
-        if limit is not None:
-            norm = totals.values()[1] ** 0.5
-            scale_gradients(self._held, min(1.0, limit / (norm + CLIP_EPSILON)))
-        start = time.perf_counter()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return time.perf_counter() - start
-
-    def _totals(self, outcome: StepOutcome) -> Totals:
-        norm = squared_norm(self._held, self._job.ranks.rank)
-        return Totals(torch.stack([outcome.loss, norm.to(outcome.loss)]), self._job.ranks.is_distributed)
+        self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
+        timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s, bubble_s)
+        result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
+        self._note(result, batch_size)
+        return result
 
     @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None and self.optimizer.param_groups else 0.0
+    def _waited_s(self) -> float:
+        return self._shapes.transport.waited_s if self._shapes.transport is not None else 0.0
+
+    def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
+        """Loss and squared gradient norm of the whole model, on their way."""
+        norm = squared_norm(self._held, self._job.ranks.rank) / loss_scale**2
+        return Totals(torch.stack([outcome.loss, norm.to(outcome.loss)]), self._job.ranks.is_distributed)
+
+    # ---- data
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        sampler: Sampler | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+    ) -> ShardedLoader:
+        """Mini-batches of which each rank loads only the samples that its stages need, in the order that local training would see.
+
+        `sampler(epoch)` gives the sample numbers of an epoch, the same on every rank; default: in order, or shuffled by (seed, epoch).
+        """
+        return ShardedLoader(
+            self, dataset, batch_size, shuffle=shuffle, seed=seed, sampler=sampler, collate=collate, num_workers=num_workers
+        )
+
+    def own_samples(self, batch_size: int) -> list[tuple[int, int]]:
+        """Sample intervals of a mini-batch that this rank reads, one for each micro-batch; none when its stages read no input."""
+        num_inputs = len(self._job.sample.tensors)
+        if not any(place < num_inputs for chunk in self._shapes.first.chunks.values() for place in chunk.inputs):
+            return []
+        return list(self._shapes.executor(self._shapes.first, batch_size, self.plan.num_micro_batch, is_training=True).program.samples)
 
     # ---- evaluation
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
         layout, tensors = read_batch(batch)
-        self._compare_batches(tensors)
-        if layout.key not in self._evaluation:
-            _make_room(self._evaluation, self._job.config.max_captures)
-            job = self._job
-            capture = capture_evaluation(job.model, layout, tensors, job.task)
-            prepared = prepare(capture, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch)
-            if prepared.only_whole is not None and max(self.plan.num_micro_batch, _widest(self.plan)) > 1:
-                raise ValueError(prepared.only_whole.message)
-            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            self._evaluation[layout.key] = (prepared, lower(job.plan, assignment, prepared, job.weights, job.ranks))
-        self._evaluation.move_to_end(layout.key)
-        prepared, lowered = self._evaluation[layout.key]
-        num_micro_batch = 1 if prepared.loss.reductions else _largest_micro_batches(self.plan, layout.batch_size)
-        executor = self._executor(lowered, layout.batch_size, num_micro_batch, training=False)
-        outcome = executor.run(lowered.all_tensors(tensors), self.step_count, None)
+        self._compare(digest(tensors))
+        lowered = self._shapes.evaluation(layout, tensors)
+        prepared = lowered.prepared
+        num_micro_batch = 1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
+        executor = self._shapes.executor(lowered, layout.batch_size, num_micro_batch, is_training=False)
+        outcome = executor.run(StepInput(lowered.all_tensors(tensors), self.step_count, executor.program.samples), None)
         totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed) if prepared.num_terms else None
-        gathered = gather_outputs(lowered, prepared, outcome, executor.program, totals, self._job.ranks) if outputs else None
+        gathered = gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks) if outputs else None
         return EvaluationResult(totals, gathered)
 
     # ---- state
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
-        return gather_state(self._job.model, self._job.weights, self.plan, self._job.ranks)
+        return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients of the last step, by parameter name."""
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's trainable parameters."""
+        """This rank's parameters that are trained."""
         return iter([(held.name, held.tensor) for held in self._held])
+
+    # ---- looking at a run
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All ranks must call it."""
+        write_trace(path, self._last_outcome, self._job.ranks)
+
+    def close(self) -> None:
+        """Writes what is still to be written. Called at the end of the script, or not at all: only the last metrics line is at stake."""
+        if self._metrics is not None:
+            self._flush_metrics()
+            self._metrics.close()
+            self._metrics = None
+
+    def _open_metrics(self) -> Metrics | None:
+        folder = self._job.config.run_folder
+        if folder is None:
+            return None
+        peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)
+        return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
+
+    def _note(self, result: StepResult, num_samples: int) -> None:
+        if self._metrics is not None:
+            self._flush_metrics()  # a step late: its loss has arrived
+            self._unwritten = (self.step_count - 1, result, num_samples)
+
+    def _flush_metrics(self) -> None:
+        if self._unwritten is not None and self._metrics is not None:
+            self._metrics.write(*self._unwritten)
+            self._unwritten = None
 
     # ---- inside
 
-    def _read(self, batch: Any) -> tuple[BatchLayout, list[Tensor]]:
+    def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:
+        """The graph for this batch, and what this rank runs it on."""
+        scale = self._updater.loss_scale.scale if self._updater.loss_scale is not None else 1.0
+        if isinstance(batch, ShardedBatch):
+            lowered = self._shapes.first
+            self._compare(batch.digest)
+            return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
         layout, tensors = read_batch(batch)
         check_agrees(layout, self._job.sample)
-        self._compare_batches(tensors)
-        return layout, tensors
+        self._compare(digest(tensors) if self._compares else b"")
+        lowered = self._shapes.training(layout, tensors)
+        samples = self._shapes.executor(lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
+        return lowered, StepInput(lowered.all_tensors(tensors), self.step_count, samples, scale), layout.batch_size
 
-    def _compare_batches(self, tensors: list[Tensor]) -> None:
-        checked = self.step_count < CHECKED_STEPS or self.step_count % CHECK_EVERY == 0
-        if checked and self._job.config.check_batches and self._job.ranks.is_distributed:
+    def _sharded_input(self, lowered: Lowered, batch: ShardedBatch, scale: float) -> StepInput:
+        """Rows of this rank's own samples, micro-batch after micro-batch."""
+        layout: BatchLayout | None = None
+        tensors: list[Tensor] = []
+        intervals = self._shapes.executor(lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
+        if batch.batch is not None:
+            layout, tensors = read_batch(batch.batch)
+            if layout.key != self._job.sample.key:
+                raise ValueError(
+                    "a batch of engine.loader has another shape than the sample batch: pad all batches to one shape, or pass whole batches"
+                )
+        rows, start = [], 0
+        for first, last in intervals:
+            rows.append((start, start + last - first))
+            start += last - first
+        everything = lowered.all_tensors_from_shards(tensors, intervals, batch.batch_size)
+        return StepInput(everything, self.step_count, rows, scale)
+
+    @property
+    def _compares(self) -> bool:
+        due = self.step_count < CHECKED_STEPS or self.step_count % CHECK_EVERY == 0
+        return due and self._job.config.check_batches and self._job.ranks.is_distributed
+
+    def _compare(self, batch_digest: bytes) -> None:
+        if self._compares:
             self._job.ranks.agree(
                 f"the batch of step {self.step_count}",
-                digest(tensors).hex(),
+                batch_digest.hex(),
                 "Every rank must be given the same whole mini-batch: use the same seed and sampler everywhere, and no DistributedSampler",
             )
-
-    def _lowered_for(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
-        """The lowered graph for this shape; a new shape is captured once and kept."""
-        if layout.key not in self._training:
-            job = self._job
-            logger.info("capturing the model again: %s", _what_changed(layout, job.sample))
-            _make_room(self._training, job.config.max_captures)
-            capture = capture_training(job.model, layout, tensors, job.task)
-            prepared = prepare(capture, job.config.num_micro_batch, job.config.loss_per_micro_batch)
-            job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
-            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            self._training[layout.key] = lower(job.plan, assignment, prepared, job.weights, job.ranks)
-        self._training.move_to_end(layout.key)
-        return self._training[layout.key]
-
-    def _executor(self, lowered: Lowered, batch_size: int, num_micro_batch: int, training: bool) -> Executor:
-        key = (id(lowered), batch_size, num_micro_batch)
-        if key not in self._executors:
-            is_planned = training and num_micro_batch == self.plan.num_micro_batch and lowered.edges_are(self.plan)
-            schedule = scheduling.Schedule.from_json(self.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, training)
-            program = lowered.program(schedule, batch_size, self._job.config.seed)
-            self._executors[key] = Executor(program, self._transport, self._job.config.num_posted_receives)
-        return self._executors[key]
 
     def _all_holders(self) -> dict[str, tuple[int, ...]]:
         """Ranks that hold each parameter."""
@@ -225,52 +253,8 @@ class Engine:
             held.append(Held(name, tensor, holders[name], tuple(sorted(own & set(self.plan.holders[name])))))
         return held
 
-    def _make_optimizer(self, factory: OptimizerFactory | None) -> torch.optim.Optimizer | None:
-        """Calls the user's factory with this rank's trainable (name, parameter) pairs, in the model's own order."""
-        if factory is None:
-            return None
-        order = {name: place for place, (name, _) in enumerate(self._job.model.named_parameters(remove_duplicate=False))}
-        own = sorted(self._trainable(), key=lambda pair: order[pair[0]])
-        return factory(iter(own)) if own else None
-
-    def _trainable(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        for name, tensor in self._job.weights.items():
-            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                yield name, tensor
-
-
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-def _pairs(plan: Plan) -> set[tuple[int, int]]:
-    """All (source, destination) ranks between which messages go, gradients included."""
-    pairs = set()
-    for crossing in plan.crossings:
-        for source in plan.ranks_of_stage(crossing.source):
-            for destination in plan.ranks_of_stage(crossing.destination):
-                pairs |= {(source, destination), (destination, source)} if source != destination else set()
-    return pairs
-
-
-def _largest_micro_batches(plan: Plan, batch_size: int) -> int:
-    """As many micro-batches as in training, fewer for a smaller batch."""
-    return max(1, min(plan.num_micro_batch, batch_size // _widest(plan)))
-
-
-def _widest(plan: Plan) -> int:
-    """Over how many devices a micro-batch is cut at most."""
-    return max(plan.num_replicas * device.num_devices for device in plan.virtual_devices)
-
-
-def _make_room(kept: OrderedDict[Any, Any], limit: int) -> None:
-    while len(kept) >= limit:
-        kept.popitem(last=False)
-
-
-def _what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
-    for got, expected in zip(layout.tensors, sample.tensors, strict=False):
-        if got.shape[1:] != expected.shape[1:]:
-            return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
-    return (
-        f"constants of the batch are {[value for _, value in layout.constants]}, in the sample {[value for _, value in sample.constants]}"
-    )
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name, parameter) pairs for the optimizer, in the model's own order."""
+        order = {name: place for place, name in enumerate(self._job.names)}
+        found = [(n, t) for n, t in self._job.weights.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        return sorted(found, key=lambda pair: order[pair[0]])

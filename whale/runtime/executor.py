@@ -18,9 +18,22 @@ from whale.lowering.messages import Part
 from whale.lowering.program import Program
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.transport import Arrival, Transport, as_message
+from whale.runtime.watch import Watch
 from whale.scheduling import Action, Kind
 
 Slot = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What one run of a program works on."""
+
+    tensors: Sequence[Tensor]
+    """the graph's placeholders: batch tensors, then whole-mini-batch values"""
+    step: int
+    samples: Sequence[tuple[int, int]]
+    """rows of the batch tensors that belong to each micro-batch"""
+    loss_scale: float = 1.0
 
 
 @dataclass
@@ -30,26 +43,36 @@ class StepOutcome:
     loss: Tensor
     """this rank's part, float64"""
     outputs: dict[Slot, tuple[Tensor, ...]]
-    compute_s: float = 0.0
+    events: list[tuple[Action, float, float]] = field(default_factory=list)
+    """(action, start, end) on this process's clock"""
     peak_in_flight: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(end - start for action, start, end in self.events if action.is_compute)
 
 
 class Executor:
     """Interprets a program step by step."""
 
-    def __init__(self, program: Program, transport: Transport | None, window: int) -> None:
-        self.program, self.transport, self.window = program, transport, window
+    def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
+        self.program, self.transport, self.window, self.watch = program, transport, window, watch
         self._receives = [action for action in program.actions if action.kind is Kind.RECEIVE]
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
 
-    def run(self, tensors: Sequence[Tensor], step: int, gradients: GradientSynchroniser | None) -> StepOutcome:
+    def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
         """One pass over the action list. `gradients` is None for evaluation."""
         state = torch.random.get_rng_state() if self._has_random else None
-        run = _Run(self, tensors, step, gradients)
+        run = _Run(self, given, gradients)
+        events = run.outcome.events
         try:
             with torch.set_grad_enabled(gradients is not None):
                 for action in self.program.actions:
+                    if self.watch is not None:
+                        self.watch.position = action
+                    start = time.perf_counter()
                     run.do(action)
+                    events.append((action, start, time.perf_counter()))
             if self.transport is not None:
                 self.transport.drain()
         finally:
@@ -61,10 +84,11 @@ class Executor:
 class _Run:
     """State of one pass."""
 
-    def __init__(self, executor: Executor, tensors: Sequence[Tensor], step: int, gradients: GradientSynchroniser | None) -> None:
+    def __init__(self, executor: Executor, given: StepInput, gradients: GradientSynchroniser | None) -> None:
         self.program, self.transport, self.window = executor.program, executor.transport, executor.window
         self.receives = executor._receives
-        self.tensors, self.step, self.gradients = tensors, step, gradients
+        self.tensors, self.samples, self.step, self.gradients = given.tensors, given.samples, given.step, gradients
+        self.loss_scale = given.loss_scale
         self.arrivals: dict[Action, list[tuple[Part, Arrival, Tensor]]] = {}
         self.num_posted = self.num_received = 0
         self.received: dict[tuple[int, int, int], Tensor] = {}  # (stage, micro-batch, value)
@@ -80,13 +104,9 @@ class _Run:
         if self.transport is not None:
             self.transport.retire()
         if action.kind is Kind.FORWARD:
-            start = time.perf_counter()
             self._forward(action.stage, action.micro_batch)
-            self.outcome.compute_s += time.perf_counter() - start
         elif action.kind is Kind.BACKWARD:
-            start = time.perf_counter()
             self._backward(action.stage, action.micro_batch)
-            self.outcome.compute_s += time.perf_counter() - start
         elif action.kind is Kind.RECEIVE:
             self._receive(action)
         elif action.kind is Kind.SEND:
@@ -103,7 +123,7 @@ class _Run:
             self._used(source, micro_batch)
         if chunk.is_random:
             torch.manual_seed(self._seed(stage, micro_batch))
-        start, stop = self.program.samples[micro_batch]
+        start, stop = self.samples[micro_batch]
         inputs = [self.tensors[i][start:stop] if self.program.batched[i] else self.tensors[i] for i in chunk.inputs]
         results: tuple[Tensor, ...] = chunk.module(*received, *inputs)
         num_sent = len(chunk.sent)
@@ -136,7 +156,8 @@ class _Run:
         chunk = self.program.chunks[stage]
         received, results = self.kept.pop((stage, micro_batch))
         self.num_kept[stage] -= 1
-        roots, seeds = [], []
+        roots: list[Tensor] = []
+        seeds: list[Tensor | None] = []
         for value, result in zip(chunk.sent, results, strict=False):
             gradient = self.incoming.pop((stage, micro_batch, value.index), None)
             if gradient is not None and result.requires_grad:
@@ -144,7 +165,7 @@ class _Run:
                 seeds.append(gradient)
         if chunk.has_loss and results[-1].requires_grad:
             roots.append(results[-1])
-            seeds.append(None)
+            seeds.append(None if self.loss_scale == 1.0 else torch.full_like(results[-1], self.loss_scale))
         assert self.gradients is not None
         if micro_batch == self.program.num_micro_batch - 1:
             self.gradients.last_backward(stage)
@@ -193,7 +214,7 @@ class _Run:
         """Posts receives ahead, at most `window` actions beyond the one that is waited for next."""
         while self.num_posted < min(len(self.receives), self.num_received + self.window):
             action = self.receives[self.num_posted]
-            start, stop = self.program.samples[action.micro_batch]
+            start, stop = self.samples[action.micro_batch]
             buffers: dict[int, Tensor] = {}
             posted = []
             for part in self._parts(action):

@@ -151,12 +151,12 @@ def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients).double().square().cpu()
 
 
-def scale_gradients(held: Sequence[Held], factor: Tensor) -> None:
+def scale_gradients(held: Sequence[Held], factor: float) -> None:
     for parameter in held:
         if parameter.tensor.grad is not None:
-            parameter.tensor.grad.mul_(factor.to(parameter.tensor.grad))
+            parameter.tensor.grad.mul_(factor)
 
 
 def by_backward_order(names: Sequence[str], first_use: Mapping[str, int]) -> list[str]:
-    """Parameters in the order in which backward finishes them: used last in forward, first here."""
-    return sorted(names, key=lambda name: -first_use.get(name, -1))
+    """Parameters in the order in which backward finishes them: used last in forward, first here. The same on every rank."""
+    return sorted(names, key=lambda name: (-first_use.get(name, -1), name))

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from whale.runtime.watch import Watch, start_watch
+
 
 class Ranks:
     """Who this process is. One process without a launcher is rank 0 of 1 and has no process group."""
 
-    def __init__(self, device: str = "auto", timeout_s: float = 60.0) -> None:
+    def __init__(self, device: str = "auto", timeout_s: float = 20.0, stall_timeout_s: float = 1800.0) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError('"device": "cuda" was asked for, but torch sees no CUDA device here')
-        self.timeout = datetime.timedelta(seconds=timeout_s)
+        self.timeout = datetime.timedelta(seconds=stall_timeout_s)
         self.timeout_s = timeout_s
+        self.watch: Watch | None = None
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout)
         self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
@@ -32,6 +35,11 @@ class Ranks:
             torch.cuda.set_device(local_rank)
             self.device = f"cuda:{local_rank}"
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def start_watch(self) -> None:
+        """From here on, a rank that dies or hangs ends the job everywhere. All ranks call it."""
+        if self.is_distributed and self.watch is None:
+            self.watch = start_watch(self.rank, self.num_ranks, self.timeout_s, self.from_first)
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The process group of these ranks. Every rank must ask for the same groups in the same order."""

@@ -45,6 +45,8 @@ class StepResult:
     totals: Totals
     timing: Timing
     learning_rate: float
+    skipped: bool = False
+    """the update was left out on all ranks: an overflow in fp16, or a number that is not finite while `on_nonfinite` says skip"""
 
     @property
     def loss(self) -> float:

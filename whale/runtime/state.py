@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
-from whale.capture.capture import tied_names
 from whale.capture.prepare import LOSS, Prepared
 from whale.capture.samples import batch_dim
 from whale.compat import pytree
@@ -21,9 +20,10 @@ from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
 
 
-def gather_state(model: torch.nn.Module, weights: dict[str, Tensor], plan: Plan, ranks: Ranks) -> dict[str, Tensor]:
+def gather_state(
+    model: torch.nn.Module, weights: dict[str, Tensor], first_name: dict[str, str], plan: Plan, ranks: Ranks
+) -> dict[str, Tensor]:
     """The local model's `state_dict()` on rank 0, tensor by tensor from the first rank that holds each."""
-    first_name = tied_names(model)
     shapes = model.state_dict(keep_vars=True)
     collected: dict[str, Tensor] = {}
     for name in sorted({first_name[key] for key in shapes}):
@@ -48,10 +48,9 @@ def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ow
     return None
 
 
-def gather_outputs(
-    lowered: Lowered, prepared: Prepared, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks
-) -> Any:
+def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks) -> Any:
     """The model's outputs as it would return them, on rank 0; None elsewhere."""
+    prepared = lowered.prepared
     found: dict[Node, Tensor | None] = {}
     symbol = prepared.captured.batch_symbol
     samples = SampleMap(lowered.plan, program.batch_size, program.num_micro_batch)

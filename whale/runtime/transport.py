@@ -1,7 +1,7 @@
 """Point-to-point messages: posted ahead, never blocking compute, freed when done.
 
-gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both sides use it
-in the order of the sender's program (`scheduling` proves that the receiver's order is the same).
+gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both
+sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks watch each other, so that one that raises, is killed, hangs or loses its network ends the job everywhere, with one message.
 
 Rank 0 runs a hub. Every rank keeps a connection to it, says each second where it stands in its action list, and hears from the hub each
-second. A closed connection is a rank that died; silence beyond the time-out is a rank that hangs, is stopped or is cut off. The hub then sends its
-verdict to all, and every process ends after a short grace in which it may still end by itself. A silent hub is a verdict too.
+second. A closed connection is a rank that died; silence beyond the time-out is a rank that hangs, is stopped or is cut off. The hub then
+sends its verdict to all, and every process ends after a short grace in which it may still end by itself. A silent hub is a verdict too.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class Hub:
             for line in lines:
                 message = json.loads(line)
                 seen.last_beat = time.monotonic()
-                seen.position = message.get("position", seen.position)
+                position = message.get("position", seen.position)
+                if position != seen.position and "failed" not in message:
+                    seen.failure = None  # all ranks raised alike, the script caught it and went on
+                seen.position = position
                 seen.has_left = seen.has_left or "bye" in message
                 if "failed" in message and seen.failure is None:
                     seen.failure, seen.failed_at = message["failed"], time.monotonic()
@@ -177,7 +180,8 @@ def judge(ranks: dict[int, _Seen], num_ranks: int, timeout_s: float, now: float)
     if silent:
         rank = silent[0]
         rest = "; ".join(f"rank {other} at {ranks[other].position}" for other in sorted(alive) if other != rank)
-        return f"rank {rank} has been silent for {timeout_s:.0f} s at {ranks[rank].position} (hung, stopped or cut off). The others stood: {rest}"
+        where = f"at {ranks[rank].position} (hung, stopped or cut off)"
+        return f"rank {rank} has been silent for {timeout_s:.0f} s {where}. The others stood: {rest}"
     return None
 
 

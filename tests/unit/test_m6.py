@@ -1,0 +1,251 @@
+"""M6 and its drawings, against plain arguments about what they must do; Whale on M6, against the model itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import whale as wh
+from models import drawings as d
+from models.drawings import Drawings, Scene, decode, encode, scenes_of_split
+from models.m6 import END, M6, PAD, START, M6Config, cut_patches
+
+BATCH = 12
+
+
+def tiny(**changes: object) -> M6Config:
+    return dataclasses.replace(M6Config.small(), width=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, **changes)
+
+
+def model_and_batch() -> tuple[M6, dict[str, Tensor]]:
+    return M6(tiny()).eval(), Drawings(100).batch(range(BATCH))
+
+
+def logits_of(model: M6, batch: dict[str, Tensor], **changes: Tensor) -> Tensor:
+    inputs = {name: batch[name] for name in ("pixels", "prompt_ids", "caption_ids")} | changes
+    return model(**inputs)
+
+
+# ---- the model
+
+
+def test_small_fits_the_drawings() -> None:
+    config, batch = M6Config.small(), Drawings(10).batch(range(3))
+    assert config.vocabulary_size == len(d.WORDS)
+    assert batch["pixels"].shape == (3, config.num_channels, config.image_size, config.image_size)
+    assert batch["prompt_ids"].shape == (3, config.prompt_length)
+    assert batch["caption_ids"].shape == batch["labels"].shape == (3, config.caption_length)
+    assert M6(config)(batch["pixels"], batch["prompt_ids"], batch["caption_ids"]).shape == (
+        3,
+        config.caption_length,
+        config.vocabulary_size,
+    )
+
+
+def test_patches_are_squares_of_the_image() -> None:
+    pixels = torch.arange(2 * 3 * 6 * 6.0).view(2, 3, 6, 6)
+    patches = cut_patches(pixels, 2)
+    assert patches.shape == (2, 9, 12)
+    assert torch.equal(patches[1, 5], pixels[1, :, 2:4, 4:6].flatten())  # row 1, column 2
+
+
+def test_a_word_depends_on_no_later_word() -> None:
+    model, batch = model_and_batch()
+    for place in (1, 4, 10):
+        changed = batch["caption_ids"].clone()
+        changed[:, place] = (changed[:, place] + 5) % len(d.WORDS)
+        before, after = logits_of(model, batch), logits_of(model, batch, caption_ids=changed)
+        assert torch.equal(before[:, :place], after[:, :place])
+        assert not torch.allclose(before[:, place], after[:, place])
+
+
+@pytest.mark.parametrize("place", [0, 23])
+def test_every_word_depends_on_the_whole_image_and_prompt(place: int) -> None:
+    model, batch = model_and_batch()
+    before = logits_of(model, batch)
+    pixels = batch["pixels"].clone()
+    pixels[:, :, place, place] += 1.0
+    prompt_ids = (batch["prompt_ids"] + 1) % len(d.WORDS)
+    for after in (logits_of(model, batch, pixels=pixels), logits_of(model, batch, prompt_ids=prompt_ids)):
+        assert ((before - after).abs().amax(-1) > 1e-6).all()
+
+
+def test_padding_does_not_count_in_the_loss() -> None:
+    model, batch = model_and_batch()
+    log_probabilities = F.log_softmax(logits_of(model, batch), -1)
+    chosen = [
+        log_probabilities[b, t, label] for b, row in enumerate(batch["labels"].tolist()) for t, label in enumerate(row) if label != PAD
+    ]
+    assert len(chosen) < batch["labels"].numel()  # there is padding
+    assert torch.allclose(model(**batch), -torch.stack(chosen).mean())
+
+
+def test_generate_follows_the_likeliest_word_and_stops_at_the_end() -> None:
+    model, batch = model_and_batch()
+    with torch.no_grad():
+        model.head.weight[END] *= 3  # so that some captions end early
+    said = model.generate(batch["pixels"], batch["prompt_ids"])
+    assert said.shape == batch["labels"].shape
+    inputs = torch.cat([torch.full((BATCH, 1), START), said[:, :-1]], 1)
+    likeliest = logits_of(model, batch, caption_ids=inputs).argmax(-1)
+    for row, best in zip(said.tolist(), likeliest.tolist(), strict=True):
+        stop = row.index(END) + 1 if END in row else len(row)
+        assert row[:stop] == best[:stop] and set(row[stop:]) <= {PAD}
+
+
+def test_ties_and_sizes() -> None:
+    tied, untied = M6(tiny()), M6(tiny(tie_embeddings=False))
+    assert tied.head.weight is tied.words.weight
+    extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    assert extra == 16 * len(d.WORDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"patch_size": 5}, "patch_size 5"), ({"num_heads": 3}, "num_heads 3"), ({"vocabulary_size": 2}, "vocabulary_size 2")],
+)
+def test_wrong_sizes_are_named(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny(), **changes)
+
+
+def test_every_module_with_parameters_can_initialise_itself() -> None:
+    for module in M6(tiny()).modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            assert callable(getattr(module, "reset_parameters", None)), type(module)
+
+
+# ---- the drawings
+
+
+def test_a_drawing_depends_on_its_number_only() -> None:
+    all_at_once = Drawings(100, seed=3).batch(range(20))
+    other_order = Drawings(50, seed=3).batch([7, 19, 7, 2])
+    for name, tensor in all_at_once.items():
+        assert torch.equal(tensor[[7, 19, 7, 2]], other_order[name])
+        assert torch.equal(tensor[5], Drawings(10, seed=3)[5][name])
+    for other in (Drawings(100, seed=4), Drawings(100, seed=3, split="held_out")):
+        assert not torch.equal(other.batch(range(20))["pixels"], all_at_once["pixels"])
+
+
+def test_splits_share_no_scene_and_no_caption() -> None:
+    train, held_out = set(scenes_of_split("train").tolist()), set(scenes_of_split("held_out").tolist())
+    assert not train & held_out
+    assert train | held_out == set(range(d.NUM_SCENES))
+    assert 0.07 < len(held_out) / d.NUM_SCENES < 0.13
+    captions = {Scene.of_number(number).caption() for number in range(d.NUM_SCENES)}
+    assert len(captions) == d.NUM_SCENES  # another scene always has another caption
+    described = [Drawings(500, 0, split).batch(range(500)) for split in d.SPLITS]
+    seen, new = ({decode(b["labels"][i]) for i in d.is_description(b["prompt_ids"]).nonzero()[:, 0]} for b in described)
+    assert seen and new and not seen & new
+
+
+def test_captions_read_back_as_words() -> None:
+    text = "a small red circle left of a large blue square"
+    assert decode(encode(text, d.CAPTION_LENGTH, end=True)) == text
+    batch = Drawings(50).batch(range(50))
+    for caption_ids, labels in zip(batch["caption_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        assert caption_ids == [START, *labels[:-1]]
+        assert labels.count(END) == 1 and set(labels[labels.index(END) + 1 :]) <= {PAD}
+    with pytest.raises(ValueError, match="11 tokens, more than 5"):
+        encode(text, 5, end=True)
+
+
+def test_captions_tell_what_the_pixels_show() -> None:
+    """Reads colours, sizes and sides from the pixels alone and compares with the caption."""
+    batch = Drawings(400, seed=1).batch(range(400))
+    palette = np.array([*d.COLOURS.values()])
+    for i in d.is_description(batch["prompt_ids"]).nonzero()[:, 0].tolist():
+        pixels = batch["pixels"][i].permute(1, 2, 0).numpy()
+        saturated = pixels.max(-1) - pixels.min(-1) > 0.2  # paper is grey
+        direction = pixels / np.linalg.norm(pixels, axis=-1, keepdims=True).clip(1e-6)
+        nearest = (direction @ (palette / np.linalg.norm(palette, axis=-1, keepdims=True)).T).argmax(-1)
+        text = decode(batch["labels"][i])
+        halves = [(slice(None), slice(0, 12)), (slice(None), slice(12, 24))]
+        if "above" in text or "at the" in text:
+            halves = [(rows, columns) for columns, rows in halves]
+        found = []
+        for half in halves:
+            shape = saturated[half]
+            if shape.sum() > 4:  # a shape may reach a little into the other half
+                colour = np.bincount(nearest[half][shape]).argmax()
+                found.append(list(d.COLOURS)[colour])
+        assert [word for word in text.split() if word in d.COLOURS] == found or len(found) > text.count("a "), text
+
+
+def test_a_wrong_split_or_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="'test'"):
+        Drawings(10, split="test")
+    with pytest.raises(IndexError, match="sample 10 of 10"):
+        Drawings(10).batch([3, 10])
+
+
+# ---- with Whale
+
+
+def test_engine_gives_the_local_loss_and_weights() -> None:
+    """One rank, 4 micro-batches, float64, 2 steps of SGD."""
+    batches = [{**b, "pixels": b["pixels"].double()} for b in (Drawings(100).batch(range(i, i + BATCH)) for i in (0, 30))]
+    local = M6(tiny()).double()
+    model = M6(tiny()).double()
+    model.load_state_dict(local.state_dict())
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    wh.init(wh.Config(num_micro_batch=4))
+    engine = wh.parallelize(model, batches[0], optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    for batch in batches:
+        loss = local(**batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert engine.step(batch).loss == pytest.approx(loss.item(), rel=1e-12)
+    largest = max(p.abs().max().item() for p in local.parameters())
+    for name, value in engine.full_state_dict().items():
+        assert (value - local.state_dict()[name]).abs().max().item() <= 1e-12 * largest, name
+
+
+def test_plan_of_the_demo_has_two_balanced_stages() -> None:
+    plan = wh.plan(
+        lambda: wh.annotate(M6(M6Config.small()), {"encoder": wh.replicate(1), "decoder": wh.replicate(1)}),
+        Drawings(100).batch(range(64)),
+        cluster=4,
+        config={"num_micro_batch": 4},
+    )
+    assert (len(plan.stages), plan.num_replicas) == (2, 2)
+    first, second = (stage.forward_s for stage in plan.stages)
+    assert 0.8 < first / second < 1.25
+    assert [name for name, stages in plan.holders.items() if len(stages) > 1] == ["words.weight"]
+
+
+@pytest.mark.slow  # 12 s of one core
+def test_m6_10b_is_planned_without_weights() -> None:
+    config, batch_size = M6Config.m6_10b(), 35
+    ids = torch.ones(batch_size, config.caption_length, dtype=torch.long)
+    batch = {
+        "pixels": torch.zeros(batch_size, 3, config.image_size, config.image_size),
+        "prompt_ids": ids,
+        "caption_ids": ids,
+        "labels": ids,
+    }
+    plan = wh.plan(lambda: M6(config), batch, cluster=8, config={"num_task_graph": 8, "num_micro_batch": 35})
+    assert (len(plan.stages), plan.num_micro_batch) == (8, 35)
+    times = [stage.forward_s for stage in plan.stages]
+    assert max(times) < 1.05 * min(times)
+    layer = 12 * config.width**2 * config.num_encoder_layers + 16 * config.width**2 * config.num_decoder_layers  # without biases and norms
+    words = config.vocabulary_size * config.width
+    tensors = {name for stage in plan.stages for name in stage.parameters}
+    assert sum(tensor.num_bytes for name, tensor in _state(config).items() if name in tensors) / 4 == pytest.approx(layer + words, rel=2e-3)
+
+
+def _state(config: M6Config) -> dict[str, _Bytes]:
+    with torch.device("meta"):
+        return {name: _Bytes(p.numel() * p.element_size()) for name, p in M6(config).named_parameters()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    num_bytes: int

@@ -1,0 +1,215 @@
+"""What a plan looks like in the terminal, and plan files: a hand-made plan with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from whale import scheduling
+from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph, diff
+from whale.planning.virtual_devices import VirtualDevice
+from whale.report import print_plan, render_plan, summary
+from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+
+
+def hand_made() -> Plan:
+    """2 model replicas of [2 devices, 1 device]; stages 0 and 2 on the two devices, stage 1 on the one: 6 devices."""
+    graph = scheduling.StageGraph((0, 1, 0), ((0, 1), (1, 2)), ((0, 1),))
+    return Plan(
+        format=PLAN_FORMAT,
+        model="0123456789abcdef",
+        config={"schedule": "1f1b", "num_micro_batch": 3},
+        num_devices=6,
+        device_kinds=("V100-32GB", "V100-32GB", "P100") * 2,
+        batch_size=20,
+        num_micro_batch=3,
+        task_graphs=(
+            TaskGraph(0, "encoder.[a-c]", "replicate(2)", 2, 0, 31, 4.8e9, 12_000_000),
+            TaskGraph(1, "decoder", "replicate(1)", 1, 1, 17, 2.5e12, 999),
+        ),
+        virtual_devices=(VirtualDevice(0, ((0, 1), (3, 4))), VirtualDevice(1, ((2,), (5,)))),
+        num_replicas=2,
+        device_seconds=(1.0,) * 6,
+        stages=(
+            Stage(0, 0, (0,), 20, 4.0e9, 0.0125, ("embed.weight", "a.weight"), 8_000_000),
+            Stage(1, 1, (1,), 17, 2.5e12, 1.5, ("embed.weight",), 999),
+            Stage(2, 0, (0,), 11, 0.8e9, 0.0025, ("c.weight",), 4_000_000),
+        ),
+        stage_of_operation=(0, 1, 2),
+        crossings=(
+            Crossing("hidden", 0, 1, 4096, True, True, "net.py:7: x = h[..., red]"),
+            Crossing("bias", 1, 2, 512, False, False, "net.py:9: bias()"),
+        ),
+        holders={"embed.weight": (0, 1), "a.weight": (0,), "c.weight": (2,), "mask": (0, 1)},
+        schedule=scheduling.build("1f1b", graph, 3).to_json(),
+        loss_terms=(LossTerm(2, "nll, mean over [batch]"),),
+        decisions=(Decision("schedule", "1f1b", "because [bold]numbers[/bold]"),),
+        notes=("a note on aten.sort",),
+    )
+
+
+def text_of(plan: Plan, width: int = 130) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_plan(plan, console)
+    return console.export_text()
+
+
+def row(text: str, *starts: str) -> str:
+    """The only line whose first words are these, its words joined by one space."""
+    found = [" ".join(line.split()) for line in text.splitlines() if line.split()[: len(starts)] == list(starts)]
+    assert len(found) == 1, f"{len(found)} lines start with {starts}"
+    return found[0]
+
+
+def test_one_line() -> None:
+    assert summary(hand_made()) == (
+        "6 devices (4 x V100-32GB, 2 x P100): 3 stages x 2 model replicas, batch 20 in 3 micro-batches, schedule 1f1b"
+    )
+
+
+def test_task_graphs_have_their_numbers() -> None:
+    text = text_of(hand_made())
+    assert row(text, "0", "encoder.[a-c]") == "0 encoder.[a-c] replicate(2) 0 31 4.80 GFLOP 12.0 MB"
+    assert row(text, "1", "decoder") == "1 decoder replicate(1) 1 17 2.50 TFLOP 999 B"
+
+
+def test_each_device_has_its_part() -> None:
+    """Micro-batches of 7, 7 and 6 samples; replicas get 4+3, 4+3 and 3+3 of them; two devices cut 4 as 2+2 and 3 as 2+1."""
+    text = text_of(hand_made())
+    # stages 0 and 2: 4.8 GFLOP over 4 devices, 8 MB + 4 MB, 12.5 ms + 2.5 ms
+    assert row(text, "0", "0,", "2") == "0 0, 2 0 0-1 V100-32GB 2 each (2x), 2+1 (1x) 1.20 GFLOP 12.0 MB 15.0 ms"
+    assert row(text, "1", "3-4") == "1 3-4 V100-32GB 2+1"
+    assert row(text, "1", "1") == "1 1 0 2 P100 4 (2x), 3 (1x) 1.25 TFLOP 999 B 1.50 s"
+    assert row(text, "1", "5") == "1 5 P100 3"
+
+
+def test_crossings_count_bytes_of_the_mini_batch() -> None:
+    text = text_of(hand_made())
+    assert row(text, "hidden") == "hidden 0 -> 1 4.10 KB 81.9 KB yes net.py:7: x = h[..., red]"  # 20 samples of 4096
+    # 512 bytes to each of the 4 devices of stage 2, for each of 3 micro-batches
+    assert row(text, "bias") == "bias 1 -> 2 no samples 6.14 KB no net.py:9: bias()"
+
+
+def test_the_rest_is_there() -> None:
+    text = text_of(hand_made())
+    assert "embed.weight: on stages 0-1" in text
+    assert "mask" not in text  # a buffer on two stages is no tied weight
+    assert "stage 2: nll, mean over [batch]" in text
+    assert row(text, "schedule", "1f1b") == "schedule 1f1b because [bold]numbers[/bold]"
+    assert "a note on aten.sort" in text
+    picture = scheduling.draw(scheduling.Schedule.from_json(hand_made().schedule), width=130)
+    assert all(line in text for line in picture.splitlines())
+
+
+def test_a_parameter_of_two_stages_on_one_device_is_no_exact_sum() -> None:
+    plan = hand_made()
+    shared = replace(plan.stages[2], parameters=("a.weight",))
+    assert "at most 12.0 MB" in text_of(replace(plan, stages=(*plan.stages[:2], shared)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
+def test_every_width(width: int) -> None:
+    """Nothing is wider than the terminal (but the picture, which says itself where it is clipped), and no number is cut off."""
+    text = text_of(hand_made(), width)
+    assert max(map(len, text.splitlines())) <= max(width, 60)
+    assert width < 80 or all(number in text for number in ("1.20 GFLOP", "1.25 TFLOP", "15.0 ms", "81.9 KB"))
+
+
+def test_a_large_plan_stays_short() -> None:
+    """1,024 devices, 512 replicas, 200 crossings: lists are cut and say by how much."""
+    plan = hand_made()
+    many = tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, "net.py:1: x") for i in range(200))
+    devices = (VirtualDevice(0, tuple((2 * r,) for r in range(512))), VirtualDevice(1, tuple((2 * r + 1,) for r in range(512))))
+    large = replace(
+        plan,
+        num_devices=1024,
+        num_replicas=512,
+        batch_size=2048,
+        virtual_devices=devices,
+        crossings=many,
+        device_seconds=(1.0,) * 1024,
+        device_kinds=("P100",) * 1024,
+    )
+    text = text_of(large)
+    assert len(text.splitlines()) < 80
+    assert text.count("508 more") == 2  # of 512 replicas, for each of 2 VirtualDevices
+    assert row(text, "...", "176") == "... 176 more 360 MB"  # 176 x 1000 bytes x 2048 samples
+    assert summary(large).startswith("1024 devices (1024 x P100)")
+
+
+def test_render_gives_something_for_rich() -> None:
+    assert render_plan(hand_made()).renderables
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (human_bytes(0), "0 B"),
+        (human_bytes(999), "999 B"),
+        (human_bytes(1000), "1.00 KB"),
+        (human_bytes(99_960), "100 KB"),
+        (human_bytes(999_999), "1.00 MB"),
+        (human_bytes(12_345_678), "12.3 MB"),
+        (human_bytes(7e18), "7000 PB"),
+        (human_flop(3.14e15), "3.14 PFLOP"),
+        (human_seconds(0), "0 s"),
+        (human_seconds(90), "90.0 s"),
+        (human_seconds(0.9996), "1.00 s"),
+        (human_seconds(0.000999), "999 us"),
+        (human_seconds(3e-10), "0.30 ns"),
+        (ranges([0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8"),
+        (ranges([]), ""),
+        (count(1, "stage"), "1 stage"),
+        (count(2, "micro-batch"), "2 micro-batches"),
+    ],
+)
+def test_units(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+# ---- plan files
+
+
+def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
+    hand_made().save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == hand_made()
+
+
+def test_diff_names_what_changed() -> None:
+    plan = hand_made()
+    assert diff(plan, hand_made()) == []
+    changed = replace(plan, batch_size=24, stages=(replace(plan.stages[0], parameter_bytes=9), *plan.stages[1:]))
+    assert diff(plan, changed) == ["batch_size: 20 -> 24", "stages[0].parameter_bytes: 8000000 -> 9"]
+
+
+def broken(**changes: Any) -> str:
+    return json.dumps(json.loads(hand_made().to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (hand_made().to_json()[:400], "is not a plan"),
+        ("", "is not a plan"),
+        ("[1, 2]", "is not a plan"),
+        (b"\xff\xfe\x00".decode("latin-1"), "is not a plan"),
+        (broken(format=PLAN_FORMAT + 1), f"has plan format {PLAN_FORMAT + 1}, this Whale reads {PLAN_FORMAT}"),
+        (broken(num_devices="many"), "num_devices"),
+        (broken(num_devices=None), "num_devices"),
+        (broken(stages=[{"index": 0}]), "stages.0"),
+        (broken(holders={"w": ["first"]}), "holders.w.0"),
+        (json.dumps({key: value for key, value in json.loads(hand_made().to_json()).items() if key != "crossings"}), "crossings"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path, content: str, named: str) -> None:
+    file = tmp_path / "some.json"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"some\.json") as refused:
+        Plan.load(file)
+    assert named in str(refused.value)

@@ -1,0 +1,54 @@
+"""Checkpoints as plain files: saved beside training, loaded under any other plan, never unpickled.
+
+How an engine uses it:
+
+    saver = AsyncSaver(folder, job_id=..., rank=r, num_ranks=n, keep=3)
+    tensors, values = pack_optimizer(optimizer, names_of, only=mine)
+    handle = saver.save(step, {**model_tensors, **tensors}, values={...}, rank_values={"optimizer": values})
+
+    with Reader(folder) as reader:
+        for name, tensor in model.items():
+            tensor.copy_(reader.read(name))
+        unpack_optimizer(optimizer, names_of, reader.read, merge_values(v.get("optimizer") for v in reader.rank_values))
+"""
+
+from whale.checkpoint.errors import CheckpointError
+from whale.checkpoint.format import Entry, FileInfo, Index, Piece, Target, read_index
+from whale.checkpoint.optimizer_state import merge_values, pack_optimizer, pack_scheduler, unpack_optimizer, unpack_scheduler
+from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
+from whale.checkpoint.random_state import pack_rng, unpack_rng
+from whale.checkpoint.reader import Reader, find_checkpoints, resolve
+from whale.checkpoint.saver import AsyncSaver, Handle
+from whale.checkpoint.writer import Part, Snapshot, assign_writers, await_outcome, finish, take_snapshot, write_rank
+
+__all__ = [
+    "AsyncSaver",
+    "CheckpointError",
+    "Entry",
+    "FileInfo",
+    "Handle",
+    "Index",
+    "Match",
+    "Part",
+    "Piece",
+    "PretrainedReader",
+    "Reader",
+    "Snapshot",
+    "Target",
+    "assign_writers",
+    "await_outcome",
+    "export_safetensors",
+    "find_checkpoints",
+    "finish",
+    "merge_values",
+    "pack_optimizer",
+    "pack_rng",
+    "pack_scheduler",
+    "read_index",
+    "resolve",
+    "take_snapshot",
+    "unpack_optimizer",
+    "unpack_rng",
+    "unpack_scheduler",
+    "write_rank",
+]

@@ -1,0 +1,140 @@
+"""Each rank loads only the samples that its stages need; the order of samples is that of local training.
+
+The mini-batch is a list of sample numbers, the same on every rank. From it a rank takes the parts that the plan gives its device in each
+micro-batch, and a stage that reads no input loads nothing. The position is one number (samples seen), so it fits any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from whale.planning.samples import SampleMap
+
+if TYPE_CHECKING:
+    from whale.runtime.engine import Engine
+
+Sampler = Callable[[int], Sequence[int]]
+"""epoch -> sample numbers in order, the same on every rank"""
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """One mini-batch of which this rank holds only its own samples."""
+
+    batch: Any
+    """collated samples of this rank in order of micro-batches; None when it needs none"""
+    batch_size: int
+    """of the whole mini-batch"""
+    digest: bytes
+    """of the sample numbers: ranks compare it"""
+
+
+class ShardedLoader:
+    """Made by `engine.loader(...)`: iterate for batches to give to `engine.step`; `state_dict()` is the position."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        sampler: Sampler | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size}: a mini-batch needs at least 1 sample")
+        self.engine, self.dataset, self.batch_size, self.num_workers = engine, dataset, batch_size, num_workers
+        self.collate = collate
+        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        if self.num_samples < batch_size:
+            raise ValueError(f"the data set has {self.num_samples} samples, fewer than one mini-batch of {batch_size}")
+        self._order = sampler or _default_order(self.num_samples, shuffle, seed)
+        self.epoch = 0
+        self.position = 0
+        """samples of this epoch that were already given out"""
+
+    def __len__(self) -> int:
+        """Mini-batches of an epoch; a last one that is not full is left out, as every step must see the whole batch size."""
+        return self.num_samples // self.batch_size
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        """The rest of the present epoch; the next call starts the next epoch."""
+        order = list(self._order(self.epoch))
+        starts = range(self.position, len(self) * self.batch_size, self.batch_size)
+        batches = [order[start : start + self.batch_size] for start in starts]
+        own = [self._own_samples(samples) for samples in batches]
+        loaded = iter(
+            DataLoader(_Numbered(self.dataset), batch_sampler=_NonEmpty(own), collate_fn=self.collate, num_workers=self.num_workers)
+        )
+        for samples, mine in zip(batches, own, strict=True):
+            batch = next(loaded) if mine else None
+            self.position += self.batch_size  # before the step: a checkpoint after it continues with the next batch
+            yield ShardedBatch(batch, self.batch_size, hashlib.blake2b(repr(samples).encode(), digest_size=8).digest())
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _own_samples(self, samples: list[int]) -> list[int]:
+        return [samples[i] for start, stop in self.engine.own_samples(self.batch_size) for i in range(start, stop)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues there, whatever the number of ranks."""
+        if state["position"] % self.batch_size:
+            raise ValueError(
+                f"the position {state['position']} is not a multiple of batch_size {self.batch_size}: use the batch size of the saved run"
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+class _Numbered(Dataset[Any]):
+    """The user's data set, so that iterable ones are refused with a clear message."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        if not hasattr(dataset, "__getitem__"):
+            raise ValueError(
+                f"{type(dataset).__name__} cannot be read by number: a sharded loader needs a data set with __getitem__ and __len__"
+            )
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class _NonEmpty:
+    """Batch sampler without the batches of which this rank needs nothing."""
+
+    def __init__(self, batches: Sequence[list[int]]) -> None:
+        self.batches = [batch for batch in batches if batch]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _default_order(num_samples: int, shuffle: bool, seed: int) -> Sampler:
+    def order(epoch: int) -> Sequence[int]:
+        if not shuffle:
+            return range(num_samples)
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{seed}|{epoch}".encode(), digest_size=7).digest(), "little")
+        )
+        return torch.randperm(num_samples, generator=generator).tolist()
+
+    return order
+
+
+def local_intervals(samples: SampleMap, device: int, replica: int, place: int) -> list[tuple[int, int]]:
+    """This device's sample intervals of each micro-batch."""
+    return [samples.devices(m, replica, device)[place] for m in range(samples.num_micro_batch)]

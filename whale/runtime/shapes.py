@@ -1,0 +1,137 @@
+"""Captured graphs of one engine: one for each shape of the batch, in training and in evaluation, with their executors."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale import scheduling
+from whale.capture.batch import BatchLayout
+from whale.capture.capture import capture_evaluation, capture_training
+from whale.capture.export import Loss, Task
+from whale.capture.prepare import Prepared, prepare
+from whale.config import Config
+from whale.lowering.program import Lowered, lower
+from whale.planning.plan import Plan
+from whale.planning.planner import apply_plan, fingerprint, follow_plan
+from whale.runtime.executor import Executor
+from whale.runtime.ranks import Ranks
+from whale.runtime.transport import Transport
+
+logger = logging.getLogger("whale")
+
+
+@dataclass
+class Job:
+    """What an engine is made from: the same on every rank, but for `weights`."""
+
+    model: torch.nn.Module
+    loss: Loss | None
+    config: Config
+    plan: Plan
+    sample: BatchLayout
+    prepared: Prepared
+    weights: dict[str, Tensor]
+    """this rank's parameters and buffers, by first name"""
+    names: dict[str, str]
+    """every tensor name of the model -> first name of the same tensor"""
+    ranks: Ranks
+
+    @property
+    def task(self) -> Task:
+        return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
+
+
+class Shapes:
+    """Finds or makes the lowered graph for a batch. A new shape is captured once and kept; the one unused for longest goes first."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.transport = Transport(job.ranks, _pairs(job.plan)) if job.ranks.is_distributed else None
+        for stage in job.plan.stages:  # every rank makes every group, in the same order
+            ranks = job.plan.ranks_of_stage(stage.index)
+            if len(ranks) > 1:
+                job.ranks.group(ranks)
+        self._training: OrderedDict[Any, Lowered] = OrderedDict()
+        self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
+        self._executors: dict[tuple[int, int, int], Executor] = {}
+        assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
+        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks)
+        self._training[job.sample.key] = self.first
+
+    def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
+        def capture() -> Lowered:
+            job = self._job
+            logger.info("capturing the model again: %s", _what_changed(layout, job.sample))
+            prepared = prepare(
+                capture_training(job.model, layout, tensors, job.task), job.config.num_micro_batch, job.config.loss_per_micro_batch
+            )
+            job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
+            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+
+        return self._find(self._training, layout.key, capture)
+
+    def evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
+        def capture() -> Lowered:
+            job = self._job
+            captured = capture_evaluation(job.model, layout, tensors, job.task)
+            prepared = prepare(captured, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch)
+            if prepared.only_whole is not None and max(job.plan.num_micro_batch, widest(job.plan)) > 1:
+                raise ValueError(prepared.only_whole.message)
+            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+
+        return self._find(self._evaluation, layout.key, capture)
+
+    def _find(self, kept: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]) -> Lowered:
+        if key not in kept:
+            while len(kept) >= self._job.config.max_captures:
+                _, old = kept.popitem(last=False)
+                self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
+            kept[key] = capture()
+        kept.move_to_end(key)
+        return kept[key]
+
+    def executor(self, lowered: Lowered, batch_size: int, num_micro_batch: int, is_training: bool) -> Executor:
+        key = (id(lowered), batch_size, num_micro_batch)
+        if key not in self._executors:
+            job = self._job
+            is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
+            schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
+            program = lowered.program(schedule, batch_size, job.config.seed)
+            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch)
+        return self._executors[key]
+
+
+def largest_micro_batches(plan: Plan, batch_size: int) -> int:
+    """As many micro-batches as in training, fewer for a smaller batch."""
+    return max(1, min(plan.num_micro_batch, batch_size // widest(plan)))
+
+
+def widest(plan: Plan) -> int:
+    """Over how many devices a micro-batch is cut at most."""
+    return max(plan.num_replicas * device.num_devices for device in plan.virtual_devices)
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """All (source, destination) ranks between which messages go, gradients included."""
+    pairs = set()
+    for crossing in plan.crossings:
+        for source in plan.ranks_of_stage(crossing.source):
+            for destination in plan.ranks_of_stage(crossing.destination):
+                pairs |= {(source, destination), (destination, source)} if source != destination else set()
+    return pairs
+
+
+def _what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
+    for got, expected in zip(layout.tensors, sample.tensors, strict=False):
+        if got.shape[1:] != expected.shape[1:]:
+            return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
+    return f"constants of the batch are {[v for _, v in layout.constants]}, in the sample {[v for _, v in sample.constants]}"

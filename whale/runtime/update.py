@@ -1,0 +1,97 @@
+"""The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on every rank, from the same totals."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whale.config import Config
+from whale.runtime.gradients import Held, scale_gradients
+from whale.runtime.ranks import Ranks
+from whale.runtime.result import Totals
+from whale.runtime.scaling import LossScale
+
+logger = logging.getLogger("whale")
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient is not a finite number. Raised on every rank alike."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of one step."""
+
+    seconds: float
+    skipped: bool
+
+
+class Updater:
+    """Owns the optimizer, the LR scheduler and the loss scale."""
+
+    def __init__(
+        self,
+        trainable: Sequence[tuple[str, torch.nn.Parameter]],
+        optimizer: OptimizerFactory | None,
+        scheduler: SchedulerFactory | None,
+        config: Config,
+        ranks: Ranks,
+    ) -> None:
+        self.optimizer = optimizer(iter(trainable)) if optimizer is not None and trainable else None
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self._config, self._ranks = config, ranks
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None and self.optimizer.param_groups else 0.0
+
+    def apply(self, held: Sequence[Held], totals: Totals, step: int) -> Update:
+        """Steps the optimizer, unless this step is to be skipped."""
+        config = self._config
+        factor = 1.0
+        if self.loss_scale is not None or config.clip_grad_norm is not None or config.on_nonfinite != "continue":
+            loss, norm = totals.values()[0], totals.values()[1] ** 0.5  # waits for the sum over all ranks
+            if self.loss_scale is not None:
+                factor = 1.0 / self.loss_scale.scale
+                self.loss_scale.update(math.isfinite(norm))
+                if not math.isfinite(norm) and math.isfinite(loss):
+                    return Update(0.0, skipped=True)  # an overflow, which the smaller scale will mend
+            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(held, loss, norm, step):
+                return Update(0.0, skipped=True)
+            if config.clip_grad_norm is not None:
+                factor *= min(1.0, config.clip_grad_norm / (norm + CLIP_EPSILON))
+        start = time.perf_counter()
+        if factor != 1.0:
+            scale_gradients(held, factor)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return Update(time.perf_counter() - start, skipped=False)
+
+    def _skips(self, held: Sequence[Held], loss: float, norm: float, step: int) -> bool:
+        """Whether a step with a non-finite number is left out; `stop` raises on every rank."""
+        if self._config.on_nonfinite == "continue":
+            return False
+        bad = next((p.name for p in held if p.tensor.grad is not None and not bool(p.tensor.grad.isfinite().all())), None)
+        places = {rank: name for rank, name in enumerate(self._ranks.gather(bad)) if name is not None}
+        where = ", ".join(f"{name} on rank {rank}" for rank, name in list(places.items())[:4]) or "no gradient, only the loss"
+        text = f"step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}; not finite: {where}"
+        if self._config.on_nonfinite == "skip":
+            logger.warning("%s. The step is skipped on all ranks", text)
+            return True
+        raise NonFiniteError(
+            f'{text}. The weights are unchanged. Lower the learning rate, set "clip_grad_norm", or go on with "on_nonfinite": "skip"'
+        )
