@@ -39,6 +39,8 @@ STAGES = {"encoder": wh.replicate(1), "decoder": wh.replicate(1)}
 NUM_HELD_OUT = 1000
 NUM_SHOWN = 3
 """held-out drawings whose captions are printed"""
+PLAN, TRACE = "plan.json", "trace.json"
+"""files in the run folder, beside the metrics"""
 LAST_LR = 0.02
 """learning rate at the end, in units of its peak"""
 
@@ -58,11 +60,7 @@ def arguments() -> argparse.Namespace:
 
 def make_engine(options: argparse.Namespace, drawings: Drawings) -> wh.Engine:
     """The whole of Whale in this script."""
-    wh.init(
-        wh.Config(
-            num_micro_batch=options.micro_batches, clip_grad_norm=1.0, seed=options.seed, run_folder=str(options.folder), timeout_s=60.0
-        )
-    )
+    wh.init(wh.Config(num_micro_batch=options.micro_batches, clip_grad_norm=1.0, seed=options.seed, run_folder=str(options.folder)))
 
     def learning_rate(step: int) -> float:
         """Warm-up, then half a cosine; in units of the peak."""
@@ -193,9 +191,8 @@ def summary(engine: wh.Engine, result: Score, line: LiveLine, time_split: list[S
         parts = [("compute", spent.compute_s), ("gradient sums", spent.communication_s), ("bubble", spent.bubble_s)]
         stages = ", ".join(str(stage) for stage in engine.plan.stages_of_rank(rank))
         table.add_row(f"time of rank {rank}, stage {stages}", ", ".join(f"{name} {spent.share(seconds):.0%}" for name, seconds in parts))
-    for what, path in {"plan": folder / "plan.json", "metrics": folder / "metrics"}.items():
-        if path.exists():
-            table.add_row(what, str(path))
+    for what, path in {"plan": folder / PLAN, "metrics": folder / "metrics", "trace": folder / TRACE}.items():
+        table.add_row(what, str(path))
     for prompt, said, right in result.examples:
         table.add_row(prompt, f"{said}  {'(right)' if said == right else f'(wrong: {right})'}")
     return table
@@ -220,11 +217,13 @@ def main() -> None:
     engine = make_engine(options, drawings)
     if is_first:
         print_plan(engine.plan, console)
-        engine.plan.save(options.folder / "plan.json")
+        engine.plan.save(options.folder / PLAN)
     line = LiveLine(console, options)
     start = time.perf_counter()
     spent = train(engine, drawings, options, line)
     wall_s = time.perf_counter() - start
+    engine.trace(options.folder / TRACE)
+    engine.close()
     time_split = gather(spent)
     state = engine.full_state_dict()
     if is_first:

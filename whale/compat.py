@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +13,7 @@ import torch
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
 from torch.utils import _pytree as pytree
 
-__all__ = ["enter_autocast", "exit_autocast", "fake_mode", "is_fake", "pytree", "tensor_stores"]
+__all__ = ["all_user_frames", "enter_autocast", "exit_autocast", "fake_mode", "is_fake", "pytree", "tensor_stores"]
 
 
 def fake_mode() -> Any:
@@ -35,3 +39,33 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
     """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+@contextlib.contextmanager
+def all_user_frames() -> Iterator[None]:
+    """Nodes traced inside keep every frame of the user's code in `stack_trace`; torch keeps functions called `forward` only.
+
+    An option of `torch.export` for full stack traces would replace it.
+    """
+    from torch.fx.proxy import TracerBase
+
+    original = TracerBase._filter_traceback_frames
+
+    def keep(self: TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((place for place, frame in enumerate(summary) if frame.name == "forward"), len(summary))
+        dispatch = ("__torch_function__", "__torch_dispatch__")
+        frames = [
+            frame
+            for frame in summary[first:]
+            if frame.name == "forward" or not (frame.filename.startswith(_TORCH_FOLDER) or frame.name in dispatch)
+        ]
+        return traceback.StackSummary.from_list(frames)
+
+    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]

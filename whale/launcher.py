@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine, through torch's own elastic launcher, and says which rank failed first and why.
 
     launch           in the launcher: starts the ranks, waits, gives the first failure
-    run_as_rank      in each rank: runs the script as `python script.py` would, and writes down how it failed
+    run_as_rank      in each rank, whose program is this file: runs the script as `python script.py` would, and writes down how it failed
     run_script       a script as the main program of this process; also used by `whale plan`
 
 Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to tell the rank that failed from those
@@ -36,9 +36,6 @@ GRACE_S = 5
 WATCH_S = 1.0
 """how often a rank looks whether its launcher is still there"""
 LONGEST_TEXT = 500
-
-# The empty entry of sys.path is the current folder: a file there must not hide a module that Whale imports.
-_RANK_PROGRAM = "import sys; sys.path[:] = [p for p in sys.path if p]; from whale.launcher import run_as_rank; run_as_rank()"
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int
             shutdown_timeout=GRACE_S,
         )
         try:
-            elastic_launch(config, sys.executable)("-u", "-c", _RANK_PROGRAM, str(script), *arguments)
+            elastic_launch(config, sys.executable)("-u", __file__, str(script), *arguments)  # this file: see its end
         except ChildFailedError as error:
             return first_failure(error.failures)
     return None
@@ -182,3 +179,8 @@ def _end_with_launcher(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(WATCH_S)
     os._exit(1)
+
+
+if __name__ == "__main__":  # a rank; it has imported nothing of Whale or torch yet, so the script decides what it needs
+    del sys.path[0]  # the folder of this file
+    run_as_rank()

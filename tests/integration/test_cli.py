@@ -40,7 +40,8 @@ torch.set_default_dtype(torch.float64)
 wh.init(wh.Config({"num_micro_batch": 2}))
 model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
 batches = [torch.randn(9, 6) for _ in range(3)]
-engine = wh.parallelize(model, batches[0], optimizer=lambda params: torch.optim.SGD(params, lr=0.5), loss=lambda output, batch: output.square().mean())
+optimizer = lambda params: torch.optim.SGD(params, lr=0.5)
+engine = wh.parallelize(model, batches[0], optimizer=optimizer, loss=lambda output, batch: output.square().mean())
 for batch in batches:
     loss = engine.step(batch).loss
     if os.environ.get("RANK", "0") == "0":
@@ -346,7 +347,7 @@ def test_run_starts_again(tmp_path: Path) -> None:
     assert once.stderr.splitlines()[-1] == "whale run: rank 0 failed: sys.exit(5)"
 
 
-@pytest.mark.parametrize(("how", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("how", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals, exit_code: int) -> None:
     text = f"""
         import os, pathlib, time

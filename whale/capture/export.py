@@ -21,7 +21,7 @@ from whale.capture.batch import BatchLayout, enlarge
 from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
-from whale.compat import fake_mode, is_fake, pytree, tensor_stores
+from whale.compat import all_user_frames, fake_mode, is_fake, pytree, tensor_stores
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -179,7 +179,7 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with random_branches(wrapper.model, findings), preserve_node_meta():
+            with random_branches(wrapper.model, findings), preserve_node_meta(), all_user_frames():
                 program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error

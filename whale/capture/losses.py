@@ -41,13 +41,17 @@ class NotAdditive:
     node: Node
     line: str
     reason: str
+    needs_all_samples: bool = False
+    """sharing batch sums between devices would not help either"""
 
     @property
     def message(self) -> str:
+        way_out = 'Set "num_micro_batch" to 1 (sums and means over the batch are then shared between devices inside the forward)'
+        if self.needs_all_samples:
+            way_out = "It needs all samples in one place: run it on one device with one micro-batch"
         return (
             f"the loss is not a sum over samples: {self.reason}\n  at {self.line}\n"
-            'Set "num_micro_batch" to 1 (sums and means over the batch are then shared between devices inside the forward), or set '
-            '"loss_per_micro_batch": true to accept a loss computed on each micro-batch alone.'
+            f'{way_out}, or set "loss_per_micro_batch": true to accept a loss computed on each part alone.'
         )
 
 

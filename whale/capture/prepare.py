@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from whale.capture.capture import Capture
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, value_kinds
-from whale.capture.losses import LossPlan, NotAdditive, TermInfo, rewrite_loss, weigh_loss
+from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, weigh_loss
 from whale.capture.samples import batch_dim
 from whale.capture.sizes import normalise_sizes
 
@@ -73,7 +73,8 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         captured.notes.append(f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of a micro-batch alone")
         loss = weigh_loss(captured, kinds)
     elif loss.not_additive is not None:
-        only_whole = loss.not_additive
+        shared = batch_reductions(captured, kinds)
+        only_whole = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
         loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
     terms = _results(captured)
     kept = iter(_release(captured, keeper))
