@@ -5,6 +5,7 @@ from whale.api import Engine, Plan, init, num_devices, parallelize, plan
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.plan import diff
+from whale.runtime.checkpoints import Pretrained
 from whale.runtime.result import EvaluationResult, StepResult
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "Engine",
     "EvaluationResult",
     "Plan",
+    "Pretrained",
     "StepResult",
     "annotate",
     "diff",

@@ -25,6 +25,7 @@ from whale.config import Config
 from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
+from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
@@ -109,12 +110,14 @@ def parallelize(
     init: Init | None = None,
     plan: Plan | str | Path | None = None,
     cluster: Cluster | None = None,
+    weights: Pretrained | str | Path | None = None,
     prepared: Prepared | None = None,
 ) -> Engine:
     """Captures the model, plans it onto the devices of this job, and gives the engine that trains it.
 
     `model`: a module (rank 0's weights count) or a function that builds one. `optimizer`: called with (name, parameter) pairs.
     `loss(output, batch)`: without it the model returns a scalar or something with `.loss`. `plan`: a plan to follow instead of making one.
+    `weights`: a safetensors file or Hugging Face folder to start from; each rank reads only its own part.
     `prepared`: a capture made before by the caller, in the same process (tests capture once and run many plans).
     """
     config = _session.config
@@ -154,8 +157,10 @@ def parallelize(
     assert chosen is not None
     _check_num_devices(chosen, ranks)
     names = tied_names(built)
-    weights = _weights(built, names, chosen, ranks, is_real, init, config)
-    return Engine(Job(built, loss, config, chosen, layout, prepared, weights, names, ranks), optimizer, scheduler)
+    held = _weights(built, names, chosen, ranks, is_real, init, config)
+    if weights is not None:
+        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks)
+    return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks), optimizer, scheduler)
 
 
 def _prepare(

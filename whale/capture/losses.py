@@ -48,7 +48,7 @@ class NotAdditive:
     def message(self) -> str:
         way_out = 'Set "num_micro_batch" to 1 (sums and means over the batch are then shared between devices inside the forward)'
         if self.needs_all_samples:
-            way_out = "It needs all samples in one place: run it on one device with one micro-batch"
+            way_out = 'It needs all samples in one place: set "num_micro_batch" to 1 and run this part on one device'
         return (
             f"the loss is not a sum over samples: {self.reason}\n  at {self.line}\n"
             f'{way_out}, or set "loss_per_micro_batch": true to accept a loss computed on each part alone.'

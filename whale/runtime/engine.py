@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
+from whale.checkpoint import Handle, export_safetensors
 from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
+from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
@@ -41,6 +43,7 @@ class Engine:
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
+        self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the last step"""
         self._last_outcome: StepOutcome | None = None
@@ -151,6 +154,36 @@ class Engine:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
         return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
 
+    def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
+        """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while training goes on. All ranks must call it.
+
+        `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns when the checkpoint is in place and
+        raises when it could not be written; training goes on in both cases.
+        """
+        return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
+
+    def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
+        """Loads the latest good checkpoint of `folder` (or this very checkpoint), saved under any plan and number of ranks.
+
+        Gives its step, or None when there is none to load. `data`: the loader to set to the saved position. All ranks must call it.
+        """
+        step = self._checkpoints.load(self._checkpoint_folder(folder), data)
+        if step is not None:
+            self.step_count = step
+        return step
+
+    def export(self, path: str | Path) -> None:
+        """Writes the whole model as one safetensors file that the plain local model loads with `strict=True`. All ranks must call it."""
+        state = self.full_state_dict()
+        if self._job.ranks.rank == 0:
+            export_safetensors(path, state)
+        self._job.ranks.gather(None)  # nobody goes on before the file is there
+
+    def _checkpoint_folder(self, folder: str | Path | None) -> Path:
+        if folder is None and self._job.config.run_folder is None:
+            raise ValueError('give engine.save and engine.load a folder, or set "run_folder" in the config')
+        return Path(folder) if folder is not None else Path(str(self._job.config.run_folder)) / "checkpoints"
+
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients of the last step, by parameter name."""
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
@@ -166,7 +199,8 @@ class Engine:
         write_trace(path, self._last_outcome, self._job.ranks)
 
     def close(self) -> None:
-        """Writes what is still to be written. Called at the end of the script, or not at all: only the last metrics line is at stake."""
+        """Waits for checkpoints under way and writes the last metrics line."""
+        self._checkpoints.wait()
         if self._metrics is not None:
             self._flush_metrics()
             self._metrics.close()

@@ -1,0 +1,225 @@
+"""What crosses a cut, in bytes: the hidden state and nothing else. Only plans are made here; no process is started."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale as wh
+from tests.zoo import CASES, LENGTH
+from tests.zoo import WIDTH as HIDDEN
+from whale import api
+from whale.capture.batch import BatchLayout, read_batch
+from whale.capture.prepare import Prepared
+
+FLOAT_BYTES = 4
+HIDDEN_BYTES = LENGTH * HIDDEN * FLOAT_BYTES
+"""one sample's hidden state in the models of the zoo: sequence x width x itemsize"""
+
+Edges = dict[tuple[int, int], list[int]]
+"""(source stage, destination stage) -> bytes for each sample of every value that goes there"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> None:
+    wh.init()
+
+
+def edges(plan: wh.Plan) -> Edges:
+    found: Edges = {}
+    for crossing in plan.crossings:
+        found.setdefault((crossing.source, crossing.destination), []).append(crossing.sample_bytes)
+    return {edge: sorted(sizes) for edge, sizes in sorted(found.items())}
+
+
+def chain(num_stages: int, num_bytes: int) -> Edges:
+    return {(stage, stage + 1): [num_bytes] for stage in range(num_stages - 1)}
+
+
+def tied_parameters(plan: wh.Plan) -> dict[str, tuple[int, ...]]:
+    parameters = {name for stage in plan.stages for name in stage.parameters}
+    return {name: stages for name, stages in plan.holders.items() if len(stages) > 1 and name in parameters}
+
+
+# ---- models of transformers -------------------------------------------------------------------------------------------
+
+
+@cache
+def captured(name: str) -> tuple[nn.Module, BatchLayout, Prepared]:
+    """A model of the zoo in float32, captured once for all its plans."""
+    case = CASES[name]
+    model = case.build().float()
+    layout, tensors = read_batch(case.batch(0, 4))
+    return model, layout, api._prepare(model, layout, tensors, case.loss, wh.Config(), "cpu")
+
+
+def plan_of(name: str, num_stages: int, **config: Any) -> wh.Plan:
+    """Cut at the layers of the zoo's table, or by Whale itself when `num_task_graph` is given."""
+    model, layout, prepared = captured(name)
+    model = copy.deepcopy(model)  # marks of other plans stay out
+    if "num_task_graph" not in config:
+        wh.annotate(model, {"|".join(globs): wh.replicate(1) for globs in CASES[name].cuts(num_stages)})
+    return api._plan(model, prepared, api._cluster(num_stages), wh.Config(config), layout)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "bloom"])
+def test_only_the_hidden_state_crosses_between_layers(name: str) -> None:
+    """Masks, positions, rotary tables and ALiBi biases are needed by every stage, and are computed there from the batch."""
+    for num_stages in (2, 4):
+        plan = plan_of(name, num_stages)
+        assert edges(plan) == chain(num_stages, HIDDEN_BYTES)
+        assert all(crossing.batched and crossing.gradient for crossing in plan.crossings)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "bloom"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_automatic_cuts_send_the_hidden_state_only(name: str, num_stages: int) -> None:
+    plan = plan_of(name, num_stages, num_task_graph=num_stages)
+    assert edges(plan) == chain(num_stages, HIDDEN_BYTES)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_t5_sends_the_encoder_output_straight_to_every_decoder_stage(num_stages: int) -> None:
+    """Inside the encoder only its hidden state crosses; each stage of the decoder gets the encoder's output from the stage that made it."""
+    plan = plan_of("t5", num_stages)
+    last_of_encoder = {2: 0, 3: 0, 4: 1}[num_stages]
+    expected: Counter[tuple[int, int]] = Counter()
+    for stage in range(num_stages - 1):
+        if stage != last_of_encoder:
+            expected[stage, stage + 1] += HIDDEN_BYTES
+    for stage in range(last_of_encoder + 1, num_stages):
+        expected[last_of_encoder, stage] += HIDDEN_BYTES
+    biases = {name for name in tied_parameters(plan) if "relative_attention_bias" in name}
+    extra = Counter({edge: sum(sizes) for edge, sizes in edges(plan).items()})
+    extra.subtract(expected)
+    heads, num_buckets = 4, 32
+    bias_bytes = heads * LENGTH * LENGTH * FLOAT_BYTES
+    assert set(extra.values()) <= {0, bias_bytes}
+    # the position bias of a half that is cut: its small parameter (buckets x heads) on both sides, or its value sent
+    cut_halves = {2: 0, 3: 1, 4: 2}[num_stages]
+    assert len(biases) + sum(number > 0 for number in extra.values()) == cut_halves
+    if heads * num_buckets * FLOAT_BYTES < bias_bytes:
+        assert len(biases) == cut_halves, "the parameter is smaller than what is computed from it"
+
+
+# ---- values that every stage can compute for itself -------------------------------------------------------------------
+
+WIDTH = 8
+
+
+class Masked(nn.Module):
+    """Two blocks that use the same mask, rotary table and sizes, all made before the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("frequency", torch.arange(1.0, WIDTH + 1), persistent=False)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        positions = mask.cumsum(-1)
+        table = torch.cos(positions.unsqueeze(-1) * self.frequency)  # (batch, length, width), as large as the hidden state
+        bias = (1.0 - mask.float()).unsqueeze(1) * -1e4  # (batch, 1, length)
+        num_samples, length = words.shape
+        hidden = self.embedding(words)
+        for block in (self.first, self.second):
+            hidden = block(hidden * table)
+            scores = hidden @ hidden.transpose(1, 2) + bias
+            hidden = hidden + (scores.softmax(-1) @ hidden) / (num_samples * length)
+        return hidden.square().mean()
+
+
+def masked_batch(length: int = 6) -> dict[str, Tensor]:
+    return {"words": torch.randint(0, 20, (4, length)), "mask": torch.ones(4, length, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("length", [3, 6, 40])
+def test_masks_tables_and_sizes_never_cross(length: int) -> None:
+    """At length 40 mask and table are larger than the weights, at length 3 smaller: it makes no difference."""
+    model = wh.annotate(Masked(), {"first": wh.replicate(1), "second": wh.replicate(1)})
+    plan = wh.plan(model, masked_batch(length), cluster=2, config={"num_micro_batch": 2})
+    assert edges(plan) == chain(2, length * WIDTH * FLOAT_BYTES)
+    assert tied_parameters(plan) == {}
+
+
+# ---- skip connections -------------------------------------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """Four blocks; the stem is read by blocks 1 and 3, block 0 by block 2: two values jump over stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = torch.tanh(self.blocks[0](x))
+        one = torch.tanh(self.blocks[1](zero))
+        two = torch.tanh(self.blocks[2](one * zero))
+        three = torch.tanh(self.blocks[3](two + zero - one))
+        return three.square().mean()
+
+
+def test_skip_connections_go_straight_to_each_user() -> None:
+    """`zero` is made on stage 0 and used on 1, 2 and 3, `one` on 2 and 3: one crossing for each user stage, none through the middle."""
+    model = wh.annotate(Skips(), {f"blocks.{block}": wh.replicate(1) for block in range(4)})
+    plan = wh.plan(model, torch.randn(4, WIDTH), cluster=4)
+    one = WIDTH * FLOAT_BYTES
+    assert edges(plan) == {(0, 1): [one], (0, 2): [one], (0, 3): [one], (1, 2): [one], (1, 3): [one], (2, 3): [one]}
+    by_value: dict[str, set[tuple[int, int]]] = {}
+    for crossing in plan.crossings:
+        by_value.setdefault(crossing.value, set()).add((crossing.source, crossing.destination))
+    assert sorted(map(sorted, by_value.values())) == [[(0, 1), (0, 2), (0, 3)], [(1, 2), (1, 3)], [(2, 3)]]
+
+
+# ---- weight penalties -------------------------------------------------------------------------------------------------
+
+
+class Penalised(nn.Module):
+    """A chain whose loss holds a penalty over all parameters, written in one of the usual ways."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x), labels) + 0.01 * self.penalty()
+
+    def penalty(self) -> Tensor:
+        parameters = list(self.parameters())
+        if self.form == "sum":
+            return torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        if self.form == "loop":
+            total = torch.zeros(())
+            for parameter in parameters:
+                total = total + parameter.norm(2) ** 2
+            return total
+        if self.form == "norm":
+            return torch.stack([parameter.square().sum() for parameter in parameters]).sum().sqrt()
+        return torch.cat([parameter.flatten() for parameter in parameters]).square().sum()
+
+
+@pytest.mark.parametrize("form", ["sum", "loop", "norm"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_penalty_over_all_weights_sends_only_scalars(form: str, num_stages: int) -> None:
+    batch = torch.randn(6, WIDTH), torch.randint(0, 3, (6,))
+    per_stage = 4 // num_stages
+    globs = ["|".join(f"layers.{stage * per_stage + layer}" for layer in range(per_stage)) for stage in range(num_stages)]
+    model = wh.annotate(Penalised(form), {glob: wh.replicate(1) for glob in globs})
+    plan = wh.plan(model, batch, cluster=num_stages)
+    assert tied_parameters(plan) == {}, "a weight is held twice only to be penalised"
+    hidden = Counter({edge: sizes.count(WIDTH * FLOAT_BYTES) for edge, sizes in edges(plan).items()})
+    assert +hidden == Counter({(stage, stage + 1): 1 for stage in range(num_stages - 1)})
+    others = [size for sizes in edges(plan).values() for size in sizes if size != WIDTH * FLOAT_BYTES]
+    assert set(others) <= {FLOAT_BYTES}, "something larger than a scalar is sent for the penalty"

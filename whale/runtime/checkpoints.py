@@ -1,0 +1,196 @@
+"""Checkpoints of an engine: which tensors this rank writes, and how all ranks load together, under whatever plan it was saved."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    Handle,
+    PretrainedReader,
+    Reader,
+    assign_writers,
+    find_checkpoints,
+    merge_values,
+    pack_optimizer,
+    pack_rng,
+    pack_scheduler,
+    unpack_optimizer,
+    unpack_rng,
+    unpack_scheduler,
+)
+from whale.checkpoint.optimizer_state import state_name
+from whale.checkpoint.reader import CHECKPOINT_NAME
+from whale.planning.plan import Plan
+from whale.runtime.ranks import Ranks
+from whale.runtime.shapes import Job
+from whale.runtime.update import Updater
+
+logger = logging.getLogger("whale")
+
+MODEL, RNG = "model/", "rng/0/"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights in a safetensors file, or a folder in the Hugging Face layout, to start from."""
+
+    path: str | Path
+    rename: Callable[[str], str | None] | None = None
+    """name in the model -> name in the file; None for a tensor that is not in the file and keeps its initial value"""
+
+
+class Checkpoints:
+    """Saves and loads the state of one engine."""
+
+    def __init__(self, job: Job, updater: Updater) -> None:
+        self._job, self._updater = job, updater
+        self._savers: dict[Path, AsyncSaver] = {}
+        holders = tensor_holders(job.plan, job.names)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, _, tensor in _all_tensors(job.model, job.names)}
+        writers = assign_writers(holders, sizes)
+        self._own = [name for name in job.weights if writers[name] == job.ranks.rank]
+
+    def save(self, folder: Path, step: int, data: Any) -> Handle:
+        """Copies this rank's part and writes it in the background. All ranks call it at the same step."""
+        ranks, updater = self._job.ranks, self._updater
+        if folder not in self._savers:
+            job_id = ranks.from_first(secrets.token_hex(4))
+            keep = self._job.config.keep_checkpoints
+            self._savers[folder] = AsyncSaver(folder, job_id=job_id, rank=ranks.rank, num_ranks=ranks.num_ranks, keep=keep)
+        tensors = {MODEL + name: self._job.weights[name].detach() for name in self._own}
+        rank_values: dict[str, Any] = {}
+        if updater.optimizer is not None:
+            state, rank_values["optimizer"] = pack_optimizer(updater.optimizer, self._names_of(), only=set(self._own))
+            tensors |= state
+        if updater.scheduler is not None:
+            rank_values["scheduler"] = pack_scheduler(updater.scheduler)
+        values = {"step": step, "data": _state_of(data), "loss_scale": updater.loss_scale.state() if updater.loss_scale else None}
+        if ranks.rank == 0:
+            random_tensors, values["rng"] = pack_rng(RNG)
+            tensors |= random_tensors
+        return self._savers[folder].save(step, tensors, values, rank_values)
+
+    def load(self, path: Path, data: Any) -> int | None:
+        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all."""
+        ranks = self._job.ranks
+        for candidate in ranks.from_first(_candidates(path) if ranks.rank == 0 else None):
+            staged: _Staged | None = None
+            error: Exception | None = None
+            try:
+                staged = self._stage(candidate)
+            except CheckpointError as problem:
+                error = problem
+            problems = [text for text in ranks.gather(str(error) if error else None) if text]
+            if not problems and staged is not None:
+                self._apply(staged, data)
+                return staged.step
+            logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
+        return None
+
+    def _stage(self, path: Path) -> _Staged:
+        """Reads and checks everything that this rank needs, before anything changes."""
+        with Reader(path) as reader:
+            weights = {}
+            for name, tensor in self._job.weights.items():
+                weights[name] = reader.read(MODEL + name)
+                if weights[name].shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{name} has shape {list(weights[name].shape)} in {path}, in this model {list(tensor.shape)}: another model"
+                    )
+            merged = merge_values(values.get("optimizer") for values in reader.rank_values)
+            state = {}
+            for name in self._names_of().values() if self._updater.optimizer is not None else ():
+                for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
+                    state[state_name(name, key)] = reader.read(state_name(name, key))
+            rng = {name: reader.read(name) for name in reader.names(RNG)}
+            scheduler = next((values["scheduler"] for values in reader.rank_values if "scheduler" in values), None)
+            return _Staged(reader.step, weights, merged, state, rng, scheduler, reader.values, reader.num_bytes_read)
+
+    def _apply(self, staged: _Staged, data: Any) -> None:
+        updater = self._updater
+        with torch.no_grad():
+            for name, tensor in self._job.weights.items():
+                tensor.copy_(staged.weights[name])
+        if updater.optimizer is not None:
+            unpack_optimizer(updater.optimizer, self._names_of(), staged.state.__getitem__, staged.optimizer)
+            if updater.scheduler is not None and staged.scheduler is not None:
+                unpack_scheduler(updater.scheduler, staged.scheduler, updater.optimizer)
+        if updater.loss_scale is not None and staged.values.get("loss_scale"):
+            updater.loss_scale.restore(staged.values["loss_scale"])
+        unpack_rng(RNG, staged.rng.__getitem__, staged.values["rng"])
+        if data is not None and staged.values.get("data") is not None:
+            data.load_state_dict(staged.values["data"])
+        self.num_bytes_read = staged.num_bytes_read
+
+    def wait(self) -> None:
+        """Waits until every save is in place."""
+        for saver in self._savers.values():
+            saver.wait()
+
+    def _names_of(self) -> dict[torch.nn.Parameter, str]:
+        return {tensor: name for name, tensor in self._job.weights.items() if isinstance(tensor, torch.nn.Parameter)}
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A checkpoint read and checked, not yet applied."""
+
+    step: int
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    rng: Mapping[str, Tensor]
+    scheduler: Mapping[str, Any] | None
+    values: Mapping[str, Any]
+    num_bytes_read: int
+
+
+def load_pretrained(weights: Mapping[str, Tensor], names: Mapping[str, str], source: Pretrained, ranks: Ranks) -> None:
+    """Overwrites this rank's tensors with those of the file, each rank reading only its own."""
+    reader = PretrainedReader(source.path)
+    wanted = {name: source.rename(name) if source.rename is not None else name for name in weights}
+    own = [name for name, stored in wanted.items() if stored is not None and isinstance(weights[name], torch.nn.Parameter)]
+    renamed = {name: str(wanted[name]) for name in own}
+    aliases = {} if source.rename is not None else dict(names)
+    match = reader.match(renamed.values(), aliases)
+    if match.unexpected and ranks.num_ranks == 1:
+        logger.info("%d tensors of %s are not in the model, the first is %s", len(match.unexpected), source.path, match.unexpected[0])
+    with torch.no_grad():
+        for name in own:
+            stored = reader.read(match.stored[renamed[name]])
+            if stored.shape != weights[name].shape:
+                raise CheckpointError(f"{name} has shape {list(stored.shape)} in {source.path}, in the model {list(weights[name].shape)}")
+            weights[name].copy_(stored)
+    reader.close()
+
+
+def tensor_holders(plan: Plan, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Ranks that hold each tensor of the model; what the graph does not use is on stage 0."""
+    return {
+        name: tuple(sorted({rank for stage in plan.holders.get(name, (0,)) for rank in plan.ranks_of_stage(stage)}))
+        for name in dict.fromkeys(names.values())
+    }
+
+
+def _all_tensors(model: torch.nn.Module, names: Mapping[str, str]) -> list[tuple[str, str, Tensor]]:
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return [(first, name, found[name]) for name, first in names.items() if name == first]
+
+
+def _candidates(path: Path) -> list[Path]:
+    """A checkpoint itself, or all complete ones in a folder, the latest first."""
+    return [path] if CHECKPOINT_NAME.fullmatch(path.name) else find_checkpoints(path)
+
+
+def _state_of(data: Any) -> Any:
+    return data.state_dict() if hasattr(data, "state_dict") else data
