@@ -64,7 +64,7 @@ def all_user_frames() -> Iterator[None]:
         ]
         return traceback.StackSummary.from_list(frames)
 
-    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign]
+    TracerBase._filter_traceback_frames = keep  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

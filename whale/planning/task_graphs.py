@@ -52,7 +52,7 @@ def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Ma
 def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
     """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers.
 
-    One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies before it, and only scalars are sent there.
+    One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies before it, and only scalars are sent.
     """
     first_seen = {
         task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))

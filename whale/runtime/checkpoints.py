@@ -137,7 +137,7 @@ class Checkpoints:
         for saver in self._savers.values():
             saver.wait()
 
-    def _names_of(self) -> dict[torch.nn.Parameter, str]:
+    def _names_of(self) -> dict[torch.nn.Parameter | Tensor, str]:
         return {tensor: name for name, tensor in self._job.weights.items() if isinstance(tensor, torch.nn.Parameter)}
 
 
