@@ -47,7 +47,7 @@ LAST_LR = 0.02
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=640, help="training steps")
+    parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--batch", type=int, default=64, help="drawings in a mini-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="into how many parts a mini-batch is cut")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")

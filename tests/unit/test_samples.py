@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.unit.test_kinds import export_graph, find
 from whale.capture.kinds import op_name
-from whale.capture.samples import Mixing, batch_dim, find_mixing
+from whale.capture.sample_states import batch_dim
+from whale.capture.samples import Mixing, find_mixing
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -373,9 +373,7 @@ def _twin(node: Node) -> Any:
     refuse(node, "has no out-of-place twin")
 
 
-def view_inverse(
-    view: Node, parent: Node, value: Node, sizes: Callable[[Node], list[int | Node]]
-) -> tuple[Any, tuple[Any, ...]] | None:
+def view_inverse(view: Node, parent: Node, value: Node, sizes: Callable[[Node], list[int | Node]]) -> tuple[Any, tuple[Any, ...]] | None:
     """Operation and arguments that give `parent` with `value` in the place of its view `view`; None where we know no such operation."""
     before: torch.Tensor = parent.meta["val"]
     name, dim = op_name(view), argument(view, "dim") if op_name(view) else None

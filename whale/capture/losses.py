@@ -24,7 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, named_args, op_name
-from whale.capture.samples import CASTS, VIEWS, Irregular, Mixed, PerSample, SampleFlow, Shared, Size, Summed, Whole, expression
+from whale.capture.sample_states import CASTS, VIEWS, Irregular, Mixed, PerSample, Shared, Size, Summed, Whole, expression
+from whale.capture.samples import SampleFlow
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2

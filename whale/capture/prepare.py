@@ -11,7 +11,7 @@ from whale.capture.capture import Capture
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, value_kinds
 from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, weigh_loss
-from whale.capture.samples import batch_dim
+from whale.capture.sample_states import batch_dim
 from whale.capture.sizes import normalise_sizes
 
 LOSS = "the loss"

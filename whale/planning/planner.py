@@ -17,7 +17,7 @@ from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
 from whale.capture.losses import NotAdditive
-from whale.capture.samples import batch_dim
+from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph

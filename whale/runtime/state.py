@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from whale.capture.prepare import LOSS, Prepared
-from whale.capture.samples import batch_dim
+from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
 from whale.lowering.program import Lowered, Program
 from whale.planning.plan import Plan
