@@ -36,11 +36,13 @@ def main() -> None:
 def measure() -> Times:
     """Runs on every rank."""
     say("preparing both sides")
-    return alternate([whale_side(), ddp_side("ddp"), ddp_side("ddp without synchronisation", synchronise=False)], NUM_ROUNDS, STEPS_PER_BLOCK)
+    return alternate(
+        [whale_side(), ddp_side("ddp"), ddp_side("ddp without synchronisation", synchronise=False)], NUM_ROUNDS, STEPS_PER_BLOCK
+    )
 
 
 def whale_side() -> Side:
-    wh.init({"check_capture": False})
+    wh.init()
     engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
     return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
 

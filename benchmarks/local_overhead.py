@@ -22,7 +22,9 @@ def main() -> None:
         "whale_ms": round(times.median_s("whale") * 1e3, 1),
         "busy_elsewhere": times.busy_elsewhere,
     }
-    claim = Claim(f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens", times.ratio("whale", "pytorch"), TARGET, at_most=True, details=details)
+    claim = Claim(
+        f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens", times.ratio("whale", "pytorch"), TARGET, at_most=True, details=details
+    )
     report("local_overhead", [claim])
 
 
@@ -32,7 +34,7 @@ def measure() -> Times:
 
 
 def whale_side() -> Side:
-    wh.init({"check_capture": False})
+    wh.init()
     engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
     return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
 

@@ -75,7 +75,7 @@ def measure(case: Case) -> Times:
 
 
 def whale_side(case: Case) -> Side:
-    wh.init({"num_micro_batch": case.num_micro_batch, "check_capture": False})
+    wh.init({"num_micro_batch": case.num_micro_batch})
     model = gpt2.build(case.length, tied=False)
     first, last = (f"transformer.h.[{start}-{stop - 1}]" for start, stop in ((0, gpt2.CUT), (gpt2.CUT, gpt2.NUM_LAYERS)))
     wh.annotate(

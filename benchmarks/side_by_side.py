@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 SAME_LOSS = 1e-4
 """largest relative difference between the losses of the two sides, over all steps, float32"""
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+"""glibc keeps freed memory. By default it gives some back in some steps, by chance, and takes it again: up to 3 % of a step, on either side"""
 JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -77,10 +79,13 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < num_ranks:
         raise SystemExit(f"this benchmark needs {num_ranks} cores, one for each rank; this process may use {len(cores)}")
+    os.environ.update(ALLOCATOR)  # read by a process when it starts
     with tempfile.TemporaryDirectory() as folder:
         answer, child = context.Pipe(duplex=False)
         processes = [
-            context.Process(target=_rank, args=(function, rank, num_ranks, cores[rank], folder, child if rank == 0 else None, args), daemon=True)
+            context.Process(
+                target=_rank, args=(function, rank, num_ranks, cores[rank], folder, child if rank == 0 else None, args), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -170,7 +175,8 @@ def report(name: str, claims: Sequence[Claim]) -> None:
     """Prints every claim and then the JSON line; the exit code says whether all hold."""
     for claim in claims:
         sign = "at most" if claim.at_most else "at least"
-        print(f"{claim.name}: {claim.ratio:.3f} (target: {sign} {claim.target:.2f}) {'ok' if claim.margin >= 0 else 'MISSED'}  {claim.details}")
+        verdict = "ok" if claim.margin >= 0 else "MISSED"
+        print(f"{claim.name}: {claim.ratio:.3f} (target: {sign} {claim.target:.2f}) {verdict}  {claim.details}")
     worst = min(claims, key=lambda claim: claim.margin)
     details = {claim.name: {"ratio": round(claim.ratio, 4), "target": claim.target, **claim.details} for claim in claims}
     line = {"name": name, "ratio": round(worst.ratio, 4), "target": worst.target, "ok": worst.margin >= 0, "details": details}
@@ -198,7 +204,8 @@ class _Usage:
 
     def busy_elsewhere(self) -> float:
         """Mean over ranks of the part of the time in which the core did something else."""
-        elapsed, busy, own = (now - then for now, then in zip((time.perf_counter(), self._busy_s(), time.process_time()), self.start, strict=True))
+        end = (time.perf_counter(), self._busy_s(), time.process_time())
+        elapsed, busy, own = (now - then for now, then in zip(end, self.start, strict=True))
         part = torch.tensor(max(0.0, busy - own) / elapsed)
         if dist.is_initialized():
             dist.all_reduce(part)

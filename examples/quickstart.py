@@ -1,7 +1,7 @@
 """A first distributed training: a small transformer learns to tell drawn shapes apart.
 
     python examples/quickstart.py                            one process
-    whale run -n 4 examples/quickstart.py                    2 stages x 2 model replicas: the same losses
+    whale run -n 4 examples/quickstart.py                    2 stages x 2 model replicas: the same losses, to the rounding of float32
     torchrun --nproc-per-node 4 examples/quickstart.py       the same
     whale plan -n 4 examples/quickstart.py                   what would run where, without running it
 

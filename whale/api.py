@@ -49,8 +49,8 @@ class _Session:
 _session = _Session(Config())
 
 
-class PlanReady(Exception):
-    """Raised by `parallelize` under `planning_only`: here is the plan, run no further."""
+class PlanReady(BaseException):
+    """Raised by `parallelize` under `planning_only`: here is the plan, run no further. No `except Exception` of a script stops it."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__("the plan is ready")
@@ -69,6 +69,11 @@ def init(config: Config | dict[str, Any] | None = None) -> None:
 def num_devices() -> int:
     """Number of devices of this job (the seeds' `total_gpu`)."""
     return _session.num_devices if _session.num_devices is not None else _ranks().num_ranks
+
+
+def rank() -> int:
+    """This process's number among the ranks; 0 without a launcher."""
+    return 0 if _session.num_devices is not None else _ranks().rank
 
 
 @contextlib.contextmanager
@@ -286,4 +291,4 @@ def _cluster(cluster: Cluster | int | None) -> Cluster:
     return Cluster.uniform(count, kind, devices_per_host=per_host)
 
 
-__all__ = ["Engine", "Plan", "PlanReady", "init", "num_devices", "parallelize", "plan", "planning_only"]
+__all__ = ["Engine", "Plan", "PlanReady", "init", "num_devices", "parallelize", "plan", "planning_only", "rank"]

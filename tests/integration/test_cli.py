@@ -88,11 +88,6 @@ def shell(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(list(words), process.returncode, stdout, stderr)
 
 
-def plain(text: str) -> str:
-    """Without line breaks and frames, which depend on the width."""
-    return " ".join(text.split())
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For commands that run in this process: what scripts change is put back."""

@@ -30,6 +30,7 @@ RETURN_SELF_IF_REAL = ("real", "conj", "resolve_conj", "resolve_neg")
 RETURN_SELF_IF_SAME_SHAPE = ("flatten", "atleast_1d", "atleast_2d", "atleast_3d")
 FACTORIES_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
 """operations that take only the shape of their input"""
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 NEED_STRIDES = ("view_as_complex", "as_strided")
 """operations that fail on other strides than those of the eager model"""
 BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
@@ -159,6 +160,8 @@ def simplify(graph: Graph) -> None:
     keep_strides = any(op_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype" for node in graph.nodes)
     other_strides: set[Node] = set()
     for node in list(graph.nodes):
+        if not keep_strides and _skip_reshape(node) and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+            other_strides.update(node.users)
         equal = None if node.meta.get(FINAL_VALUE) else _equal_node(node, carriers)
         if equal is None or (op_name(node) == "cat" and keep_strides and not equal.meta["val"].is_contiguous()):
             continue
@@ -169,6 +172,18 @@ def simplify(graph: Graph) -> None:
     _relax_views(graph, other_strides)
     _find_causal_masks(graph)
     remove_dead(graph)
+
+
+def _skip_reshape(node: Node) -> bool:
+    """Takes the shape in one step where a tensor is reshaped twice and nobody else wants the shape between; says whether it did."""
+    source = node.args[0] if node.args else None
+    if node.target not in RESHAPES or not isinstance(source, Node) or source.target not in RESHAPES or len(source.users) > 1:
+        return False
+    if source.meta.get(FINAL_VALUE):
+        return False
+    node.target = torch.ops.aten.reshape.default
+    node.args = (source.args[0], *node.args[1:])
+    return True
 
 
 def _relax_views(graph: Graph, changed: set[Node]) -> None:
@@ -191,8 +206,16 @@ def _equal_node(node: Node, carriers: set[Node]) -> Node | None:
     if name == "detach":
         source = node.all_input_nodes[0]
         return None if source in carriers else source
+    if node.target in (*RESHAPES, torch.ops.aten.expand.default):
+        source = node.all_input_nodes[0]
+        return source if _same_shape(source, node) else None
     # contiguous changes strides, which some kernels care about, so it stays
     return None if name == "contiguous" else returned_argument(node)
+
+
+def _same_shape(first: Node, second: Node) -> bool:
+    """Whether the shapes are equal for every size of the batch. As text: comparing a symbol with a number would fix the batch's size."""
+    return [str(size) for size in first.meta["val"].shape] == [str(size) for size in second.meta["val"].shape]
 
 
 def _shorten_cat(node: Node) -> Node | None:

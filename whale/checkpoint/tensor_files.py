@@ -142,7 +142,7 @@ def open_regular(path: Path, follow_links: bool) -> int:
     except OSError as error:
         if path.is_symlink() and not follow_links:
             raise CheckpointError(f"{path} is a symbolic link: a checkpoint is read from its own folder only") from None
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the disk and the permissions") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a plain file")

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from whale.planning.virtual_devices import VirtualDevice
+from whale.scheduling import Schedule, check
 
 PLAN_FORMAT = 1  # raised when the meaning of a field changes
 
@@ -117,14 +118,41 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Reads a plan file; every field is checked, nothing is executed."""
         try:
-            plan = TypeAdapter(Plan).validate_json(Path(path).read_bytes())
+            content = Path(path).read_bytes()
+            plan = TypeAdapter(Plan).validate_json(content, strict=True)
+            unknown = sorted(json.loads(content).keys() - set(PLAN_FIELDS))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             raise ValueError(f"{path} is not a plan: {where}: {first['msg']} ({error.error_count()} problems)") from None
+        if unknown:
+            raise ValueError(f"{path} is not a plan: it has fields that a plan does not have: {', '.join(unknown[:5])}")
         if plan.format != PLAN_FORMAT:
             raise ValueError(f"{path} has plan format {plan.format}, this Whale reads {PLAN_FORMAT}: make the plan again")
+        problem = plan.contradiction()
+        if problem:
+            raise ValueError(f"{path} contradicts itself: {problem}. Make the plan again")
         return plan
+
+    def contradiction(self) -> str | None:
+        """What does not fit together in this plan, if anything; a file may have been edited."""
+        ranks = sorted(rank for device in self.virtual_devices for replica in device.ranks for rank in replica)
+        if ranks != list(range(self.num_devices)):
+            return f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {self.num_devices} devices"
+        if any(len(device.ranks) != self.num_replicas for device in self.virtual_devices):
+            return f"not every VirtualDevice has {self.num_replicas} replicas"
+        if any(not 0 <= stage.virtual_device < len(self.virtual_devices) for stage in self.stages):
+            return "a stage names a VirtualDevice that is not there"
+        places = [*self.stage_of_operation, *(stage for stages in self.holders.values() for stage in stages)]
+        if any(not -1 <= stage < len(self.stages) for stage in places):
+            return f"an operation or weight names a stage beyond its {len(self.stages)}"
+        if len(self.device_kinds) != self.num_devices or len(self.device_seconds) != self.num_devices:
+            return f"it describes {len(self.device_kinds)} devices of {self.num_devices}"
+        try:
+            check(Schedule.from_json(self.schedule))
+        except (KeyError, TypeError, ValueError) as error:
+            return f"its schedule does not hold: {error}"
+        return None
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """All ranks that run a stage, over all replicas."""

@@ -91,7 +91,7 @@ class Engine:
         update = self._updater.apply(self._held, totals, self.step_count)
         self.step_count += 1
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
-        timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s, bubble_s)
+        timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
         result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
         self._note(result, batch_size)
         return result

@@ -144,8 +144,18 @@ def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
 
 
 def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
-    """Sum of squares of the gradients that this rank answers for: each parameter counts on its first holder only."""
-    gradients = [p.tensor.grad for p in held if p.tensor.grad is not None and p.ranks[0] == rank]
+    """Sum of squares of the gradients that this rank answers for: each parameter counts on one of its holders, which share the work.
+
+    All holders of a set of parameters have them in the same order, so they agree on who counts what.
+    """
+    num_counted: dict[tuple[int, ...], list[int]] = {}  # numbers that each holder of these parameters counts
+    gradients = []
+    for parameter in held:
+        counted = num_counted.setdefault(parameter.ranks, [0] * len(parameter.ranks))
+        place = counted.index(min(counted))
+        counted[place] += parameter.tensor.numel()
+        if parameter.ranks[place] == rank and parameter.tensor.grad is not None:
+            gradients.append(parameter.tensor.grad)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(gradients).double().square().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ class Ranks:
         self.watch: Watch | None = None
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout)
+            atexit.register(_leave)  # sums still on their way at exit would abort the process
         self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.num_ranks = dist.get_world_size() if self.is_distributed else 1
@@ -80,6 +82,11 @@ class Ranks:
         for rank, text in enumerate(errors):
             if text is not None:
                 raise ValueError(f"rank {rank} failed while all ranks were preparing: {text}")
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _named(ranks: Sequence[int], values: Sequence[Any]) -> str:

@@ -42,14 +42,20 @@ class Transport:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
-        work = dist.isend(tensor, peer, group=self._channels.get((self.ranks.rank, peer)), tag=tag)
-        assert work is not None
-        self._outgoing.append((work, tensor))
+        group, place = self._channel(self.ranks.rank, peer, peer)
+        self._outgoing.append((group.send([tensor], place, tag), tensor))
 
     def post(self, buffer: Tensor, peer: int, tag: int, description: str) -> Arrival:
-        work = dist.irecv(buffer, peer, group=self._channels.get((peer, self.ranks.rank)), tag=tag)
-        assert work is not None
-        return Arrival(work, buffer, peer, description)
+        group, place = self._channel(peer, self.ranks.rank, peer)
+        return Arrival(group.recv([buffer], place, tag), buffer, peer, description)
+
+    def _channel(self, source: int, destination: int, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """The group that carries messages of this pair, and the peer's rank in it."""
+        group = self._channels.get((source, destination))
+        if group is not None:
+            return group, dist.get_group_rank(group, peer)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD, peer
 
     def wait(self, arrival: Arrival) -> None:
         start = time.perf_counter()

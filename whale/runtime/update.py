@@ -35,6 +35,8 @@ class Update:
 
     seconds: float
     skipped: bool
+    waited_s: float = 0.0
+    """for the sum of loss and gradient norm over all ranks"""
 
 
 class Updater:
@@ -60,16 +62,18 @@ class Updater:
     def apply(self, held: Sequence[Held], totals: Totals, step: int) -> Update:
         """Steps the optimizer, unless this step is to be skipped."""
         config = self._config
-        factor = 1.0
+        factor, waited_s = 1.0, 0.0
         if self.loss_scale is not None or config.clip_grad_norm is not None or config.on_nonfinite != "continue":
-            loss, norm = totals.values()[0], totals.values()[1] ** 0.5  # waits for the sum over all ranks
+            start = time.perf_counter()
+            loss, norm = totals.values()[0], totals.values()[1] ** 0.5
+            waited_s = time.perf_counter() - start
             if self.loss_scale is not None:
                 factor = 1.0 / self.loss_scale.scale
                 self.loss_scale.update(math.isfinite(norm))
                 if not math.isfinite(norm) and math.isfinite(loss):
-                    return Update(0.0, skipped=True)  # an overflow, which the smaller scale will mend
+                    return Update(0.0, True, waited_s)  # an overflow, which the smaller scale will mend
             if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(held, loss, norm, step):
-                return Update(0.0, skipped=True)
+                return Update(0.0, True, waited_s)
             if config.clip_grad_norm is not None:
                 factor *= min(1.0, config.clip_grad_norm / (norm + CLIP_EPSILON))
         start = time.perf_counter()
@@ -79,7 +83,7 @@ class Updater:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return Update(time.perf_counter() - start, skipped=False)
+        return Update(time.perf_counter() - start, False, waited_s)
 
     def _skips(self, held: Sequence[Held], loss: float, norm: float, step: int) -> bool:
         """Whether a step with a non-finite number is left out; `stop` raises on every rank."""
