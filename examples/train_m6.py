@@ -1,4 +1,5 @@
-"""The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4 processes, about two minutes.
+"""The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4 processes, about
+100 seconds of processor time in all.
 
     python examples/train_m6.py                            one process: the same losses and the same accuracy
     whale run -n 4 examples/train_m6.py                    what `make train` does

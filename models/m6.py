@@ -70,7 +70,7 @@ class M6Config:
 
     @classmethod
     def small(cls) -> M6Config:
-        """0.3 million parameters: learns the drawings of `models/drawings.py` on a laptop."""
+        """0.24 million parameters: learns the drawings of `models/drawings.py` on a laptop."""
         return cls(
             vocabulary_size=28,
             image_size=24,

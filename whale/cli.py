@@ -1,4 +1,4 @@
-"""The command `whale`: run, plan, show, diff, config. torch is imported by those that need it, so that `whale --help` answers at once.
+"""The command `whale`: run, plan, show, diff, top, config. torch is imported by those that need it, so that `whale --help` answers at once.
 
 Exit codes: 0 all is well; 1 the job failed, the plan cannot be made, or the plans differ; 2 the command line is wrong. `whale run` ends
 with the exit code of the rank that failed first.
@@ -195,6 +195,23 @@ def diff(a: Annotated[Path, typer.Argument(metavar="A.JSON")], b: Annotated[Path
     if lines:
         raise typer.Exit(FAILED)
     print("no difference")
+
+
+@app.command()
+def top(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="where the run writes its metrics")],
+    every: Annotated[float, typer.Option(help="seconds between updates")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print the table once and end")] = False,
+) -> None:
+    """Follow a run: one row for each rank."""
+    from whale.report.top import follow
+
+    try:
+        follow(run_folder, Console(), every, once)
+    except ValueError as error:
+        _stop(str(error), FAILED)
+    except KeyboardInterrupt:
+        return
 
 
 @app.command()

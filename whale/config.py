@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import operator
+import os
 import textwrap
 import types
 import typing
@@ -43,6 +44,9 @@ SMALLEST: dict[str, int] = {
 
 ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s")
 """fields that must be more than 0"""
+
+RUN_FOLDER_VARIABLE = "WHALE_RUN_FOLDER"
+"""environment variable that `whale run` sets for scripts that name no run folder"""
 
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
@@ -138,6 +142,11 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, checked like a new one."""
         return Config({key: value for key, value in self.to_dict().items() if key not in changes}, **changes)
+
+    @property
+    def folder(self) -> str | None:
+        """The run folder that the script named, else the one of `whale run`."""
+        return self.run_folder or os.environ.get(RUN_FOLDER_VARIABLE)
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whale.config import RUN_FOLDER_VARIABLE
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -68,6 +70,7 @@ def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+    os.environ.setdefault(RUN_FOLDER_VARIABLE, str(Path("runs") / script.stem))
     logging.disable(logging.ERROR)  # the failure is told below, in one line; of this process only, not of the ranks
     with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
         config = LaunchConfig(

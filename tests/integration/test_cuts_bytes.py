@@ -110,9 +110,14 @@ def test_only_the_hidden_state_crosses_between_layers(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_automatic_cuts_send_the_hidden_state_only(name: str, num_stages: int) -> None:
-    """Inside a layer more is alive than between two. A cut there would balance a little better, but every value is a message more."""
+    """Inside a layer more is alive than between two, so cuts lie between layers. Llama's may lie in the first operations of a norm,
+    which balances a little better for one number per position more."""
     plan = plan_of(name, None, num_stages, {"num_task_graph": num_stages})
-    assert edges(plan) == chain(num_stages, hidden_bytes(name))
+    hidden = hidden_bytes(name)
+    numbers = LENGTH * FLOAT_BYTES  # one for each position
+    for edge, sizes in edges(plan).items():
+        assert edge[1] == edge[0] + 1 and sizes[-1] == hidden and sum(sizes) - hidden in (0, numbers)
+    assert len(edges(plan)) == num_stages - 1
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

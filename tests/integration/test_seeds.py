@@ -87,12 +87,8 @@ class Deep(nn.Module):
         return self.head(self.body(x))
 
 
-def class_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(output, batch[1])
-
-
 class Classified(nn.Module):
-    """Takes the whole batch, as the loss function does."""
+    """One of the models above with its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -131,9 +127,12 @@ def train(model: nn.Module, batch_size: int) -> tuple[Trace, wh.Plan]:
 
 
 def whole(traces: list[Trace]) -> Trace:
-    """One trace of all ranks."""
-    gradients = {name: gradient for trace in traces for name, gradient in trace.gradients.items()}
-    assert all(trace.losses == traces[0].losses for trace in traces), "ranks saw different losses"
+    """One trace of all ranks; holders of the same parameter must agree to the bit."""
+    gradients: dict[str, Tensor] = {}
+    for trace in traces:
+        assert trace.losses == traces[0].losses, "ranks saw different losses"
+        for name, gradient in trace.gradients.items():
+            assert torch.equal(gradients.setdefault(name, gradient), gradient), f"{name} has different gradients on two ranks"
     return Trace(traces[0].losses, gradients, traces[0].weights)
 
 

@@ -180,9 +180,9 @@ class Engine:
         self._job.ranks.gather(None)  # nobody goes on before the file is there
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
-        if folder is None and self._job.config.run_folder is None:
+        if folder is None and self._job.config.folder is None:
             raise ValueError('give engine.save and engine.load a folder, or set "run_folder" in the config')
-        return Path(folder) if folder is not None else Path(str(self._job.config.run_folder)) / "checkpoints"
+        return Path(folder) if folder is not None else Path(str(self._job.config.folder)) / "checkpoints"
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients of the last step, by parameter name."""
@@ -207,7 +207,7 @@ class Engine:
             self._metrics = None
 
     def _open_metrics(self) -> Metrics | None:
-        folder = self._job.config.run_folder
+        folder = self._job.config.folder
         if folder is None:
             return None
         peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)

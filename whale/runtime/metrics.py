@@ -16,13 +16,10 @@ from typing import IO, Any
 import torch
 
 from whale.planning.plan import Plan
+from whale.runtime.metric_files import metrics_file
 from whale.runtime.result import StepResult
 
 BACKWARD_AND_FORWARD = 3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
-
-
-def metrics_file(run_folder: str | Path, rank: int) -> Path:
-    return Path(run_folder) / "metrics" / f"rank_{rank:05d}.jsonl"
 
 
 @dataclass
@@ -86,20 +83,6 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Lines of every rank; a half-written last line is left out."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl")):
-        lines = []
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
-        found[int(path.stem.removeprefix("rank_"))] = lines
-    return found
 
 
 def _open_board(folder: Path) -> Any:

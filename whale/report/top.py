@@ -1,0 +1,60 @@
+"""`whale top run_folder`: a table of all ranks that follows a run, from the metrics files alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from whale.report.units import human_bytes, human_seconds
+from whale.runtime.metric_files import read_metrics
+
+STALE_S = 10.0  # a rank that wrote nothing for so long is marked
+
+
+def metrics_table(lines: dict[int, list[dict[str, Any]]], now: float) -> Table:
+    """The last step of every rank."""
+    latest = [steps[-1] for steps in lines.values() if steps]
+    newest = max(latest, key=lambda line: line["step"])
+    title = f"step {newest['step']}: loss {newest['loss']:.6g}, gradient norm {newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("rank", "step", "samples/s", "step time", "compute", "communication", "bubble", "utilisation", "memory", "last seen"):
+        table.add_column(name, justify="right")
+    for rank, steps in lines.items():
+        if not steps:
+            table.add_row(str(rank), *["-"] * 9)
+            continue
+        line = steps[-1]
+        total = line["total_s"]
+        age = now - line["time"]
+        table.add_row(
+            str(rank),
+            str(line["step"]),
+            f"{line['samples_per_s']:.1f}",
+            human_seconds(total),
+            *(f"{100 * line[part] / total:.0f} %" for part in ("compute_s", "communication_s", "bubble_s")),
+            f"{100 * line['model_flop_utilisation']:.2g} %",
+            human_bytes(line["memory_bytes"]),
+            f"{age:.0f} s ago" + (" (silent)" if age > STALE_S else ""),
+        )
+    return table
+
+
+def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> None:
+    """Prints the table once, or keeps it up to date until Ctrl-C."""
+    lines = read_metrics(run_folder)
+    if not any(lines.values()):
+        raise ValueError(
+            f"{run_folder} has no metrics yet: give a run folder ('run_folder' of the config, 'runs/<script>' under whale run)"
+        )
+    if once or not console.is_terminal:
+        console.print(metrics_table(lines, time.time()))
+        return
+    with Live(metrics_table(lines, time.time()), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(every_s)
+            live.update(metrics_table(read_metrics(run_folder), time.time()), refresh=True)
