@@ -23,7 +23,7 @@ import torch.distributed as dist
 SAME_LOSS = 1e-4
 """largest relative difference between the losses of the two sides, over all steps, float32"""
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-"""glibc keeps freed memory. By default it gives some back in some steps, by chance, and takes it again: up to 3 % of a step, on either side"""
+"""glibc keeps freed memory. By default it gives some back now and then, by chance, and takes it again: up to 3 % of a step, on either side"""
 JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,0 +1,201 @@
+"""Does the damage: in each rank of `tests/faults/train.py`, at the action that the list of faults names. Nothing of it is inside Whale.
+
+A fault fires once, whatever is started again: before it strikes it leaves a file with the time in the state folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whale.runtime.executor import Executor
+from whale.scheduling import Action, Kind
+
+MARK = "WHALE_FAULTS_MARK"
+"""environment variable by which the processes of one job are found"""
+
+DEADLY = ("kill", "stop", "vanish", "raise", "raise outside", "kill in save")
+"""kinds that end one rank, and with it the job"""
+DAMAGE = ("tear", "truncate", "lose", "tear index")
+"""kinds that damage the latest checkpoint while the job is down"""
+
+
+class InjectedError(Exception):
+    """Raised by a fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    rank: int
+    step: int = 0
+    """the first step at or after this one; for damage: the first start after a checkpoint of this step or a later one"""
+    place: int = 0
+    """which action of the step, or which file operation of the save; too high a number means the last that is known to come"""
+
+
+class Injector:
+    """The faults of one rank."""
+
+    def __init__(self, rank: int, state: Path) -> None:
+        self.rank, self.state = rank, state
+        faults = [Fault(**fault) for fault in json.loads((state / "faults.json").read_text())]
+        self._faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
+        self._operations = 0
+        self._saving = -1
+        record = {"rank": rank, "pid": os.getpid(), "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
+        (state / f"rank_{os.getpid()}.json").write_text(json.dumps(record))
+        self._watch_actions()
+        self._watch_files()
+
+    # ---- where faults are looked for
+
+    def start(self, checkpoints: Path) -> None:
+        """Before a checkpoint is loaded: damages the latest one."""
+        found = sorted(path for path in checkpoints.glob("step_*") if path.suffix != ".old")
+        for number, fault in self._waiting(*DAMAGE):
+            if len(found) > 1 and int(found[-1].name.removeprefix("step_")) >= fault.step:
+                self._fire(number)
+                damage(found[-1], fault)
+                return  # the one before stays whole: there is something to go on from
+
+    def between_steps(self, step: int) -> None:
+        for number, fault in self._waiting("raise outside"):
+            if step >= fault.step:
+                self._fire(number)
+                raise InjectedError(f"the data of step {step} cannot be read")
+
+    @contextlib.contextmanager
+    def save(self, step: int, folder: Path) -> Iterator[bool]:
+        """Around a save: fills the disk, or is ready to kill in the middle. Gives whether the disk is full."""
+        self._saving, self._operations = step, 0
+        full = [number for number, fault in self._waiting("full disk") if step >= fault.step]
+        ballast = folder / "ballast"
+        if full:
+            self._fire(full[0])
+            _fill(ballast)
+        yield bool(full)
+        if full:
+            ballast.unlink()
+
+    def _action(self, step: int, action: Action, place: int) -> bool:
+        """Gives whether the gradients of this action are to be poisoned."""
+        for number, fault in self._waiting("kill", "stop", "vanish", "raise"):
+            if step >= fault.step and place >= fault.place:
+                self._fire(number)
+                strike(fault, f"step {step}, action {place}: {action}")
+        for number, fault in self._waiting("nan"):
+            # a backward that is not the last one: its gradients are not on their way to other ranks yet
+            if step >= fault.step and action.kind is Kind.BACKWARD and action.micro_batch == 0:
+                self._fire(number)
+                return True
+        return False
+
+    def _file_operation(self) -> None:
+        if threading.current_thread().name != "whale-checkpoint":
+            return
+        for number, fault in self._waiting("kill in save"):
+            if self._saving >= fault.step and self._operations >= fault.place:
+                self._fire(number)
+                strike(fault, "")
+        self._operations += 1
+
+    # ---- how they are looked for
+
+    def _watch_actions(self) -> None:
+        """Every action of every executor goes through `_action` first."""
+        injector, run = self, Executor.run
+        step = 0
+
+        def wrapped(executor: Executor, place: int, action: Action, do: Callable[[Any], None]) -> Callable[[Any], None]:
+            def with_faults(this: Any) -> None:
+                poisons = injector._action(step, action, place)
+                do(this)
+                if poisons:
+                    parameter = next(iter(executor.program.chunks[action.stage].module.parameters()))
+                    assert parameter.grad is not None
+                    parameter.grad.view(-1)[0] = torch.nan
+
+            return with_faults
+
+        def run_with_faults(executor: Executor, given: Any, gradients: Any) -> Any:
+            nonlocal step
+            step = given.step
+            if not hasattr(executor, "has_faults"):
+                executor.has_faults = True  # type: ignore[attr-defined]
+                executor._prepared = [
+                    (action, wrapped(executor, place, action, do)) for place, (action, do) in enumerate(executor._prepared)
+                ]
+            return run(executor, given, gradients)
+
+        Executor.run = run_with_faults  # type: ignore[method-assign]
+
+    def _watch_files(self) -> None:
+        for name in ("fsync", "rename", "replace", "unlink", "makedirs", "open"):
+            original = getattr(os, name)
+
+            def operation(*args: Any, _original: Any = original, **options: Any) -> Any:
+                self._file_operation()
+                return _original(*args, **options)
+
+            setattr(os, name, operation)
+
+    def _waiting(self, *kinds: str) -> list[tuple[int, Fault]]:
+        return [(n, f) for n, f in self._faults.items() if f.kind in kinds and not (self.state / f"fired_{n}").exists()]
+
+    def _fire(self, number: int) -> None:
+        (self.state / f"fired_{number}").write_text(repr(time.time()))
+
+
+def strike(fault: Fault, where: str) -> None:
+    sys.stdout.flush()
+    if fault.kind in ("kill", "kill in save"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "vanish":
+        os._exit(0)  # for the launcher all is well
+    raise InjectedError(where)
+
+
+def damage(checkpoint: Path, fault: Fault) -> None:
+    """Makes one file of a checkpoint wrong."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    file = checkpoint / "index.json" if fault.kind == "tear index" else files[fault.place % len(files)]
+    content = file.read_bytes()
+    if fault.kind == "lose":
+        file.unlink()
+    elif fault.kind == "truncate":
+        file.write_bytes(content[: len(content) * (1 + fault.place % 7) // 8])
+    else:  # a block that never reached the disk
+        start = len(content) * (fault.place % 8) // 8
+        file.write_bytes(content[:start] + bytes(byte ^ 0x55 for byte in content[start : start + 64]) + content[start + 64 :])
+
+
+def _fill(ballast: Path) -> None:
+    """Takes all space of a small file system."""
+    with ballast.open("wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+
+
+def write_faults(state: Path, faults: list[Fault]) -> None:
+    state.mkdir(parents=True, exist_ok=True)
+    (state / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
