@@ -1,4 +1,4 @@
-# make train     a first distributed training run, 4 processes on this machine
+# make train     the main job: a small M6 captions drawings, 4 processes on this machine; a second run resumes
 # make test      style, types and the fast tests
 # make test-all  the same with the slow tests
 # PYTHON=python3.12 make setup   takes another Python
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: train test test-all setup lint clean
 
 train: setup
-	$(VENV)/bin/whale run -n 4 examples/quickstart.py
+	$(VENV)/bin/whale run -n 4 examples/train_m6.py
 
 test: lint
 	$(VENV)/bin/python -m pytest -m "not slow"

@@ -1,5 +1,5 @@
 """The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4 processes, about
-100 seconds of processor time in all.
+100 seconds of processor time in all. A second run goes on from the last checkpoint.
 
     python examples/train_m6.py                            one process: the same accuracy; losses differ by rounding, more with each step
     whale run -n 4 examples/train_m6.py                    what `make train` does
@@ -42,8 +42,8 @@ NUM_SHOWN = 3
 """held-out drawings whose captions are printed"""
 LIVE_EVERY = 5
 """steps between two changes of the line on a terminal"""
-PLAN, TRACE = "plan.json", "trace.json"
-"""files in the run folder, beside the metrics"""
+PLAN, TRACE, CHECKPOINTS = "plan.json", "trace.json", "checkpoints"
+"""in the run folder, beside the metrics"""
 LAST_LR = 0.02
 """learning rate at the end, in units of its peak"""
 
@@ -57,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=40, help="steps until the peak")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the drawings")
     parser.add_argument("--folder", type=Path, default=Path("runs/m6"), help="where the files of this run go")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress, when not on a terminal")
     return parser.parse_args()
 
@@ -148,6 +149,8 @@ def train(engine: wh.Engine, drawings: Drawings, options: argparse.Namespace, li
             result = engine.step(drawings.batch(range(first, first + options.batch)))
             spent.add(result.timing)
             line.update(engine.step_count, result)
+            if engine.step_count % options.save_every == 0 or engine.step_count == options.steps:
+                engine.save(options.folder / CHECKPOINTS)  # written in the background
     return spent
 
 
@@ -188,13 +191,15 @@ def summary(engine: wh.Engine, result: Score, line: LiveLine, time_split: list[S
     table = Table(title="M6 on drawings", show_header=False)
     table.add_row("captions right", f"[bold]{result.captions:.1%}[/bold] of the held-out drawings, whole caption, greedy")
     table.add_row("answers right", f"{result.answers:.1%} (questions about one side)")
-    table.add_row("loss", f"{line.first_loss:.4f} at the start, {line.last_loss:.4f} at the end")
+    if not math.isnan(line.first_loss):
+        table.add_row("loss", f"{line.first_loss:.4f} at the start, {line.last_loss:.4f} at the end")
     table.add_row("steps", f"{engine.step_count}, trained in {wall_s:.0f} s on {wh.num_devices()} ranks")
     for rank, spent in enumerate(time_split):
         parts = [("compute", spent.compute_s), ("gradient sums", spent.communication_s), ("bubble", spent.bubble_s)]
         stages = ", ".join(str(stage) for stage in engine.plan.stages_of_rank(rank))
         table.add_row(f"time of rank {rank}, stage {stages}", ", ".join(f"{name} {spent.share(seconds):.0%}" for name, seconds in parts))
-    for what, path in {"plan": folder / PLAN, "metrics": folder / "metrics", "trace": folder / TRACE}.items():
+    places = {"plan": PLAN, "checkpoint": f"{CHECKPOINTS}/step_{engine.step_count:08d}", "metrics": "metrics", "trace": TRACE}
+    for what, path in ((what, folder / name) for what, name in places.items()):
         table.add_row(what, str(path))
     for prompt, said, right in result.examples:
         table.add_row(prompt, f"{said}  {'(right)' if said == right else f'(wrong: {right})'}")
@@ -221,11 +226,15 @@ def main() -> None:
         print_plan(engine.plan, console)
         options.folder.mkdir(parents=True, exist_ok=True)
         engine.plan.save(options.folder / PLAN)
+    resumed = engine.load(options.folder / CHECKPOINTS)
+    if resumed is not None:
+        console.print(f"going on from step {resumed} ({options.folder / CHECKPOINTS}; remove {options.folder} to start anew)", highlight=False)
     line = LiveLine(console, options)
     start = time.perf_counter()
     spent = train(engine, drawings, options, line)
     wall_s = time.perf_counter() - start
-    engine.trace(options.folder / TRACE)
+    if engine.step_count != resumed:
+        engine.trace(options.folder / TRACE)
     engine.close()
     time_split = gather(spent)
     state = engine.full_state_dict()
