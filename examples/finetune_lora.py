@@ -4,7 +4,8 @@
     whale run -n 2 examples/finetune_lora.py                 two stages: the same losses
 
 The weights go straight from the safetensors file into the rank that needs them; the frozen ones get no gradient, no optimizer state and
-no message. Point `--weights` at a folder that `model.save_pretrained` wrote. Without it a small model is made first, since this example downloads nothing.
+no message. Point `--weights` at a folder that `model.save_pretrained` wrote. Without it a small model is made first, since this example
+downloads nothing.
 """
 
 from __future__ import annotations

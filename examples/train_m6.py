@@ -228,7 +228,7 @@ def main() -> None:
         engine.plan.save(options.folder / PLAN)
     resumed = engine.load(options.folder / CHECKPOINTS)
     if resumed is not None:
-        console.print(f"going on from step {resumed} ({options.folder / CHECKPOINTS}; remove {options.folder} to start anew)", highlight=False)
+        console.print(f"going on from step {resumed}; remove {options.folder} to start anew", highlight=False)
     line = LiveLine(console, options)
     start = time.perf_counter()
     spent = train(engine, drawings, options, line)
