@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.whale-setup
 export OMP_NUM_THREADS ?= 1
+# two files at a time; the tests of one file share their captured models, so they stay together
+PYTEST_OPTIONS ?= -n 2 --dist loadfile
 
 .PHONY: train test test-all setup lint clean
 
@@ -14,10 +16,10 @@ train: setup
 	$(VENV)/bin/whale run -n 4 examples/train_m6.py
 
 test: lint
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_OPTIONS)
 
 test-all: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

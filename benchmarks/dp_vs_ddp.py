@@ -19,26 +19,21 @@ LENGTH = 128
 TARGET = 1.00
 NUM_ROUNDS = 30
 STEPS_PER_BLOCK = 2
+LIMIT_S = 200.0
+ALONE = "ddp without synchronisation"
 
 
 def main() -> None:
     times: Times = run_ranks(measure, NUM_RANKS)
-    ratio, ceiling = times.ratio("ddp", "whale"), times.ratio("ddp", "ddp without synchronisation")
-    details = {
-        "ceiling": round(ceiling, 4),
-        "ddp_ms": round(times.median_s("ddp") * 1e3, 1),
-        "whale_ms": round(times.median_s("whale") * 1e3, 1),
-        "busy_elsewhere": times.busy_elsewhere,
-    }
-    report("dp_vs_ddp", [Claim(f"ddp / whale, {BATCH_SIZE} x {LENGTH} tokens", ratio, TARGET, at_most=False, details=details)])
+    details = {"ceiling": round(times.ratio("ddp", ALONE), 4), **times.details()}
+    name = f"ddp / whale, {BATCH_SIZE} x {LENGTH} tokens"
+    report("dp_vs_ddp", [Claim(name, times.ratio("ddp", "whale"), TARGET, at_most=False, details=details)])
 
 
 def measure() -> Times:
     """Runs on every rank."""
     say("preparing both sides")
-    return alternate(
-        [whale_side(), ddp_side("ddp"), ddp_side("ddp without synchronisation", synchronise=False)], NUM_ROUNDS, STEPS_PER_BLOCK
-    )
+    return alternate([whale_side(), ddp_side("ddp"), ddp_side(ALONE, synchronise=False)], NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S)
 
 
 def whale_side() -> Side:

@@ -13,24 +13,18 @@ LENGTH = 128
 TARGET = 1.02
 NUM_ROUNDS = 30
 STEPS_PER_BLOCK = 2
+LIMIT_S = 200.0
 
 
 def main() -> None:
     times: Times = run_ranks(measure, 1)
-    details = {
-        "pytorch_ms": round(times.median_s("pytorch") * 1e3, 1),
-        "whale_ms": round(times.median_s("whale") * 1e3, 1),
-        "busy_elsewhere": times.busy_elsewhere,
-    }
-    claim = Claim(
-        f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens", times.ratio("whale", "pytorch"), TARGET, at_most=True, details=details
-    )
-    report("local_overhead", [claim])
+    name = f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens"
+    report("local_overhead", [Claim(name, times.ratio("whale", "pytorch"), TARGET, at_most=True, details=times.details())])
 
 
 def measure() -> Times:
     say("preparing both sides")
-    return alternate([whale_side(), pytorch_side()], NUM_ROUNDS, STEPS_PER_BLOCK)
+    return alternate([whale_side(), pytorch_side()], NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S)
 
 
 def whale_side() -> Side:

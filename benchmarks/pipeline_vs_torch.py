@@ -21,6 +21,8 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 
 NUM_STAGES = 2
 STEPS_PER_BLOCK = 2
+LIMIT_S = 100.0
+"""of each case"""
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,14 @@ def main() -> None:
 
 def claim(case: Case) -> Claim:
     times: Times = run_ranks(measure, NUM_STAGES, case)
-    details = {
-        "ceiling": round(times.ratio("torch", "ideal"), 4),
-        "torch_ms": round(times.median_s("torch") * 1e3, 1),
-        "whale_ms": round(times.median_s("whale") * 1e3, 1),
-        "ideal_ms": round(times.median_s("ideal") * 1e3, 1),
-        "busy_elsewhere": times.busy_elsewhere,
-    }
+    details = {"ceiling": round(times.ratio("torch", "ideal"), 4), **times.details()}
     return Claim(case.name, times.ratio("torch", "whale"), case.target, at_most=False, details=details)
 
 
 def measure(case: Case) -> Times:
     """Runs on every rank."""
     say(f"{case.name}: preparing both sides")
-    return alternate([whale_side(case), torch_side(case), ideal_side(case)], case.num_rounds, STEPS_PER_BLOCK)
+    return alternate([whale_side(case), torch_side(case), ideal_side(case)], case.num_rounds, STEPS_PER_BLOCK, LIMIT_S)
 
 
 def whale_side(case: Case) -> Side:
@@ -114,7 +110,8 @@ def torch_side(case: Case) -> Side:
 
     def loss_of(losses: list[Tensor]) -> float:
         loss = torch.stack(losses).mean() if losses else torch.zeros(())
-        dist.broadcast(loss.detach(), src=NUM_STAGES - 1)
+        loss = loss.detach()
+        dist.broadcast(loss, src=NUM_STAGES - 1)
         return float(loss)
 
     return Side("torch", train, loss_of)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 SAME_LOSS = 1e-4
 """largest relative difference between the losses of the two sides, over all steps, float32"""
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-"""glibc keeps freed memory. By default it gives some back now and then, by chance, and takes it again: up to 3 % of a step, on either side"""
+"""glibc keeps freed memory. By default it gives some back now and then and takes it again: up to 3 % of a step, by chance on either side"""
 JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -62,15 +62,20 @@ class Times:
     """Seconds per step of every side, one figure for each round."""
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
+    """the same of CPU time on rank 0, threads of gloo included"""
     busy_elsewhere: float
-    """cores that other processes used meanwhile, out of those that the ranks are pinned to"""
-
-    def median_s(self, side: str) -> float:
-        return statistics.median(self.seconds[side])
+    """part of the time in which the cores of the ranks ran other processes: above 0.05, run it again on a quieter machine"""
 
     def ratio(self, above: str, below: str) -> float:
         """Median over rounds of time(above) / time(below)."""
         return statistics.median(a / b for a, b in zip(self.seconds[above], self.seconds[below], strict=True))
+
+    def details(self) -> dict[str, Any]:
+        """Medians in milliseconds, and how far the figures can be trusted."""
+        times = {f"{name} ms": round(statistics.median(values) * 1e3, 1) for name, values in self.seconds.items()}
+        cpu = {f"{name} cpu ms": round(statistics.median(values) * 1e3, 1) for name, values in self.cpu_seconds.items()}
+        return {**times, **cpu, "rounds": len(next(iter(self.seconds.values()))), "busy_elsewhere": self.busy_elsewhere}
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
@@ -122,25 +127,27 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, fo
         answer.send(result)
 
 
-def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, warm_up: int = 4) -> Times:
+def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limit_s: float, warm_up: int = 4) -> Times:
     """Times the sides in turns; before that, `warm_up` steps of each. All of them must see the same losses.
 
-    A block is timed from a barrier to a barrier: the time of the slowest rank.
+    A block is timed from a barrier to a barrier: the time of the slowest rank. After `limit_s` seconds no further round begins.
     """
     step = 0
     for _ in range(warm_up):
         check_losses([_one(side, step) for side in sides], step)
         step += 1
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    cpu_seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     before = _Usage()
     for number in range(num_rounds):
         results: list[list[float | None]] = []
         order = sides if number % 2 == 0 else list(reversed(sides))  # no side always runs behind the same other one
         for side in order:
             _barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             got = [side.step(step + i) for i in range(steps_per_block)]
             _barrier()
+            cpu_seconds[side.name].append((time.process_time() - cpu_start) / steps_per_block)
             on_clock = (time.perf_counter() - start) / steps_per_block
             seconds[side.name].append(side.seconds_per_step(got) if side.seconds_per_step else on_clock)
             results.append([side.loss(each) if side.loss else None for each in got])
@@ -150,7 +157,9 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, warm
         if number % 5 == 4:
             so_far = ", ".join(f"{name} {statistics.median(values) * 1e3:.1f} ms" for name, values in seconds.items())
             say(f"round {number + 1} of {num_rounds}: {so_far}")
-    return Times(seconds, before.busy_elsewhere())
+        if _longest(before.elapsed_s) > limit_s:
+            break
+    return Times(seconds, cpu_seconds, before.busy_elsewhere())
 
 
 def _one(side: Side, step: int) -> float | None:
@@ -184,6 +193,14 @@ def report(name: str, claims: Sequence[Claim]) -> None:
     sys.exit(0 if worst.margin >= 0 else 1)
 
 
+def _longest(value: float) -> float:
+    """The largest of all ranks' values, so that all decide alike."""
+    longest = torch.tensor(value)
+    if dist.is_initialized():
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -201,6 +218,10 @@ class _Usage:
             fields = next(line for line in file if line.startswith(f"cpu{self.core} ")).split()
         user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[1:9])
         return (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.start[0]
 
     def busy_elsewhere(self) -> float:
         """Mean over ranks of the part of the time in which the core did something else."""

@@ -25,7 +25,7 @@ from tests.faults.injector import DEADLY, MARK, Fault, write_faults
 from whale.checkpoint import CheckpointError, Reader
 
 ROOT = Path(__file__).parents[2]
-JOB_S = 110.0
+JOB_S = 60.0
 """how long a job may go on without a word before the test gives it up: a hang is seen long before, by its own time"""
 LOOK_S = 0.05
 PROMISED_S = 30.0

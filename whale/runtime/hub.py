@@ -1,0 +1,296 @@
+"""The hub of the watch, on rank 0: hears from every rank, and decides when the job must end and because of which rank.
+
+what the hub sees                          what it makes of it
+a connection ends without a word           the rank died; decided when another rank notices too, or after GRACE_S
+a rank says that it raised                 decided after GRACE_S: all may raise alike, then each ends (or goes on) by itself
+a rank says that communication failed      follows from another rank's end; a cause only when nothing better is known
+a rank says that it got SIGTERM            its launcher ends it, so something happened: decided at once
+silence beyond `timeout_s`                 the rank hangs, is stopped or is cut off
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 3.0  # from a rank's failure to the verdict: all may fail alike and end by themselves
+SETTLE_S = 0.5  # after a SIGTERM, in which the sign of what came before it may still arrive
+PAUSE_S = 1.0  # a longer gap between two looks means that this process itself stood still: that is nobody's silence
+SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.1, 1.0
+BEATS_PER_S = 500  # that the hub hears from all ranks together: some 1 % of a core
+LONGEST_LINE = 1 << 20  # bytes; more without a line end is no rank of ours
+BACKLOG = 4096  # ranks that connect at the same moment
+
+SILENCE = "it hangs, is stopped or is cut off"
+DEATH = "died without a word (killed, or crashed)"
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs. Processes with the same `host` see each other's pids: not so in two containers of one machine."""
+
+    host: str
+    pid: int
+
+    @staticmethod
+    def this() -> Process:
+        try:
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        except OSError:  # not Linux
+            host = socket.gethostname()
+        return Process(host, os.getpid())
+
+    def kill(self) -> None:
+        """Ends it when it is on this host: a process that stands still cannot end itself."""
+        if self.host == Process.this().host and self.pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class End(enum.Enum):
+    """How a rank ended, or said that it would."""
+
+    RAISED = "raised"
+    DIED = "died"
+    FOLLOWED = "followed"
+    TERMINATED = "terminated"
+
+
+@dataclass
+class Seen:
+    """What the hub knows of one rank."""
+
+    heard_at: float
+    rank: int | None = None
+    """None: a connection that has not yet said who it is"""
+    position: str = "the start"
+    end: End | None = None
+    text: str = ""
+    ended_at: float = 0.0
+    has_left: bool = False
+    process: Process | None = None
+    connection: socket.socket | None = None
+    unread: bytes = b""
+
+    def ended(self, end: End, text: str, now: float) -> None:
+        if self.end is None and not self.has_left:
+            self.end, self.text, self.ended_at = end, text, now
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job must end."""
+
+    cause: int
+    text: str
+    standing: Process | None = None
+    """the process of a silent rank, which must be ended by the others of its host"""
+
+
+def beat_s(num_ranks: int) -> float:
+    """Seconds between two beats: often in small jobs, so that positions are fresh, and never more than the hub can hear."""
+    return min(LONGEST_BEAT_S, max(SHORTEST_BEAT_S, num_ranks / BEATS_PER_S))
+
+
+def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | None:
+    """Why the job must end, or None. `ranks` holds every rank of the job."""
+    ended = sorted((rank for rank in ranks if ranks[rank].end is not None), key=lambda rank: ranks[rank].ended_at)
+    causes = [rank for rank in ended if ranks[rank].end in (End.RAISED, End.DIED)]
+    followed = [rank for rank in ended if ranks[rank].end is End.FOLLOWED]
+    terminated = [rank for rank in ended if ranks[rank].end is End.TERMINATED]
+    touched = [rank for rank in ranks if not ranks[rank].has_left and rank not in causes]  # whom the end of another one concerns
+    if causes:
+        is_sure = bool(followed or terminated) or now - ranks[causes[0]].ended_at > GRACE_S
+        return _verdict(causes[0], ranks, now) if touched and is_sure else None
+    if ended and ended[0] in followed:  # the sign of what it follows from may still arrive
+        grace_s = SETTLE_S if terminated else GRACE_S
+        return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > grace_s else None
+    if ended and 0 not in terminated:  # SIGTERM for some ranks only: nobody ends the whole job
+        return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > GRACE_S else None
+    silent = [rank for rank, seen in ranks.items() if seen.end is None and not seen.has_left and now - seen.heard_at > timeout_s]
+    return _verdict(min(silent), ranks, now) if silent else None
+
+
+def all_raised(ranks: Iterable[Seen]) -> bool:
+    """Every rank that is left has raised by itself: no rank is the cause, and each may end or go on."""
+    left = [seen for seen in ranks if not seen.has_left]
+    return bool(left) and all(seen.end is End.RAISED for seen in left)
+
+
+def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
+    seen = ranks[cause]
+    age_s = (seen.ended_at if seen.end is not None else now) - seen.heard_at
+    if seen.end is None:
+        what = f"rank {cause} has been silent for {age_s:.0f} s: {SILENCE}. It was last heard of at {seen.position}"
+    elif seen.end is End.DIED:
+        what = f"rank {cause} {DEATH}. It was last heard of {age_s:.1f} s before, at {seen.position}"
+    elif seen.end is End.TERMINATED:
+        what = f"rank {cause} was ended by SIGTERM at {seen.position}"
+    else:
+        what = f"rank {cause} failed at {seen.position}: {seen.text}"
+    others = positions({rank: other.position for rank, other in ranks.items() if rank != cause and not other.has_left})
+    return Verdict(cause, f"{what}. The others stood: {others}", seen.process if seen.end is None else None)
+
+
+def positions(where: Mapping[int, str]) -> str:
+    """`rank 0 at F0.1; ranks 1, 2 at F1.0`: ranks at the same place together."""
+    together: dict[str, list[int]] = {}
+    for rank in sorted(where):
+        together.setdefault(where[rank], []).append(rank)
+    texts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at {place}" for place, ranks in together.items()]
+    return "; ".join(texts) or "all had ended"
+
+
+class Hub:
+    """Rank 0's side: one thread that listens to everyone and decides."""
+
+    def __init__(self, num_ranks: int, timeout_s: float, is_local: bool) -> None:
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self.token = secrets.token_hex(16)
+        self._server = _open_server(is_local)
+        self.port: int = self._server.getsockname()[1]
+        now = time.monotonic()
+        self._ranks = {rank: Seen(now, rank) for rank in range(num_ranks)}
+        self._lock = threading.Lock()  # the thread against `close`
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        self._is_closed = False
+        self._has_decided = False
+        self._thread = threading.Thread(target=self._run, name="whale-hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Rank 0 is done: what is known now is decided now, then everyone hears goodbye."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if any(seen.end is End.RAISED for seen in self._ranks.values()):
+                self._decide(time.monotonic() + GRACE_S)
+            self._tell({"bye": True})
+        self._thread.join(LONGEST_BEAT_S)
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Also in forked children: their copies would hide the end of this process."""
+        self._server.close()
+        for seen in self._ranks.values():
+            if seen.connection is not None:
+                seen.connection.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        last = next_beat = time.monotonic()
+        while not self._is_closed:
+            ready = self._selector.select(SHORTEST_BEAT_S / 2)
+            now = time.monotonic()
+            with self._lock:
+                if self._is_closed:
+                    return
+                if now - last > PAUSE_S:
+                    for seen in self._ranks.values():
+                        seen.heard_at += now - last
+                for key, _ in ready:
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._hear(key.fileobj, key.data, now)  # type: ignore[arg-type]
+                self._decide(now)
+                if now >= next_beat:
+                    next_beat = now + beat_s(self.num_ranks)
+                    self._tell({"beat": True})
+            last = now
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, Seen(time.monotonic()))
+
+    def _hear(self, connection: socket.socket, seen: Seen, now: float) -> None:
+        """What one rank, or one that has not yet said who it is, has to say."""
+        try:
+            read = connection.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            read = b""
+        *lines, seen.unread = (seen.unread + read).split(b"\n")
+        try:
+            for line in lines:
+                seen = self._note(connection, seen, json.loads(line), now)
+        except (ValueError, KeyError, TypeError, AttributeError):  # no rank of ours
+            read = b""
+        if not read or len(seen.unread) > LONGEST_LINE:
+            self._selector.unregister(connection)
+            connection.close()
+            seen.connection = None
+            seen.ended(End.DIED, "", now)
+
+    def _note(self, connection: socket.socket, seen: Seen, message: dict[str, Any], now: float) -> Seen:
+        if "token" in message:
+            if not hmac.compare_digest(str(message["token"]), self.token):
+                raise ValueError("a stranger")
+            known = self._ranks[int(message["rank"])]
+            known.connection, known.unread, known.process = connection, seen.unread, Process(str(message["host"]), int(message["pid"]))
+            self._selector.modify(connection, selectors.EVENT_READ, known)
+            seen = known
+        elif seen.rank is None:
+            raise ValueError("it does not say who it is")
+        seen.heard_at = now
+        seen.position = str(message.get("position", seen.position))
+        if "failed" in message:
+            seen.ended(End.FOLLOWED if message["follows"] else End.RAISED, str(message["failed"]), now)
+        if "terminated" in message:
+            seen.ended(End.TERMINATED, "SIGTERM", now)
+        seen.has_left = seen.has_left or ("bye" in message and seen.end is None)
+        return seen
+
+    def _decide(self, now: float) -> None:
+        if self._has_decided:
+            return
+        if all_raised(self._ranks.values()):
+            for seen in self._ranks.values():
+                seen.end = None
+            self._tell({"alike": True})
+            return
+        verdict = judge(self._ranks, self.timeout_s, now)
+        if verdict is not None:
+            self._has_decided = True
+            print_message(verdict.text)
+            self._tell({"verdict": asdict(verdict)}, last=verdict.cause)
+
+    def _tell(self, message: dict[str, Any], last: int = 0) -> None:
+        """To all. Rank 1 also hears where everyone stands: it has to tell when rank 0 is gone. `last` may end this process when told."""
+        for rank, seen in sorted(self._ranks.items(), key=lambda item: item[0] == last):
+            if seen.connection is not None:
+                extra = {"positions": [other.position for other in self._ranks.values()]} if rank == 1 else {}
+                with contextlib.suppress(OSError):  # also a full buffer: it has not read for long
+                    seen.connection.sendall(json.dumps(message | extra).encode() + b"\n")
+
+
+def _open_server(is_local: bool) -> socket.socket:
+    if is_local:
+        return socket.create_server(("127.0.0.1", 0), backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def print_message(text: str) -> None:
+    """In one write, so that it does not mix with the lines of other ranks."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, f"whale: {text}\n".encode())
