@@ -2,6 +2,7 @@
 
 Every rank is a process with one thread on one core of its own. Both sides live in the same processes and take turns, a few steps at a
 time, so that whatever else this machine does hits both. A ratio is the median over rounds of the ratio of the two times of one round.
+Rounds in which other processes used the cores are left out, as long as enough are left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ SAME_LOSS = 1e-4
 """largest relative difference between the losses of the two sides, over all steps, float32"""
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 """glibc keeps freed memory. By default it gives some back now and then and takes it again: up to 3 % of a step, by chance on either side"""
+QUIET = 0.05
+"""a round counts when other processes used at most this part of every rank's core"""
+FEWEST_ROUNDS = 8
+"""so many rounds count in any case, the quietest ones"""
 JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -64,18 +69,27 @@ class Times:
     seconds: dict[str, list[float]]
     cpu_seconds: dict[str, list[float]]
     """the same of CPU time on rank 0, threads of gloo included"""
-    busy_elsewhere: float
-    """part of the time in which the cores of the ranks ran other processes: above 0.05, run it again on a quieter machine"""
+    busy_elsewhere: list[float]
+    """of each round: the part of the time in which the core of a rank, the worst one, ran other processes"""
+
+    @property
+    def rounds(self) -> list[int]:
+        """The ones that count."""
+        by_quiet = sorted(range(len(self.busy_elsewhere)), key=self.busy_elsewhere.__getitem__)
+        return [number for place, number in enumerate(by_quiet) if place < FEWEST_ROUNDS or self.busy_elsewhere[number] <= QUIET]
 
     def ratio(self, above: str, below: str) -> float:
         """Median over rounds of time(above) / time(below)."""
-        return statistics.median(a / b for a, b in zip(self.seconds[above], self.seconds[below], strict=True))
+        return statistics.median(self.seconds[above][number] / self.seconds[below][number] for number in self.rounds)
 
     def details(self) -> dict[str, Any]:
         """Medians in milliseconds, and how far the figures can be trusted."""
-        times = {f"{name} ms": round(statistics.median(values) * 1e3, 1) for name, values in self.seconds.items()}
-        cpu = {f"{name} cpu ms": round(statistics.median(values) * 1e3, 1) for name, values in self.cpu_seconds.items()}
-        return {**times, **cpu, "rounds": len(next(iter(self.seconds.values()))), "busy_elsewhere": self.busy_elsewhere}
+        found: dict[str, Any] = {}
+        for name in self.seconds:
+            found[f"{name} ms"] = round(statistics.median(self.seconds[name][number] for number in self.rounds) * 1e3, 1)
+            found[f"{name} cpu ms"] = round(statistics.median(self.cpu_seconds[name][number] for number in self.rounds) * 1e3, 1)
+        worst = max(self.busy_elsewhere[number] for number in self.rounds)
+        return {**found, "rounds": f"{len(self.rounds)} of {len(self.busy_elsewhere)}", "busy elsewhere": round(worst, 3)}
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
@@ -128,38 +142,37 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, fo
 
 
 def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limit_s: float, warm_up: int = 4) -> Times:
-    """Times the sides in turns; before that, `warm_up` steps of each. All of them must see the same losses.
+    """Times the sides in turns until `num_rounds` quiet rounds are there or `limit_s` seconds are over. All sides must see the same losses.
 
-    A block is timed from a barrier to a barrier: the time of the slowest rank. After `limit_s` seconds no further round begins.
+    A block is timed from a barrier to a barrier: the time of the slowest rank.
     """
-    step = 0
-    for _ in range(warm_up):
+    for step in range(warm_up):
         check_losses([_one(side, step) for side in sides], step)
-        step += 1
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    cpu_seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    before = _Usage()
-    for number in range(num_rounds):
-        results: list[list[float | None]] = []
-        order = sides if number % 2 == 0 else list(reversed(sides))  # no side always runs behind the same other one
-        for side in order:
+    step, begin = warm_up, time.perf_counter()
+    times = Times({side.name: [] for side in sides}, {side.name: [] for side in sides}, [])
+    while _largest(time.perf_counter() - begin) < limit_s and sum(busy <= QUIET for busy in times.busy_elsewhere) < num_rounds:
+        number = len(times.busy_elsewhere)
+        losses: list[list[float | None]] = []
+        busy = 0.0
+        for side in sides if number % 2 == 0 else reversed(sides):  # no side always runs behind the same other one
             _barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
+            usage = Usage()
             got = [side.step(step + i) for i in range(steps_per_block)]
             _barrier()
-            cpu_seconds[side.name].append((time.process_time() - cpu_start) / steps_per_block)
-            on_clock = (time.perf_counter() - start) / steps_per_block
-            seconds[side.name].append(side.seconds_per_step(got) if side.seconds_per_step else on_clock)
-            results.append([side.loss(each) if side.loss else None for each in got])
+            elapsed, cpu, elsewhere = usage.since()
+            times.seconds[side.name].append(side.seconds_per_step(got) if side.seconds_per_step else elapsed / steps_per_block)
+            times.cpu_seconds[side.name].append(cpu / steps_per_block)
+            busy = max(busy, elsewhere)
+            losses.append([side.loss(each) if side.loss else None for each in got])
+        times.busy_elsewhere.append(_largest(busy))
         for i in range(steps_per_block):
-            check_losses([result[i] for result in results], step + i)
+            check_losses([each[i] for each in losses], step + i)
         step += steps_per_block
         if number % 5 == 4:
-            so_far = ", ".join(f"{name} {statistics.median(values) * 1e3:.1f} ms" for name, values in seconds.items())
-            say(f"round {number + 1} of {num_rounds}: {so_far}")
-        if _longest(before.elapsed_s) > limit_s:
-            break
-    return Times(seconds, cpu_seconds, before.busy_elsewhere())
+            so_far = ", ".join(f"{side.name} {statistics.median(times.seconds[side.name]) * 1e3:.1f} ms" for side in sides)
+            quiet = sum(busy <= QUIET for busy in times.busy_elsewhere)
+            say(f"{number + 1} rounds, {quiet} of {num_rounds} quiet: {so_far}")
+    return times
 
 
 def _one(side: Side, step: int) -> float | None:
@@ -193,12 +206,12 @@ def report(name: str, claims: Sequence[Claim]) -> None:
     sys.exit(0 if worst.margin >= 0 else 1)
 
 
-def _longest(value: float) -> float:
-    """The largest of all ranks' values, so that all decide alike."""
-    longest = torch.tensor(value)
+def _largest(value: float) -> float:
+    """Of all ranks, so that all decide alike."""
+    largest = torch.tensor(value)
     if dist.is_initialized():
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return float(longest)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _barrier() -> None:
@@ -206,29 +219,20 @@ def _barrier() -> None:
         dist.barrier()
 
 
-class _Usage:
-    """How busy this rank's core was with other processes since this was made."""
+class Usage:
+    """What this process and others did on its core since this was made."""
 
     def __init__(self) -> None:
-        self.core = min(os.sched_getaffinity(0))
-        self.start = (time.perf_counter(), self._busy_s(), time.process_time())
+        self.start = self._now()
 
-    def _busy_s(self) -> float:
+    def _now(self) -> tuple[float, float, float]:
+        core = min(os.sched_getaffinity(0))
         with open("/proc/stat") as file:
-            fields = next(line for line in file if line.startswith(f"cpu{self.core} ")).split()
+            fields = next(line for line in file if line.startswith(f"cpu{core} ")).split()
         user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[1:9])
-        return (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
+        return time.perf_counter(), time.process_time(), (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
 
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self.start[0]
-
-    def busy_elsewhere(self) -> float:
-        """Mean over ranks of the part of the time in which the core did something else."""
-        end = (time.perf_counter(), self._busy_s(), time.process_time())
-        elapsed, busy, own = (now - then for now, then in zip(end, self.start, strict=True))
-        part = torch.tensor(max(0.0, busy - own) / elapsed)
-        if dist.is_initialized():
-            dist.all_reduce(part)
-            part /= dist.get_world_size()
-        return round(float(part), 3)
+    def since(self) -> tuple[float, float, float]:
+        """Seconds on the clock, seconds of CPU, and the part of the time in which the core did something else."""
+        elapsed, cpu, busy = (now - then for now, then in zip(self._now(), self.start, strict=True))
+        return elapsed, cpu, max(0.0, busy - cpu) / elapsed

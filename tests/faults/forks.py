@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import uuid
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import whale as wh
 from tests.faults import train
 from whale.launcher import GRACE_S, first_failure
+from whale.runtime.watch import report_failure
 
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/failures.md: restarted ranks would read addresses of the dead ones
 
@@ -28,7 +30,12 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/failures.md: 
 def rank(arguments: list[str]) -> None:
     """One rank, in a forked process."""
     sys.argv = ["train.py", *arguments]
-    train.main()
+    try:
+        train.main()
+    except Exception as error:
+        report_failure(error)
+        traceback.print_exc()
+        raise
 
 
 def serve() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ MARK = "WHALE_FAULTS_MARK"
 
 DEADLY = ("kill", "stop", "vanish", "raise", "raise outside", "kill in save")
 """kinds that end one rank, and with it the job"""
+DISK = ("full disk", "read only")
+"""kinds that make one save impossible"""
 DAMAGE = ("tear", "truncate", "lose", "tear index")
 """kinds that damage the latest checkpoint while the job is down"""
 
@@ -80,16 +83,16 @@ class Injector:
 
     @contextlib.contextmanager
     def save(self, step: int, folder: Path) -> Iterator[bool]:
-        """Around a save: fills the disk, or is ready to kill in the middle. Gives whether the disk is full."""
+        """Around a save: makes it impossible, or is ready to kill in the middle. Gives whether it is impossible."""
         self._saving, self._operations = step, 0
-        full = [number for number, fault in self._waiting("full disk") if step >= fault.step]
+        found = [(number, fault.kind) for number, fault in self._waiting(*DISK) if step >= fault.step][:1]
         ballast = folder / "ballast"
-        if full:
-            self._fire(full[0])
-            _fill(ballast)
-        yield bool(full)
-        if full:
-            ballast.unlink()
+        for number, kind in found:
+            self._fire(number)
+            _fill(ballast) if kind == "full disk" else remount(folder, "ro")
+        yield bool(found)
+        for _, kind in found:
+            ballast.unlink() if kind == "full disk" else remount(folder, "rw")
 
     def _action(self, step: int, action: Action, place: int) -> bool:
         """Gives whether the gradients of this action are to be poisoned."""
@@ -194,6 +197,10 @@ def _fill(ballast: Path) -> None:
                 file.write(bytes(size))
             except OSError:
                 size //= 2
+
+
+def remount(folder: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
 
 
 def write_faults(state: Path, faults: list[Fault]) -> None:

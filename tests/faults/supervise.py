@@ -25,7 +25,7 @@ from tests.faults.injector import DEADLY, MARK, Fault, write_faults
 from whale.checkpoint import CheckpointError, Reader
 
 ROOT = Path(__file__).parents[2]
-JOB_S = 60.0
+JOB_S = 110.0
 """how long a job may go on without a word before the test gives it up: a hang is seen long before, by its own time"""
 LOOK_S = 0.05
 PROMISED_S = 30.0
@@ -168,6 +168,7 @@ class Jobs:
         words = [str(Path(sys.executable).parent / "whale"), "run", "-n", str(num_ranks), "--restarts", str(restarts)]
         with (folder / "output.txt").open("w") as output:
             script = [str(ROOT / "tests/faults/train.py"), str(folder), "--steps", str(steps), "--keep", str(keep)]
+            self._environment["WHALE_RUN_FOLDER"] = str(folder / "run")
             process = self._start(words + script, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
             return process.wait(JOB_S)
 

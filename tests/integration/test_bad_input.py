@@ -379,7 +379,7 @@ def disagree(prepared: None, mistake: str) -> tuple[str, float]:
         ("another batch", ("the batch of step 1 differs between ranks", "rank 1", "DistributedSampler")),
         ("a batch of another size", ("the batch of step 1 differs between ranks", "rank 1")),
         ("a batch of another dtype", ("the batch of step 1 differs between ranks", "rank 1")),
-        ("a batch with another key", ("lables",)),
+        ("a batch with another key", ("the batch of step 1 differs between ranks", "rank 1")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

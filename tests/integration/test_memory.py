@@ -108,6 +108,27 @@ def build_large() -> nn.Module:
     return cut(Net(LARGE_WIDTH), 2)
 
 
+class Drawn(nn.Module):
+    """A layer that fills its weight when it is built, as much code does: that tensor must not stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LARGE_WIDTH, LARGE_WIDTH) * 0.02)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def build_drawn() -> nn.Module:
+    model = Net(1)
+    model.layers = nn.ModuleList(Drawn() for _ in range(NUM_LAYERS))
+    model.norm = nn.Identity()
+    return cut(model, 2)
+
+
 def build_large_table() -> nn.Module:
     """An embedding and its tied head at both ends."""
 
@@ -128,11 +149,14 @@ def build_large_table() -> nn.Module:
     return cut(Language(), 2)
 
 
-def set_up(prepared: Prepared, tied: bool) -> tuple[Allocated, int, int]:
+LARGE: dict[str, Callable[[], nn.Module]] = {"plain": build_large, "drawn": build_drawn, "tied": build_large_table}
+
+
+def set_up(prepared: Prepared, name: str) -> tuple[Allocated, int, int]:
     """(what was allocated, bytes of this rank's parameters, bytes of the largest tensor)."""
     wh.init()
-    build = build_large_table if tied else build_large
-    batch = torch.randint(0, 2048, (4, 3)) if tied else make_batch(LARGE_WIDTH)
+    build = LARGE[name]
+    batch = torch.randint(0, 2048, (4, 3)) if name == "tied" else make_batch(LARGE_WIDTH)
     with allocated() as found:
         engine = wh.parallelize(build, batch, optimizer=sgd)
     sizes = [parameter.numel() * parameter.element_size() for _, parameter in engine.named_parameters()]
@@ -147,8 +171,9 @@ def test_the_measure_sees_what_is_allocated() -> None:
     del kept
 
 
-def test_a_builder_never_allocates_more_than_this_ranks_parameters_and_one_tensor(server: ModelServer) -> None:
-    for found, own, largest in server.run(set_up, 2, False):
+@pytest.mark.parametrize("name", ["plain", "drawn"])
+def test_a_builder_never_allocates_more_than_this_ranks_parameters_and_one_tensor(server: ModelServer, name: str) -> None:
+    for found, own, largest in server.run(set_up, 2, name):
         assert 2 * MIB <= own < 3 * MIB and largest == MIB, "each rank holds two of the four layers"
         assert own <= found.peak <= own + largest + SLACK
         assert found.at_end <= own + SLACK
@@ -156,7 +181,7 @@ def test_a_builder_never_allocates_more_than_this_ranks_parameters_and_one_tenso
 
 def test_tied_weights_are_allocated_once_for_each_holder(server: ModelServer) -> None:
     """The tied table lies on both ranks, and so does the buffer in which its gradient is summed."""
-    for found, own, largest in server.run(set_up, 2, True):
+    for found, own, largest in server.run(set_up, 2, "tied"):
         assert largest == MIB
         bucket = largest
         assert found.peak <= own + bucket + largest + SLACK

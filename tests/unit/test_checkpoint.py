@@ -54,7 +54,7 @@ from whale.checkpoint import (
     unpack_scheduler,
     write_rank,
 )
-from whale.checkpoint.boxes import byte_segments, intersect, why_not_cover
+from whale.checkpoint.boxes import byte_segments, why_not_cover
 from whale.checkpoint.json_values import decode, encode
 
 SECOND = 1.0  # time-out of tests that wait for a rank that never comes
@@ -327,14 +327,13 @@ def test_a_rank_reads_at_most_5_percent_more_than_it_needs(tmp_path: Path) -> No
         assert needed <= reader.num_bytes_read <= 1.05 * needed < total / 2
 
 
-def test_a_slice_costs_at_most_two_blocks_more_for_each_piece(tmp_path: Path) -> None:
+def test_a_slice_under_another_cut_reads_at_most_5_percent_more(tmp_path: Path) -> None:
     big = torch.randn(16384, 512)  # 32 MiB, cut by 2 when saved and by 3 when loaded
     save_cut(tmp_path, {"x": big}, 2, 0)
     for piece, part in cut(big, 3, 0):
         with Reader(tmp_path) as reader:
             assert_same(reader.read("x", part.ranges), piece)
-            num_pieces = sum(intersect(other.ranges, part.ranges) is not None for other in reader.index.tensors["x"].pieces)
-            assert reader.num_bytes_read <= piece.numel() * 4 + 2 * num_pieces * tensor_files.BLOCK_BYTES + 4096  # index and headers
+            assert reader.num_bytes_read <= 1.05 * piece.numel() * 4
 
 
 # ---- damage: each kind is refused with the file and the tensor, and nothing wrong is ever returned

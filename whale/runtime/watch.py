@@ -287,6 +287,12 @@ def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[An
     return _current
 
 
+def report_failure(error: BaseException) -> None:
+    """For a launcher that catches what a script raises: the other ranks hear of it. Waits until this rank may end."""
+    if _current is not None:
+        _current.report_failure(error)
+
+
 def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket.socket:
     problem: OSError | None = None
     for host in hosts:

@@ -1,0 +1,164 @@
+"""Jobs that are disturbed: they end everywhere in time, with one message, leave nothing behind, and go on from the last checkpoint.
+
+The weights in the end are those of an undisturbed run, to the bit, and no checkpoint ever loads as something else than what was trained.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.injector import DAMAGE, DEADLY, DISK, Fault
+from tests.faults.supervise import PROMISED_S, Jobs, Outcome, check_checkpoints
+
+WATCHED = tuple(kind for kind in DEADLY if kind != "raise outside")
+"""kinds about which the watch itself has something to say, however the script was started"""
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with Jobs(forked=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def references(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+    """Undisturbed runs on 2 and 3 ranks, with all their checkpoints."""
+    found = {}
+    for num_ranks in (2, 3):
+        found[num_ranks] = jobs.run(tmp_path_factory.mktemp("reference"), [], num_ranks=num_ranks, steps=STEPS, keep=1000)
+        assert found[num_ranks].exit_code == 0, found[num_ranks].output
+        assert not found[num_ranks].verdicts
+    return found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose `checkpoints` is a file system of 1 MiB."""
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here (needs root): {mounted.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
+    """Everything that must hold after a disturbed job. Gives the numbers of good and refused checkpoints in its folder."""
+    output = outcome.output[-6000:]
+    assert outcome.exit_code == 0, output
+    assert outcome.fired == set(range(len(outcome.faults))), f"{[f for n, f in enumerate(outcome.faults) if n not in outcome.fired]}\n{output}"
+    assert not jobs.orphans()
+    for number, seconds in outcome.ended_s.items():
+        assert seconds < PROMISED_S, f"{outcome.faults[number]}: the last rank ended after {seconds:.1f} s\n{output}"
+    expected = [fault for fault in outcome.faults if fault.kind in WATCHED]
+    told = [text for text in outcome.verdicts if "InjectedError: the data of" not in text]
+    assert len(told) == len(expected), f"{len(told)} messages about {expected}\n{output}"
+    for fault, text in zip(expected, told):
+        wanted = {"raise": "failed at", "stop": "has been silent for"}.get(fault.kind, "died without a word")
+        assert text.startswith(f"rank {fault.rank} {wanted}"), f"{fault}: {text}"
+        assert "The others stood: rank" in text
+    weights, undisturbed = outcome.weights, reference.weights
+    assert weights.keys() == undisturbed.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, undisturbed[name]), f"{name} is not that of an undisturbed run\n{output}"
+    good, refused = check_checkpoints(outcome.folder / "checkpoints", reference.folder / "checkpoints")
+    assert good > 0
+    return good, refused
+
+
+def test_six_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path) -> None:
+    faults = [
+        Fault("kill", 1, step=2, place=4),
+        Fault("kill in save", 0, step=6, place=5),
+        Fault("tear", 0, step=6, place=3),
+        Fault("raise", 1, step=10, place=2),
+        Fault("nan", 1, step=14),
+        Fault("stop", 1, step=18, place=1),
+        Fault("kill", 0, step=22),
+    ]
+    outcome = jobs.run(tmp_path, faults, steps=STEPS)
+    check(outcome, jobs, references[2])
+    assert "not finite: layers.2.weight on rank 1" in outcome.output
+    assert 'or go on with "on_nonfinite": "skip"' in outcome.output
+
+
+def test_disk_faults_do_not_stop_training(jobs: Jobs, references: dict[int, Outcome], small_disk: Path) -> None:
+    faults = [Fault("full disk", 0, step=4), Fault("read only", 0, step=8), Fault("full disk", 0, step=12)]
+    outcome = jobs.run(small_disk, faults, steps=STEPS, restarts=0)
+    check(outcome, jobs, references[2])
+    full = [line for line in outcome.output.splitlines() if line.startswith("not saved:") and "the disk is full" in line]
+    assert len(full) == 2 and "Free some space" in full[0]
+    assert "the file system is read-only. Save to a folder that you can write to" in outcome.output
+
+
+def test_without_restarts_the_job_ends(jobs: Jobs, tmp_path: Path) -> None:
+    outcome = jobs.run(tmp_path, [Fault("vanish", 1, step=3, place=2)], restarts=0)
+    assert outcome.exit_code != 0
+    assert len(outcome.verdicts) == 1 and outcome.verdicts[0].startswith("rank 1 died without a word")
+    assert outcome.ended_s[0] < PROMISED_S
+    assert not jobs.orphans()
+    assert not (tmp_path / "final.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault("kill", 0, step=3, place=2), Fault("stop", 0, step=7)],
+        [Fault("raise outside", 1, step=3), Fault("stop", 1, step=7, place=3)],
+    ],
+    ids=lambda faults: ", ".join(fault.kind for fault in faults),
+)
+def test_whale_run_goes_on_after_faults(references: dict[int, Outcome], tmp_path: Path, faults: list[Fault]) -> None:
+    with Jobs(forked=False) as jobs:
+        outcome = jobs.run(tmp_path, faults, steps=STEPS)
+        check(outcome, jobs, references[2])
+
+
+# ---- a hundred
+
+
+def random_faults(number: int, num_ranks: int, num_faults: int) -> list[Fault]:
+    """Faults at random actions, some steps apart, so that each meets a job that runs again."""
+    random_ = random.Random(f"{number}|{num_ranks}")
+    faults = []
+    for place in range(num_faults):
+        kind = random_.choice(("kill", "kill", "kill in save", "kill in save", "raise", "raise outside", "vanish", "nan", "stop", *DAMAGE))
+        rank = 0 if kind in DAMAGE else random_.randrange(num_ranks)
+        faults.append(Fault(kind, rank, 3 * place + 2, random_.randrange(7)))
+    # damage is done when a job starts: one that ends a job comes last
+    return [*faults, Fault("kill", random_.randrange(num_ranks), 3 * num_faults + 2, random_.randrange(8))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_faults(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path, small_disk: Path) -> None:
+    counted: dict[str, int] = {}
+    slowest_s, num_good, num_refused = 0.0, 0, 0
+    for number in range(16):
+        num_ranks = 2 + number % 2
+        folder = tmp_path / f"job_{number}"
+        if number % 8 == 0:
+            folder, faults = small_disk, [Fault(kind, 0, step) for step, kind in zip(range(2, 18, 4), (*DISK, *DISK))]
+        else:
+            folder.mkdir()
+            faults = random_faults(number, num_ranks, 6)
+        outcome = jobs.run(folder, faults, num_ranks=num_ranks, steps=STEPS)
+        good, refused = check(outcome, jobs, references[num_ranks])
+        for fault in faults:
+            counted[fault.kind] = counted.get(fault.kind, 0) + 1
+        slowest_s = max([slowest_s, *outcome.ended_s.values()])
+        num_good, num_refused = num_good + good, num_refused + refused
+    print(f"\n{sum(counted.values())} faults {counted}; slowest end {slowest_s:.1f} s; checkpoints: {num_good} good, {num_refused} refused")
+    assert sum(counted.values()) >= 100
+    assert os.path.exists(tmp_path)
