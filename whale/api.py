@@ -131,12 +131,13 @@ def parallelize(
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
-    layout, tensors = read_batch(sample_batch)
+    layout: BatchLayout | None = None
     built: torch.nn.Module | None = None
     error: BaseException | None = None
     chosen: Plan | None = None
     is_real = False
     try:
+        layout, tensors = read_batch(sample_batch)
         built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
         is_real = has_real_weights(built)
         device = torch.device(ranks.device).type
@@ -145,7 +146,7 @@ def parallelize(
     except Exception as problem:
         error = problem
     ranks.together(error)
-    assert built is not None and prepared is not None
+    assert layout is not None and built is not None and prepared is not None
     ranks.agree(
         "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import uuid
@@ -29,6 +30,7 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/failures.md: 
 
 def rank(arguments: list[str]) -> None:
     """One rank, in a forked process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler, which a fork inherits
     sys.argv = ["train.py", *arguments]
     try:
         train.main()

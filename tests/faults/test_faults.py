@@ -55,7 +55,9 @@ def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
     """Everything that must hold after a disturbed job. Gives the numbers of good and refused checkpoints in its folder."""
     output = outcome.output[-6000:]
     assert outcome.exit_code == 0, output
-    assert outcome.fired == set(range(len(outcome.faults))), f"{[f for n, f in enumerate(outcome.faults) if n not in outcome.fired]}\n{output}"
+    assert outcome.fired == set(range(len(outcome.faults))), (
+        f"{[f for n, f in enumerate(outcome.faults) if n not in outcome.fired]}\n{output}"
+    )
     assert not jobs.orphans()
     for number, seconds in outcome.ended_s.items():
         assert seconds < PROMISED_S, f"{outcome.faults[number]}: the last rank ended after {seconds:.1f} s\n{output}"

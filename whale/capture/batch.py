@@ -98,9 +98,9 @@ def enlarge(layout: BatchLayout, tensors: list[torch.Tensor]) -> list[torch.Tens
     return [torch.cat([t] * MIN_SAMPLES) if described.batched else t for t, described in zip(tensors, layout.tensors, strict=True)]
 
 
-def digest(tensors: list[torch.Tensor]) -> bytes:
+def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
     """Hash of the batch's values: ranks compare it to see that they were given the same mini-batch."""
-    state = hashlib.blake2b(digest_size=8)
+    state = hashlib.blake2b(repr(paths).encode(), digest_size=8)
     for tensor in tensors:
         plain = tensor.detach().contiguous().cpu()
         state.update(repr((tuple(plain.shape), plain.dtype)).encode())

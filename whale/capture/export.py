@@ -156,9 +156,10 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
         if is_dataclass(value) and not isinstance(value, type):
             return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
         if isinstance(value, (tuple, list)):
-            return (
-                type(value)(plain(item, f"{path}[{place}]") for place, item in enumerate(value)) if type(value) in (tuple, list) else None
-            )
+            items = [plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
+            if hasattr(value, "_fields"):
+                return type(value)(*items)  # a named tuple
+            return tuple(items) if isinstance(value, tuple) else items
         dropped.append(path)
         return None
 

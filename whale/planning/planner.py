@@ -128,6 +128,10 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
 def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
     """The assignment of a plan that was made for this very graph."""
     nodes = list(captured.compute_nodes())
+    if len(nodes) != len(plan.stage_of_operation):
+        raise ValueError(
+            f"the plan's stage_of_operation has {len(plan.stage_of_operation)} entries, the model {len(nodes)} operations: make the plan again"
+        )
     stage_of = {node: stage for node, stage in zip(nodes, plan.stage_of_operation, strict=True) if stage != RECOMPUTED}
     results = dict(zip(captured.output.all_input_nodes, (term.stage for term in plan.loss_terms), strict=True))
     return _finish(captured, stage_of, results, len(plan.stages))
@@ -205,7 +209,7 @@ def fingerprint(captured: CapturedGraph) -> str:
     state = hashlib.blake2b(digest_size=16)
     for node in captured.graph.nodes:
         value = node.meta.get("val")
-        shape = tuple(str(size) for size in value.shape) if isinstance(value, torch.Tensor) else ""
+        shape = (*(str(size) for size in value.shape), value.dtype) if isinstance(value, torch.Tensor) else ""
         state.update(f"{node.op}|{node.target}|{node.args}|{node.kwargs}|{shape}\n".encode())
     for name in sorted(captured.state):
         tensor = captured.state[name]
@@ -229,7 +233,10 @@ def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, 
     def crossing_seconds(node: Node) -> float:
         return value_bytes(node, symbol, batch_size) / link.bytes_per_s
 
-    found = from_cuts(operations, problem.kinds, wanted, lambda node: seconds(costs[node], kind), crossing_seconds)
+    try:
+        found = from_cuts(operations, problem.kinds, wanted, lambda node: seconds(costs[node], kind), crossing_seconds)
+    except ValueError as error:
+        raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
 
 

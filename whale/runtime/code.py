@@ -62,6 +62,8 @@ def compile_chunk(module: GraphModule, name: str) -> Callable[..., tuple[Tensor,
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
+        elif node.op == "call_module":  # a region that is computed again in backward
+            setattr(weights, str(node.target), module.get_submodule(str(node.target)))
         elif node.op == "call_function":
             _call_directly(node)
     code = graph.python_code("self")

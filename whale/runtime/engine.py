@@ -25,6 +25,7 @@ from whale.runtime.shapes import Job, Shapes, largest_micro_batches
 from whale.runtime.state import gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
+from whale.scheduling import Action, Kind
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
@@ -88,7 +89,9 @@ class Engine:
         self._gradients.finish()
         communication_s = time.perf_counter() - waiting
         totals = self._totals(outcome, given.loss_scale)
+        updating = time.perf_counter()
         update = self._updater.apply(self._held, totals, self.step_count)
+        outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
         timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
@@ -233,8 +236,8 @@ class Engine:
             self._compare(batch.digest)
             return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
         layout, tensors = read_batch(batch)
+        self._compare(digest(tensors, layout.paths) if self._compares else b"")  # first: what only one rank would refuse, all refuse
         check_agrees(layout, self._job.sample)
-        self._compare(digest(tensors) if self._compares else b"")
         lowered = self._shapes.training(layout, tensors)
         samples = self._shapes.executor(lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
         return lowered, StepInput(lowered.all_tensors(tensors), self.step_count, samples, scale), layout.batch_size

@@ -60,7 +60,7 @@ def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, tot
             found[node] = _gather_output(lowered, outcome, samples, stage, place, dim, ranks)
     if ranks.rank != 0:
         return None
-    loss = torch.tensor(totals.values()[0]) if totals is not None else None
+    loss = torch.tensor(totals.values()[0], dtype=prepared.terms[0].meta["val"].dtype) if totals is not None else None
     leaves = [found[leaf] if isinstance(leaf, Node) else (loss if leaf == LOSS else None) for leaf in prepared.output_leaves]
     return _rebuild(prepared, leaves)
 
