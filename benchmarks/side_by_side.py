@@ -27,6 +27,10 @@ ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str
 """glibc keeps freed memory. By default it gives some back now and then and takes it again: up to 3 % of a step, by chance on either side"""
 QUIET = 0.05
 """a round counts when other processes used at most this part of every rank's core"""
+PATIENCE_S = 2.0
+"""how long a round waits for a quiet moment before it begins all the same"""
+LOOK_S = 0.2
+"""how long a look at the cores takes"""
 FEWEST_ROUNDS = 8
 """so many rounds count in any case, the quietest ones"""
 JIFFY_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -154,6 +158,7 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limi
         number = len(times.busy_elsewhere)
         losses: list[list[float | None]] = []
         busy = 0.0
+        wait_for_quiet()
         for side in sides if number % 2 == 0 else reversed(sides):  # no side always runs behind the same other one
             _barrier()
             usage = Usage()
@@ -173,6 +178,18 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limi
             quiet = sum(busy <= QUIET for busy in times.busy_elsewhere)
             say(f"{number + 1} rounds, {quiet} of {num_rounds} quiet: {so_far}")
     return times
+
+
+def wait_for_quiet() -> None:
+    """Sleeps until no rank's core is busy, or for `PATIENCE_S` seconds."""
+    end = time.perf_counter() + PATIENCE_S
+    busy = 1.0
+    while busy > QUIET:
+        usage = Usage()
+        time.sleep(LOOK_S)
+        busy = _largest(usage.since()[2])
+        if _largest(float(time.perf_counter() > end)):
+            return
 
 
 def _one(side: Side, step: int) -> float | None:

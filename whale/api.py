@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from whale.annotation import default_strategy, set_default_strategy
-from whale.capture.batch import BatchLayout, read_batch
+from whale.capture.batch import BatchLayout, digest, read_batch
 from whale.capture.capture import capture_training, operation_marks, tied_names
 from whale.capture.checks import compare_parts, compare_with_eager
 from whale.capture.export import Loss, Task
@@ -60,7 +60,8 @@ class PlanReady(BaseException):
 def init(config: Config | dict[str, Any] | None = None) -> None:
     """Starts Whale in this process: reads the config and, under a launcher, joins the other ranks."""
     checked = config if isinstance(config, Config) else Config(config)
-    set_default_strategy(None)
+    if _session.ranks is not None:
+        set_default_strategy(None)  # a new start; what was said before the first one stays
     _session.config = checked
     if _session.num_devices is None:
         _session.ranks = Ranks(checked.device, checked.timeout_s, checked.stall_timeout_s)
@@ -147,6 +148,11 @@ def parallelize(
         error = problem
     ranks.together(error)
     assert layout is not None and built is not None and prepared is not None
+    ranks.agree(
+        "a tensor attribute of the model that is neither parameter nor buffer",
+        digest([prepared.captured.constants[name] for name in sorted(prepared.captured.constants)]).hex(),
+        "Seed all ranks alike before building the model, or register it as a buffer",
+    )
     ranks.agree(
         "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
     )

@@ -299,7 +299,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[str], str], tuple[str, ...]]] = {
     "field missing": (lambda text: broken(text, lambda data: data.pop("stages")), ("plan.json", "stages", "required")),
     "wrong type": (lambda text: broken(text, lambda data: data.update(num_devices="many")), ("plan.json", "num_devices")),
     "other format": (lambda text: broken(text, lambda data: data.update(format=99)), ("plan.json", "99", "make the plan again")),
-    "operations missing": (lambda text: broken(text, lambda data: data["stage_of_operation"].pop()), ("plan", "stage_of_operation")),
+    "operations missing": (lambda text: broken(text, lambda data: data["stage_of_operation"].pop()), ("places 6 operations", "has 7")),
     "no such stage": (lambda text: broken(text, lambda data: data["holders"].update({"head.weight": [7]})), ("plan.json", "beyond its 1")),
     "action missing": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].remove("F0.1")), ("F0.1", "missing")),
     "backward first": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].reverse()), ("stands",)),

@@ -61,7 +61,7 @@ def annotate(model: Model, strategies: Mapping[str, Scope]) -> Model:
     `wh.split(n)`. Each entry is one TaskGraph and includes everything below the modules that match. Returns the model.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    owner: dict[str, str] = {}
+    owner: dict[int, str] = {}
     for pattern, scope in strategies.items():
         matches = [name for name in names if any(fnmatch.fnmatchcase(name, part) for part in pattern.split("|"))]
         for part in pattern.split("|"):
@@ -69,12 +69,13 @@ def annotate(model: Model, strategies: Mapping[str, Scope]) -> Model:
                 raise ValueError(f"wh.annotate: '{part}' matches none of the model's {len(names)} modules.{nearest(part, names)}")
         mark = Mark(("glob", next(_glob_marks)), _strategy_of(pattern, scope), label=pattern)
         for name in matches:
-            if name in owner:
+            module = model.get_submodule(name)
+            if owner.get(id(module), pattern) != pattern:
                 raise ValueError(
-                    f"wh.annotate: module '{name}' is matched by both '{owner[name]}' and '{pattern}': it can be in one TaskGraph only"
+                    f"wh.annotate: module '{name}' is matched by both '{owner[id(module)]}' and '{pattern}': it can be in one TaskGraph"
                 )
-            owner[name] = pattern
-            attach_mark(model.get_submodule(name), mark)
+            owner[id(module)] = pattern
+            attach_mark(module, mark)
     return model
 
 

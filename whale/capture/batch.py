@@ -46,8 +46,8 @@ class BatchLayout:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def read_batch(batch: Any) -> tuple[BatchLayout, list[torch.Tensor]]:
-    """Layout and tensors of a batch."""
+def read_batch(batch: Any, sample: BatchLayout | None = None) -> tuple[BatchLayout, list[torch.Tensor]]:
+    """Layout and tensors of a batch. With `sample`, the tensors that are batched there are batched here."""
     plain = dict(batch) if isinstance(batch, Mapping) else batch  # Hugging Face's BatchEncoding is a mapping, not a dict
     with_paths, structure = pytree.tree_flatten_with_path(plain)
     paths = tuple(pytree.keystr(path) or "the batch" for path, _ in with_paths)
@@ -60,10 +60,12 @@ def read_batch(batch: Any) -> tuple[BatchLayout, list[torch.Tensor]]:
     sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim > 0)
     if not sizes:
         raise ValueError(f"the batch holds no tensor with a batch dimension (its leaves: {', '.join(paths) or 'none'})")
-    batch_size = sizes.most_common(1)[0][0]
     tensor_paths = [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    known = {t.path: t.batched for t in sample.tensors} if sample is not None else {}
+    marked = [t.shape[0] for path, t in zip(tensor_paths, tensors, strict=True) if known.get(path) and t.ndim > 0]
+    batch_size = Counter(marked or sizes.elements()).most_common(1)[0][0]
     described = tuple(
-        BatchTensor(path, tuple(tensor.shape), tensor.dtype, tensor.ndim > 0 and tensor.shape[0] == batch_size)
+        BatchTensor(path, tuple(tensor.shape), tensor.dtype, tensor.ndim > 0 and tensor.shape[0] == batch_size and known.get(path, True))
         for path, tensor in zip(tensor_paths, tensors, strict=True)
     )
     return BatchLayout(structure, paths, constants, described, batch_size), tensors

@@ -31,7 +31,16 @@ def compare_with_eager(
     model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor], task: Task, captured: CapturedGraph, findings: Findings
 ) -> None:
     """Raises when the captured graph gives another loss or other gradients than the model itself. Called before the loss is taken apart."""
-    few = _samples(layout, tensors, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
+    for num_samples in (min(NUM_EAGER_SAMPLES, layout.batch_size), layout.batch_size):
+        if _compare_samples(model, layout, _samples(layout, tensors, 0, num_samples), task, captured, findings):
+            return
+    captured.notes.append("the loss of the sample batch is not a finite number: the capture was not compared with the model")
+
+
+def _compare_samples(
+    model: torch.nn.Module, layout: BatchLayout, few: list[Tensor], task: Task, captured: CapturedGraph, findings: Findings
+) -> bool:
+    """Compares on these samples; False when their loss is not finite (no valid label among them) and nothing can be said."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
@@ -44,11 +53,13 @@ def compare_with_eager(
         got_gradients = _gradients(got, parameters)
         _restore(model, buffers)
     expected, got = expected.detach(), got.detach()
+    if not bool(expected.isfinite()) and not bool(got.isfinite()):
+        return False
     worst, figure = _worst(expected_gradients, got_gradients)
     limit = _limit(captured)
     loss_error = abs(float(expected) - float(got)) / max(abs(float(expected)), 1e-30)
     if figure <= limit and loss_error <= limit:
-        return
+        return True
     refuse(findings)
     raise ValueError(
         f"the captured model does not compute what the model computes: on {len(few[0])} samples the loss is {float(got):.6g} instead of "
@@ -80,6 +91,8 @@ def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayou
             got += _term_sum(prepared, model, [*_samples(layout, tensors, start, start + size), *whole])
             start += size
     _restore(model, buffers)
+    if not bool(expected.isfinite()) and not bool(got.isfinite()):
+        return "the loss of the first samples is not a finite number: its parts were not compared"
     limit = _limit(captured)
     error = float((expected - got).abs() / expected.abs().clamp(min=1e-30))
     if not error <= limit:
@@ -168,7 +181,7 @@ class _no_gradients:
 def _gradients(loss: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor | None]:
     if loss.requires_grad:
         loss.backward()  # not autograd.grad: hooks on parameters and modules must fire
-    gradients = {name: p.grad for name, p in parameters.items()}
+    gradients = {name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for name, p in parameters.items()}
     for p in parameters.values():
         p.grad = None
     return gradients

@@ -11,7 +11,8 @@ from whale.capture.capture import Capture
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, value_kinds
 from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, weigh_loss
-from whale.capture.sample_states import batch_dim
+from whale.capture.sample_states import PerSample, batch_dim
+from whale.capture.samples import SampleFlow
 from whale.capture.sizes import normalise_sizes
 
 LOSS = "the loss"
@@ -55,6 +56,7 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     batched = next(node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched)
     normalise_sizes(captured.graph, captured.batch_symbol, batched)
+    _mark_rows_out_of_order(captured)
     results = _results(captured)
     if not capture.has_loss:
         return Prepared(capture, value_kinds(captured), LossPlan(), 0, output_leaves=_leaves(captured, results))
@@ -81,6 +83,14 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     leaves = _leaves(captured, [next(kept) if node is not loss_node else LOSS for node in outputs])
     captured.output.args = ((*terms, *dict.fromkeys(node for node in leaves if isinstance(node, Node))),)
     return Prepared(capture, value_kinds(captured), loss, len(terms), only_whole, leaves)
+
+
+def _mark_rows_out_of_order(captured: CapturedGraph) -> None:
+    """`meta["rows_out_of_order"]`: values whose rows are not sample after sample, so that they can be neither sliced nor put together."""
+    for node, state in SampleFlow(captured, value_kinds(captured)).states.items():
+        parts = state if isinstance(state, tuple) else (state,)
+        if any(isinstance(part, PerSample) and part.outer != 1 for part in parts):
+            node.meta["rows_out_of_order"] = True
 
 
 def _keep(captured: CapturedGraph, nodes: list[Node]) -> Node:

@@ -112,6 +112,8 @@ def build_chunk(
     results.extend(copies[captured.buffer_updates[name]] for name in updates)
     graph.output(tuple(results))
     _drop_unused(graph)
+    if part.received:
+        _relax_views([graph, *(region.body.graph for region in regions.values())])
     attributes = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
     module = GraphModule(_root(attributes, regions, around.group), graph)
     return Chunk(
@@ -221,6 +223,16 @@ def _copy_operation(graph: Graph, node: Node, copies: dict[Node, Node], group: N
     if group is None or "all_reduce" not in node.meta:
         return copy
     return graph.call_function(sum_over_devices, (copy, group))  # a loss that is not additive: its batch sums are taken over all devices
+
+
+def _relax_views(graphs: Sequence[Graph]) -> None:
+    """A received tensor is contiguous where the captured one may have had other strides: `view` may not fit it, `reshape` does."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default
+        if graph.owning_module is not None:
+            graph.owning_module.recompile()
 
 
 def _drop_unused(graph: Graph) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from whale import scheduling
+from whale.capture.graph import user_line
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.messages import Bridges, build_bridges
@@ -69,7 +70,7 @@ class Lowered:
         return found
 
     @cached_property
-    def trained(self) -> list[str]:
+    def trained(self) -> frozenset[str]:
         """Parameters that a loss term reaches backwards: exactly those that local training would give a gradient."""
         reached: set[Node] = set()
         waiting = [node for node in self.prepared.terms if node in self.assignment.gradients]
@@ -78,7 +79,7 @@ class Lowered:
             if node not in reached:
                 reached.add(node)
                 waiting.extend(source for source in node.all_input_nodes if source in self.assignment.gradients)
-        return sorted(str(node.target) for node in reached if node.op == "get_attr")
+        return frozenset(str(node.target) for node in reached if node.op == "get_attr")
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The graph's placeholders: the whole mini-batch on this device, and the values that need all of it."""
@@ -163,6 +164,7 @@ def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size
 
 def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks) -> Lowered:
     """Builds the chunks of this rank."""
+    _refuse_rows_out_of_order(plan, assignment, prepared)
     _fill_whole_buffers(prepared, weights)
     outputs: dict[int, list[Node]] = {}
     for node in prepared.outputs:
@@ -174,6 +176,22 @@ def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mappi
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
         chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), Surroundings(weights, group))
     return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
+
+
+def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: Prepared) -> None:
+    """A value whose rows are not sample after sample cannot be cut between devices, nor its parts put together. The same on all ranks."""
+    advice = "Put the samples outermost (`transpose` before `reshape`)"
+    for node, source, destination in assignment.crossings:
+        counts = [plan.virtual_devices[plan.stages[stage].virtual_device].num_devices for stage in (source, destination)]
+        if node.meta.get("rows_out_of_order") and counts[0] != counts[1]:
+            raise ValueError(
+                f"a value whose rows are not sample after sample goes from {counts[0]} to {counts[1]} devices, which would have to cut it "
+                f"({user_line(node)}). {advice}, or give both parts the same number of devices"
+            )
+    for node in prepared.outputs:
+        num_parts = len(plan.ranks_of_stage(assignment.result_stage[node])) * plan.num_micro_batch
+        if node.meta.get("rows_out_of_order") and num_parts > 1:
+            raise ValueError(f"an output of the model has rows that are not sample after sample ({user_line(node)}). {advice}")
 
 
 def _fill_whole_buffers(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:

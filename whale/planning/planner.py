@@ -15,7 +15,7 @@ from torch.fx import Node
 from whale import scheduling
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind
+from whale.capture.kinds import Kind, named_args, op_name
 from whale.capture.losses import NotAdditive
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
@@ -87,10 +87,7 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     schedule = scheduling.build(config.schedule, stage_graph, config.num_micro_batch)
     widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
-    if problem.only_whole is not None and (widest > 1 or config.num_micro_batch > 1):
-        raise ValueError(problem.only_whole.message)
-    if widest > 1:
-        _refuse_sample_buffers(captured)
+    check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     decisions = (
         Decision("TaskGraphs", f"{len(task_graphs.strategies)}", why_task_graphs),
         Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
@@ -129,9 +126,7 @@ def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) 
     """The assignment of a plan that was made for this very graph."""
     nodes = list(captured.compute_nodes())
     if len(nodes) != len(plan.stage_of_operation):
-        raise ValueError(
-            f"the plan's stage_of_operation has {len(plan.stage_of_operation)} entries, the model {len(nodes)} operations: make the plan again"
-        )
+        raise ValueError(f"the plan places {len(plan.stage_of_operation)} operations, the model has {len(nodes)}: make the plan again")
     stage_of = {node: stage for node, stage in zip(nodes, plan.stage_of_operation, strict=True) if stage != RECOMPUTED}
     results = dict(zip(captured.output.all_input_nodes, (term.stage for term in plan.loss_terms), strict=True))
     return _finish(captured, stage_of, results, len(plan.stages))
@@ -144,40 +139,50 @@ def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind])
         if kinds[node] is not Kind.ACTIVATION:
             continue
         latest = max((stage_of[p] for p in node.all_input_nodes if p in stage_of), default=0)
-        for weight in _weights_behind(node, kinds):
-            holders = [stage for stage in plan.holders.get(weight, ()) if stage >= latest]
-            if not holders and weight in plan.holders:
+        for name, is_direct in _state_behind(node, kinds):
+            holders = [stage for stage in plan.holders.get(name, ()) if stage >= latest]
+            if not holders and is_direct and name in plan.holders:
                 raise ValueError(
-                    f"{weight} is on stage {plan.holders[weight]}, but this graph uses it after stage {latest} ({user_line(node)}): "
+                    f"{name} is on stage {plan.holders[name]}, but this graph uses it after stage {latest} ({user_line(node)}): "
                     f"the model calls its parts in another order here than in training"
                 )
             latest = min(holders, default=latest)
         stage_of[node] = latest
-    return _assignment(captured, kinds, stage_of, len(plan.stages), plan.num_micro_batch)
+    return _assignment(captured, kinds, stage_of, len(plan.stages), plan.num_micro_batch, plan.holders)
 
 
-def _weights_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[str]:
-    """Parameters and updated buffers that an operation reads, directly or through WEIGHT values."""
-    names, waiting, seen = [], list(node.all_input_nodes), set()
+def _state_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[tuple[str, bool]]:
+    """(parameter or buffer, whether it must be on the same stage) that an operation reads, also through values that are not ACTIVATION.
+
+    A parameter behind a WEIGHT value need not be there: the value may be sent.
+    """
+    names: dict[str, bool] = {}
+    waiting = [(source, True) for source in node.all_input_nodes]
+    seen: set[Node] = set()
     while waiting:
-        source = waiting.pop()
+        source, is_direct = waiting.pop()
         if source in seen:
             continue
         seen.add(source)
-        if source.op == "get_attr" and kinds.get(source) in (Kind.WEIGHT, Kind.ACTIVATION):
-            names.append(str(source.target))
-        elif source.op == "call_function" and kinds[source] is Kind.WEIGHT:
-            waiting.extend(source.all_input_nodes)
-    return sorted(names)
+        if source.op == "get_attr":
+            names[str(source.target)] = names.get(str(source.target), False) or is_direct
+        elif source.op == "call_function" and kinds[source] is not Kind.ACTIVATION:
+            waiting.extend((each, is_direct and kinds[source] is not Kind.WEIGHT) for each in source.all_input_nodes)
+    return sorted(names.items())
 
 
 def _assignment(
-    captured: CapturedGraph, kinds: Mapping[Node, Kind], stage_of: dict[Node, int], num_stages: int, num_micro_batch: int
+    captured: CapturedGraph,
+    kinds: Mapping[Node, Kind],
+    stage_of: dict[Node, int],
+    num_stages: int,
+    num_micro_batch: int,
+    holders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Assignment:
     def micro_batch_bytes(node: Node) -> int:
         return value_bytes(node, captured.batch_symbol, captured.batch_size)
 
-    results = place_weights(captured, kinds, stage_of, micro_batch_bytes, num_micro_batch)
+    results = place_weights(captured, kinds, stage_of, micro_batch_bytes, num_micro_batch, holders)
     return _finish(captured, stage_of, results, num_stages)
 
 
@@ -249,8 +254,23 @@ def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
             )
 
 
+def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:
+    """Refuses what may not be cut: `widest` is over how many devices a micro-batch is cut at most."""
+    if only_whole is not None and (widest > 1 or num_micro_batch > 1):
+        raise ValueError(only_whole.message)
+    if widest > 1:
+        _refuse_sample_buffers(captured)
+
+
 def _refuse_sample_buffers(captured: CapturedGraph) -> None:
     """Buffers computed from samples would drift apart on the devices that share a micro-batch (BatchNorm's are summed over all)."""
+    for node in captured.compute_nodes():
+        args = named_args(node) if op_name(node) == "instance_norm" else {}
+        if args.get("use_input_stats") and args.get("running_mean") is not None:
+            raise ValueError(
+                f"instance norm with running statistics ({user_line(node)}): each device would keep other statistics. "
+                f"Use track_running_stats=False, or put this part on one device with one model replica"
+            )
     for name, value in captured.buffer_updates.items():
         if slice_stage([value], RECOMPUTED, {}).inputs:
             raise ValueError(

@@ -97,15 +97,20 @@ def place_weights(
     stage_of: dict[Node, int],
     value_bytes: Callable[[Node], int],
     num_micro_batch: int,
+    holders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[Node, int]:
     """Places WEIGHT operations in `stage_of` (or leaves them recomputed); gives the stage of each result of the graph.
 
     A WEIGHT value that several stages need is sent when that takes fewer bytes in a step than holding its parameters there too.
+    `holders`: where the parameters already are, when another graph of a planned model is placed; then a missing one is never tied.
     """
     closure = _parameter_closure(captured, kinds)
     held: dict[int, set[str]] = {}
     for node, stage in stage_of.items():
         held.setdefault(stage, set()).update(str(a.target) for a in node.all_input_nodes if a.op == "get_attr")
+    for name, stages_of_name in (holders or {}).items():
+        for stage in stages_of_name:
+            held.setdefault(stage, set()).add(name)
     home = {name: min(stage for stage, names in held.items() if name in names) for name in set().union(*held.values())}
     result_stage = {}
     for result in captured.output.all_input_nodes:
@@ -125,7 +130,7 @@ def place_weights(
             captured.state[name].num_bytes for stage in stages for name in closure[node] if name in home and name not in held.get(stage, ())
         )
         source = max((home[name] for name in closure[node] if name in home), default=min(stages))
-        sent = value_bytes(node) * num_micro_batch * len(stages - {source})
+        sent = value_bytes(node) * num_micro_batch * len(stages - {source}) if holders is None else 0
         if missing > sent and source <= min(stages) and node.target is not operator.getitem:
             stage_of[node] = source
             continue

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from whale.planning.samples import SampleMap
-
 if TYPE_CHECKING:
     from whale.runtime.engine import Engine
 
@@ -133,8 +131,3 @@ def _default_order(num_samples: int, shuffle: bool, seed: int) -> Sampler:
         return torch.randperm(num_samples, generator=generator).tolist()
 
     return order
-
-
-def local_intervals(samples: SampleMap, device: int, replica: int, place: int) -> list[tuple[int, int]]:
-    """This device's sample intervals of each micro-batch."""
-    return [samples.devices(m, replica, device)[place] for m in range(samples.num_micro_batch)]

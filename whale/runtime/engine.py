@@ -79,9 +79,7 @@ class Engine:
         start = time.perf_counter()
         lowered, given, batch_size = self._read(batch)
         executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
-        for parameter in self._held:
-            parameter.tensor.grad = None
-        self._gradients.begin()
+        self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
         outcome = executor.run(given, self._gradients)
         bubble_s = self._waited_s - waited_before
@@ -140,7 +138,7 @@ class Engine:
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
-        layout, tensors = read_batch(batch)
+        layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
@@ -192,8 +190,8 @@ class Engine:
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters that are trained."""
-        return iter([(held.name, held.tensor) for held in self._held])
+        """This rank's parameters that the loss trains."""
+        return iter([(held.name, held.tensor) for held in self._held if held.name in self._shapes.first.trained])
 
     # ---- looking at a run
 
@@ -235,7 +233,7 @@ class Engine:
             lowered = self._shapes.first
             self._compare(batch.digest)
             return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
-        layout, tensors = read_batch(batch)
+        layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors, layout.paths) if self._compares else b"")  # first: what only one rank would refuse, all refuse
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors)
@@ -279,10 +277,11 @@ class Engine:
         return {name: tuple(sorted({r for s in stages for r in plan.ranks_of_stage(s)})) for name, stages in plan.holders.items()}
 
     def _held_parameters(self, lowered: Lowered) -> list[Held]:
-        """This rank's parameters that get a gradient, in the order in which backward reaches them."""
+        """This rank's trainable parameters, in the order in which backward reaches them. Another shape of the batch may train others."""
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
         holders = self._all_holders()
-        names = [name for name in lowered.trained if own & set(self.plan.holders[name])]
+        trainable = {name for name, _ in self._trainable()}
+        names = [name for name, stages in self.plan.holders.items() if name in trainable and own & set(stages)]
         held = []
         for name in by_backward_order(names, lowered.first_use):
             tensor = self._job.weights[name]

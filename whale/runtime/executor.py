@@ -77,6 +77,7 @@ class Executor:
     def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
         """One pass over the action list. `gradients` is None for evaluation."""
         state = torch.random.get_rng_state() if self._has_random else None
+        cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
         events, now, watch, transport = outcome.events, time.perf_counter, self.watch, self.transport
         this = Pass(given, outcome, gradients, transport, self._receives, self.window)
@@ -96,4 +97,6 @@ class Executor:
         finally:
             if state is not None:
                 torch.random.set_rng_state(state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state)  # torch.manual_seed reseeds all devices
         return outcome

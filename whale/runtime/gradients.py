@@ -7,7 +7,7 @@ Nothing hides the last bucket, so a small model gets smaller buckets than the co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,7 @@ class GradientSynchroniser:
         self._bucket_of: dict[str, Bucket] = {}
         self._pending: dict[str, set[int]] = {}
         self._stage: int | None = None
+        self._trained: Collection[str] = ()
         shared: dict[tuple[int, ...], list[Held]] = {}
         for parameter in held:
             if len(parameter.ranks) > 1:
@@ -76,13 +77,16 @@ class GradientSynchroniser:
             self._bucket_of[p.name] = bucket
         return bucket
 
-    def begin(self) -> None:
-        """Start of a step: no gradient is there yet."""
+    def begin(self, trained: Collection[str]) -> None:
+        """Start of a step in which the loss reaches the parameters `trained`, the same on all ranks; the others get no gradient."""
+        self._trained = trained
+        for parameter in self.held:
+            parameter.tensor.grad = None
         for group in self._groups.values():
             group.num_sent = 0
             for bucket in group.buckets:
-                bucket.waiting, bucket.work = len(bucket.parameters), None
-        self._pending = {p.name: set(p.stages) for p in self.held if p.name in self._bucket_of}
+                bucket.waiting, bucket.work = sum(p.name in trained for p in bucket.parameters), None
+        self._pending = {p.name: set(p.stages) for p in self.held if p.name in self._bucket_of and p.name in trained}
         self._stage = None
 
     def last_backward(self, stage: int) -> None:
@@ -98,14 +102,14 @@ class GradientSynchroniser:
 
     def finish(self) -> None:
         """Waits for all buckets; every parameter's `.grad` is then the sum over its holders."""
+        assert not any(self._pending.values()), "a stage was not closed"
         for group in self._groups.values():
-            assert group.num_sent == len(group.buckets), "a bucket was never sent: a stage was not closed"
             for bucket in group.buckets:
-                assert bucket.work is not None
-                bucket.work.wait()
+                if bucket.work is not None:
+                    bucket.work.wait()
 
     def _accumulated(self, parameter: Held) -> None:
-        if self._stage is not None and self._stage in self._pending[parameter.name]:
+        if self._stage is not None and self._stage in self._pending.get(parameter.name, ()):
             self._final(parameter, self._stage)
 
     def _final(self, parameter: Held, stage: int) -> None:
@@ -119,8 +123,9 @@ class GradientSynchroniser:
             self._send(group.buckets[group.num_sent])
             group.num_sent += 1
 
-    @staticmethod
-    def _send(bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
+        if not any(parameter.name in self._trained for parameter in bucket.parameters):
+            return
         with torch.no_grad():
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 gradient = parameter.tensor.grad
@@ -128,7 +133,8 @@ class GradientSynchroniser:
                     view.zero_()
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                parameter.tensor.grad = view
+                if parameter.name in self._trained:
+                    parameter.tensor.grad = view
         bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
 
@@ -164,7 +170,8 @@ def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
             gradients.append(parameter.tensor.grad)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.nn.utils.get_total_norm(gradients).double().square().cpu()
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return torch.nn.utils.get_total_norm(dense).double().square().cpu()
 
 
 def scale_gradients(held: Sequence[Held], factor: float) -> None:

@@ -24,18 +24,19 @@ class Ranks:
         self.timeout = datetime.timedelta(seconds=stall_timeout_s)
         self.timeout_s = timeout_s
         self.watch: Watch | None = None
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout)
-            atexit.register(_leave)  # sums still on their way at exit would abort the process
-        self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.is_distributed else 0
-        self.num_ranks = dist.get_world_size() if self.is_distributed else 1
-        self.has_channels_by_tag = not self.is_distributed or dist.get_backend() == "gloo"
         self.device = "cpu"
         if use_cuda:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             torch.cuda.set_device(local_rank)
             self.device = f"cuda:{local_rank}"
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            device_id = torch.device(self.device) if use_cuda else None
+            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout, device_id=device_id)
+            atexit.register(_leave)  # sums still on their way at exit would abort the process
+        self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.num_ranks = dist.get_world_size() if self.is_distributed else 1
+        self.has_channels_by_tag = not self.is_distributed or dist.get_backend() == "gloo"
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def start_watch(self) -> None:

@@ -15,11 +15,12 @@ from whale import scheduling
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.export import Loss, Task
+from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
 from whale.lowering.program import Lowered, lower
 from whale.planning.plan import Plan
-from whale.planning.planner import apply_plan, fingerprint, follow_plan
+from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
@@ -69,9 +70,12 @@ class Shapes:
         def capture() -> Lowered:
             job = self._job
             logger.info("capturing the model again: %s", _what_changed(layout, job.sample))
-            prepared = prepare(
-                capture_training(job.model, layout, tensors, job.task), job.config.num_micro_batch, job.config.loss_per_micro_batch
-            )
+            captured = capture_training(job.model, layout, tensors, job.task)
+            known = {finding.name for finding in job.prepared.capture.findings.gradient_changes()}
+            if any(finding.name not in known for finding in captured.findings.gradient_changes()):
+                refuse(captured.findings)  # the self-check of the first capture did not see these
+            prepared = prepare(captured, job.plan.num_micro_batch, job.config.loss_per_micro_batch)
+            check_loss_and_buffers(prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch)
             job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
             return lower(job.plan, assignment, prepared, job.weights, job.ranks)

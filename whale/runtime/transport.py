@@ -37,8 +37,17 @@ class Transport:
             for source, destination in sorted(set(pairs)):
                 # one communicator for each direction: a late receive never blocks a send
                 self._channels[source, destination] = dist.new_group([source, destination], timeout=ranks.timeout)
+                self._open(source, destination)
         self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
         self.waited_s = 0.0
+
+    def _open(self, source: int, destination: int) -> None:
+        """NCCL connects two ranks at their first message and blocks both: done here in one order, never inside a step."""
+        greeting = torch.zeros(1, device=self.ranks.device)
+        if self.ranks.rank == source:
+            dist.send(greeting, destination, group=self._channels[source, destination])
+        elif self.ranks.rank == destination:
+            dist.recv(greeting, source, group=self._channels[source, destination])
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -83,7 +92,3 @@ class Transport:
 def as_message(tensor: Tensor) -> Tensor:
     """Contiguous and without history."""
     return tensor.detach().contiguous()
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)

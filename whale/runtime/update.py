@@ -51,6 +51,8 @@ class Updater:
         ranks: Ranks,
     ) -> None:
         self.optimizer = optimizer(iter(trainable)) if optimizer is not None and trainable else None
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError("torch.optim.LBFGS needs the loss several times in a step, which engine.step cannot do: use another optimizer")
         self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config, self._ranks = config, ranks
@@ -81,7 +83,9 @@ class Updater:
             scale_gradients(held, factor)
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(totals.values()[0])
+        elif self.scheduler is not None:
             self.scheduler.step()
         return Update(time.perf_counter() - start, False, waited_s)
 
