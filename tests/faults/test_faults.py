@@ -5,7 +5,6 @@ The weights in the end are those of an undisturbed run, to the bit, and no check
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 from collections.abc import Iterator
@@ -55,9 +54,8 @@ def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
     """Everything that must hold after a disturbed job. Gives the numbers of good and refused checkpoints in its folder."""
     output = outcome.output[-6000:]
     assert outcome.exit_code == 0, output
-    assert outcome.fired == set(range(len(outcome.faults))), (
-        f"{[f for n, f in enumerate(outcome.faults) if n not in outcome.fired]}\n{output}"
-    )
+    missing = [fault for number, fault in enumerate(outcome.faults) if number not in outcome.fired and fault.kind not in DAMAGE]
+    assert not missing, f"{missing} never happened: the test shows nothing\n{output}"
     assert not jobs.orphans()
     for number, seconds in outcome.ended_s.items():
         assert seconds < PROMISED_S, f"{outcome.faults[number]}: the last rank ended after {seconds:.1f} s\n{output}"
@@ -89,6 +87,7 @@ def test_six_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp_p
     ]
     outcome = jobs.run(tmp_path, faults, steps=STEPS)
     check(outcome, jobs, references[2])
+    assert len(outcome.fired) == len(faults)
     assert "not finite: layers.2.weight on rank 1" in outcome.output
     assert 'or go on with "on_nonfinite": "skip"' in outcome.output
 
@@ -135,11 +134,11 @@ def random_faults(number: int, num_ranks: int, num_faults: int) -> list[Fault]:
     random_ = random.Random(f"{number}|{num_ranks}")
     faults = []
     for place in range(num_faults):
-        kind = random_.choice(("kill", "kill", "kill in save", "kill in save", "raise", "raise outside", "vanish", "nan", "stop", *DAMAGE))
-        rank = 0 if kind in DAMAGE else random_.randrange(num_ranks)
-        faults.append(Fault(kind, rank, 3 * place + 2, random_.randrange(7)))
-    # damage is done when a job starts: one that ends a job comes last
-    return [*faults, Fault("kill", random_.randrange(num_ranks), 3 * num_faults + 2, random_.randrange(8))]
+        kind = random_.choice(("kill", "kill", "kill in save", "kill in save", "raise", "raise outside", "vanish", "nan", "stop"))
+        faults.append(Fault(kind, random_.randrange(num_ranks), 3 * place + 2, random_.randrange(7)))
+    # done when the job starts again after one of the faults above
+    damage = [Fault(random_.choice(DAMAGE), 0, step, random_.randrange(8)) for step in random_.sample(range(4, 3 * num_faults, 3), 3)]
+    return faults + damage
 
 
 @pytest.mark.slow
@@ -147,20 +146,19 @@ def random_faults(number: int, num_ranks: int, num_faults: int) -> list[Fault]:
 def test_a_hundred_faults(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path, small_disk: Path) -> None:
     counted: dict[str, int] = {}
     slowest_s, num_good, num_refused = 0.0, 0, 0
-    for number in range(16):
+    for number in range(15):
         num_ranks = 2 + number % 2
         folder = tmp_path / f"job_{number}"
         if number % 8 == 0:
             folder, faults = small_disk, [Fault(kind, 0, step) for step, kind in zip(range(2, 18, 4), (*DISK, *DISK))]
         else:
             folder.mkdir()
-            faults = random_faults(number, num_ranks, 6)
+            faults = random_faults(number, num_ranks, 7)
         outcome = jobs.run(folder, faults, num_ranks=num_ranks, steps=STEPS)
         good, refused = check(outcome, jobs, references[num_ranks])
-        for fault in faults:
-            counted[fault.kind] = counted.get(fault.kind, 0) + 1
+        for fired in outcome.fired:
+            counted[faults[fired].kind] = counted.get(faults[fired].kind, 0) + 1
         slowest_s = max([slowest_s, *outcome.ended_s.values()])
         num_good, num_refused = num_good + good, num_refused + refused
     print(f"\n{sum(counted.values())} faults {counted}; slowest end {slowest_s:.1f} s; checkpoints: {num_good} good, {num_refused} refused")
     assert sum(counted.values()) >= 100
-    assert os.path.exists(tmp_path)

@@ -107,9 +107,12 @@ class Watch:
 
     def report_failure(self, error: BaseException) -> None:
         """Says that this rank raised. Returns when it may raise on; does not return when another rank is the cause and this one ends."""
-        if self._has_left or error is self._reported or self._ends.is_set() or os.getpid() != self._pid:
+        if self._has_left or error is self._reported or os.getpid() != self._pid:
             return
         self._reported = error
+        if self._ends.is_set():  # decided already; a rank that is not the cause has nothing to say, and ends in a moment
+            self._may_raise.wait(LINGER_S + LONGEST_BEAT_S)
+            return
         follows = follows_from_another(error)
         self._may_raise.clear()
         self._say({"failed": _first_line(error), "follows": follows, "position": self.where})
