@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.whale-setup
 export OMP_NUM_THREADS ?= 1
-# two files at a time; the tests of one file share their captured models, so they stay together
-PYTEST_OPTIONS ?= -n 2 --dist loadfile
+# two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
+PYTEST_OPTIONS ?= -n 2 --dist loadgroup
 
 .PHONY: train test test-all setup lint clean
 

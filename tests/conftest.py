@@ -21,6 +21,15 @@ hypothesis.settings.register_profile("whale", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("whale")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers the tests of a file stay together, since they share captured models; those of the exactness table by model."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        subject = call.params.get("subject", "") if call is not None else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {subject}"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests on Hugging Face models: their servers fork from a process that has transformers imported already (4 s each otherwise)."""
     if "tests.zoo" in sys.modules:

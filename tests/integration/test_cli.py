@@ -226,7 +226,7 @@ def test_options_around_the_script(typed: str, read: str) -> None:
         ("show {folder}", "Is a directory"),
         ("show {script}", "script.py is not a plan"),
         ("show {contradiction}", "contradicts itself"),
-        ("diff {contradiction} nowhere.json", "whale diff: nowhere.json"),
+        ("diff {contradiction} nowhere.json", "contradicts itself"),
     ],
 )
 def test_wrong_use_is_one_message(quickstart_plan: tuple[Path, str], tmp_path: Path, words: str, message: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -155,6 +156,38 @@ def wait_for(what: str, condition: object, sides: tuple[Side, Side], seconds: fl
 
 def is_over(sides: tuple[Side, Side]) -> bool:
     return all(side.process.poll() is not None for side in sides)
+
+
+def test_the_slurm_template_starts_every_host(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands: 2 hosts, 2 and 1 GPUs, the script's arguments as they were given."""
+    stands = {
+        "scontrol": 'printf "big1\\nsmall1\\n"',
+        "srun": 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "nvidia-smi": "for _ in $(seq $((2 - SLURM_NODEID))); do echo GPU; done",
+        "torchrun": 'printf "%s|" "$@"; echo',
+    }
+    for name, text in stands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "20007", "SLURM_NNODES": "2"}
+    words = ["bash", str(ROOT / "deploy/slurm.sh"), "train.py", "--name", "two words"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = "--nnodes|2|--node-rank|{}|--nproc-per-node|{}|--rdzv-backend|static|--rdzv-endpoint|big1:20007|--rdzv-id|20007|"
+    rest = "--max-restarts|0|--shutdown-timeout|5|train.py|--name|two words|"
+    assert done.stdout.splitlines() == [expected.format(0, 2) + rest, expected.format(1, 1) + rest]
+
+
+def test_the_kubernetes_template_is_whole() -> None:
+    service, job = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    container = pod["spec"]["containers"][0]
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    assert int(variables["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert f"--master-addr {job['metadata']['name']}-0.{service['metadata']['name']} " in container["args"][0]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
 @pytest.mark.slow

@@ -111,10 +111,10 @@ def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | 
     causes = [rank for rank in ended if ranks[rank].end in (End.RAISED, End.DIED)]
     followed = [rank for rank in ended if ranks[rank].end is End.FOLLOWED]
     terminated = [rank for rank in ended if ranks[rank].end is End.TERMINATED]
-    touched = [rank for rank in ranks if not ranks[rank].has_left and rank not in causes]  # whom the end of another one concerns
     if causes:
         is_sure = bool(followed or terminated) or now - ranks[causes[0]].ended_at > GRACE_S
-        return _verdict(causes[0], ranks, now) if touched and is_sure else None
+        concerns_any = any(not seen.has_left for rank, seen in ranks.items() if rank != causes[0])
+        return _verdict(causes[0], ranks, now) if is_sure and concerns_any else None
     if ended and ended[0] in followed:  # the sign of what it follows from may still arrive
         grace_s = SETTLE_S if terminated else GRACE_S
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > grace_s else None
