@@ -34,6 +34,9 @@ DAMAGE = ("tear", "truncate", "lose", "tear index")
 """kinds that damage the latest checkpoint while the job is down"""
 
 
+_open = os.open  # the real one
+
+
 class InjectedError(Exception):
     """Raised by a fault."""
 
@@ -59,8 +62,8 @@ class Injector:
         self._faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
         self._operations = 0
         self._saving = -1
-        record = {"rank": rank, "pid": os.getpid(), "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
-        (state / f"rank_{os.getpid()}.json").write_text(json.dumps(record))
+        self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        (state / f"rank_{os.getpid()}.json").write_text(json.dumps({"rank": rank, "restart": self._restart}))
         self._watch_actions()
         self._watch_files()
 
@@ -77,8 +80,7 @@ class Injector:
 
     def between_steps(self, step: int) -> None:
         for number, fault in self._waiting("raise outside"):
-            if step >= fault.step:
-                self._fire(number)
+            if step >= fault.step and self._fires_alone(number):
                 raise InjectedError(f"the data of step {step} cannot be read")
 
     @contextlib.contextmanager
@@ -97,13 +99,11 @@ class Injector:
     def _action(self, step: int, action: Action, place: int) -> bool:
         """Gives whether the gradients of this action are to be poisoned."""
         for number, fault in self._waiting("kill", "stop", "vanish", "raise"):
-            if step >= fault.step and place >= fault.place:
-                self._fire(number)
+            if step >= fault.step and place >= fault.place and self._fires_alone(number):
                 strike(fault, f"step {step}, action {place}: {action}")
         for number, fault in self._waiting("nan"):
             # a backward that is not the last one: its gradients are not on their way to other ranks yet
-            if step >= fault.step and action.kind is Kind.BACKWARD and action.micro_batch == 0:
-                self._fire(number)
+            if step >= fault.step and action.kind is Kind.BACKWARD and action.micro_batch == 0 and self._fires_alone(number):
                 return True
         return False
 
@@ -111,8 +111,7 @@ class Injector:
         if threading.current_thread().name != "whale-checkpoint":
             return
         for number, fault in self._waiting("kill in save"):
-            if self._saving >= fault.step and self._operations >= fault.place:
-                self._fire(number)
+            if self._saving >= fault.step and self._operations >= fault.place and self._fires_alone(number):
                 strike(fault, "")
         self._operations += 1
 
@@ -161,6 +160,15 @@ class Injector:
 
     def _fire(self, number: int) -> None:
         (self.state / f"fired_{number}").write_text(repr(time.time()))
+
+    def _fires_alone(self, number: int) -> bool:
+        """Only one fault ends a job, whichever thread and rank come first: the others wait until it runs again."""
+        try:
+            os.close(_open(self.state / f"struck_{self._restart}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        self._fire(number)
+        return True
 
 
 def strike(fault: Fault, where: str) -> None:

@@ -42,7 +42,8 @@ class Outcome:
     output: str
     ended_s: dict[int, float] = field(default_factory=dict)
     """number of a deadly fault that fired -> seconds until all ranks of that time were gone"""
-    fired: set[int] = field(default_factory=set)
+    fired: dict[int, float] = field(default_factory=dict)
+    """number of a fault -> when it happened"""
 
     @property
     def verdicts(self) -> list[str]:
@@ -130,9 +131,8 @@ class Jobs:
             file = state / f"fired_{number}"
             if not file.exists():
                 continue
-            outcome.fired.add(number)
+            at = outcome.fired[number] = float(file.read_text())
             if fault.kind in DEADLY:
-                at = float(file.read_text())
                 ends = [end for start, end in looker.lives.values() if start <= at and (end is None or end >= at)]
                 outcome.ended_s[number] = max((end or float("inf")) - at for end in ends) if ends else 0.0
         return outcome

@@ -21,6 +21,9 @@ WATCHED = tuple(kind for kind in DEADLY if kind != "raise outside")
 STEPS = 24
 
 
+pytestmark = pytest.mark.slow  # a minute and more of killed and restarted jobs; their timing is not settled on a busy machine
+
+
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     with Jobs(forked=True) as started:
@@ -59,7 +62,8 @@ def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
     assert not jobs.orphans()
     for number, seconds in outcome.ended_s.items():
         assert seconds < PROMISED_S, f"{outcome.faults[number]}: the last rank ended after {seconds:.1f} s\n{output}"
-    expected = [fault for fault in outcome.faults if fault.kind in WATCHED]
+    in_order = sorted(outcome.fired, key=lambda number: outcome.fired[number])
+    expected = [outcome.faults[number] for number in in_order if outcome.faults[number].kind in WATCHED]
     told = [text for text in outcome.verdicts if "InjectedError: the data of" not in text]
     assert len(told) == len(expected), f"{len(told)} messages about {expected}\n{output}"
     for fault, text in zip(expected, told):
