@@ -13,7 +13,19 @@ import torch
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
 from torch.utils import _pytree as pytree
 
-__all__ = ["all_user_frames", "enter_autocast", "exit_autocast", "fake_mode", "is_fake", "pytree", "tensor_stores"]
+__all__ = [
+    "all_user_frames",
+    "backward_hooks_of_all_modules",
+    "backward_hooks_of_module",
+    "enter_autocast",
+    "exit_autocast",
+    "fake_mode",
+    "hooks_of_tensor",
+    "is_fake",
+    "pytree",
+    "schema",
+    "tensor_stores",
+]
 
 
 def fake_mode() -> Any:
@@ -31,6 +43,11 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def schema(target: Any) -> torch.FunctionSchema:
+    """What an operation takes, writes and returns. Torch has no public way from an operation to its schema."""
+    return target._schema
+
+
 # Functions that fx graphs can call around a run of nodes; torch.autocast as a context manager cannot stand in a graph.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
@@ -39,6 +56,23 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
     """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+# Torch has no public way to list hooks.
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [hook for kind in kinds for hook in (getattr(tensor, kind, None) or {}).values()]
+
+
+def backward_hooks_of_module(module: torch.nn.Module) -> list[Any]:
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def backward_hooks_of_all_modules() -> list[Any]:
+    kinds = ("_global_backward_hooks", "_global_backward_pre_hooks")
+    return [hook for kind in kinds for hook in getattr(torch.nn.modules.module, kind).values()]
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

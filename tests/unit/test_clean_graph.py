@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from whale.capture.functional import make_functional
 from whale.capture.inline import drop_asserts, inline_regions
-from whale.capture.simplify import op_name, simplify, written_names
+from whale.capture.ops import op_name, written_names
+from whale.capture.simplify import simplify
 
 TOLERANCE = 1e-12
 

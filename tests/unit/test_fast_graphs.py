@@ -8,10 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.simplify import op_name, simplify
+from whale.capture.ops import op_name
+from whale.capture.simplify import simplify
 from whale.runtime.code import compile_chunk
 
 LENGTH, WIDTH = 6, 8
+
+
+def _packed_mask(batch_size: int, step: int) -> Tensor:
+    """As `transformers` makes it: causal, and only inside one of the texts of a sample, of which positions with `step` 1 show one."""
+    positions = (torch.arange(LENGTH) * step)[None].expand(batch_size, -1)
+    texts = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    places, samples = torch.arange(LENGTH), torch.arange(batch_size)
+    same_text = texts[samples[:, None, None], places[None, :, None]] == texts[samples[:, None, None], places[None, None, :]]
+    return (places[None, None, :] <= places[None, :, None]) & same_text
 
 
 class Attention(nn.Module):
@@ -28,6 +38,8 @@ class Attention(nn.Module):
             "causal": places[None, :] <= places[:, None],
             "window": (places[None, :] <= places[:, None]) & (places[None, :] > places[:, None] - 3),
             "later": places[None, :] >= places[:, None],
+            "packed": _packed_mask(x.shape[0], 1),
+            "packed_apart": _packed_mask(x.shape[0], 2),
             "padded": (places[None, :] <= places[:, None]) & allowed[:, None, :],
         }[self.mask]
         mask = square if square.ndim == 3 else square[None].expand(x.shape[0], -1, -1)
@@ -58,7 +70,10 @@ def inputs(batch_size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch_size, LENGTH, WIDTH, generator=generator, dtype=torch.float64), allowed
 
 
-@pytest.mark.parametrize(("mask", "becomes_causal"), [("causal", True), ("window", False), ("later", False), ("padded", False)])
+@pytest.mark.parametrize(
+    ("mask", "becomes_causal"),
+    [("causal", True), ("packed", True), ("packed_apart", False), ("window", False), ("later", False), ("padded", False)],
+)
 def test_only_a_causal_mask_becomes_is_causal(mask: str, becomes_causal: bool) -> None:
     model = Attention(mask).double()
     module = exported(model, *inputs(4))

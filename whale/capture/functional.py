@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from whale.capture.graph import module_name, user_line
-from whale.capture.simplify import (
+from whale.capture.ops import (
     BATCH_STATISTICS,
     FINAL_VALUE,
     argument,
@@ -34,11 +34,11 @@ from whale.capture.simplify import (
     is_written,
     op_name,
     returned_argument,
-    schema,
     share_memory,
     tensors,
     written_names,
 )
+from whale.compat import schema
 
 aten = torch.ops.aten
 

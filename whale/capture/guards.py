@@ -30,6 +30,7 @@ from torch.fx.traceback import annotate
 from torch.utils import checkpoint as torch_checkpoint
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
+from whale.compat import backward_hooks_of_all_modules, backward_hooks_of_module, hooks_of_tensor
 
 FUNCTION = "function"
 TENSOR_HOOK = "tensor hook"
@@ -118,21 +119,15 @@ def _definition(hook: Callable[..., Any]) -> tuple[str, str]:
 
 def note_hooks(model: nn.Module, findings: Findings) -> None:
     """Backward hooks on the model's parameters and modules, and those for all modules. Call it while the parameters are the user's own."""
-    # compat: torch has no public way to list hooks. Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-    # Module._backward_hooks, Module._backward_pre_hooks, torch.nn.modules.module._global_backward_hooks / _global_backward_pre_hooks
     for name, parameter in model.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            for hook in (getattr(parameter, kind, None) or {}).values():
-                if str(getattr(hook, "__module__", "")).startswith("whale."):
-                    continue  # our own: it sends gradients off and changes none
+        for hook in hooks_of_tensor(parameter):
+            if not str(getattr(hook, "__module__", "")).startswith("whale."):  # our own sends gradients off and changes none
                 findings.add(TENSOR_HOOK, f"{name}: {_definition(hook)[0]}", _definition(hook)[1])
     for name, module in model.named_modules():
-        for kind in ("_backward_hooks", "_backward_pre_hooks"):
-            for hook in getattr(module, kind).values():
-                findings.add(MODULE_HOOK, f"{name or type(module).__name__}: {_definition(hook)[0]}", _definition(hook)[1])
-    for kind in ("_global_backward_hooks", "_global_backward_pre_hooks"):
-        for hook in getattr(torch.nn.modules.module, kind).values():
-            findings.add(MODULE_HOOK, f"all modules: {_definition(hook)[0]}", _definition(hook)[1])
+        for hook in backward_hooks_of_module(module):
+            findings.add(MODULE_HOOK, f"{name or type(module).__name__}: {_definition(hook)[0]}", _definition(hook)[1])
+    for hook in backward_hooks_of_all_modules():
+        findings.add(MODULE_HOOK, f"all modules: {_definition(hook)[0]}", _definition(hook)[1])
 
 
 # --- calls during the forward --------------------------------------------------------------------------------------------------
@@ -183,7 +178,7 @@ class _Watch:
         if where == "torch.nn.modules._functions.BackwardHookFunction":
             self._module_hook()
         elif cls.__module__ == "torch._library.autograd":
-            pass  # compat: the backward of a `torch.library.custom_op`, which the exported graph keeps
+            pass  # the backward of a `torch.library.custom_op`, which the exported graph keeps
         elif torch.is_grad_enabled() or not self.grad_enabled:
             self.findings.add(FUNCTION, where.removeprefix("__main__."), calling_place(self.names))
         return original(cls, *args, **kwargs)

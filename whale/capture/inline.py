@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.functional import METADATA_WRITES
 from whale.capture.graph import module_name, user_line
-from whale.capture.simplify import argument, is_removable, op_name, returned_argument, written_names
+from whale.capture.ops import argument, is_removable, op_name, returned_argument, written_names
 
 TRACE_KEYS = ("custom", "nn_module_stack", "stack_trace")
 ASSERT_PREFIXES = ("_assert_", "sym_constrain_range")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whale.runtime.ranks import Ranks
 
-MANY_BUCKETS = 16  # then no more than a sixteenth of the gradients goes out after the backward; measured in docs/log.md
+MANY_BUCKETS = 4  # then about a quarter of the gradients goes out after the backward; more of them cost more than they hide: docs/log.md
 SMALL_BUCKET_BYTES = 1024**2  # below, the time of a sum is latency; DistributedDataParallel begins with as much
 
 

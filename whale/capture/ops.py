@@ -1,0 +1,138 @@
+"""Facts about the operations of a captured graph: what does one write, does it hand back its own input, can it carry a gradient."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from whale.compat import schema
+
+NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+FINAL_VALUE = "final_value"
+"""key in `meta` of the nodes that hold the value of a buffer after the forward"""
+
+OpOverload = type(torch.ops.aten.add.Tensor)
+
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+CASTS = ("to", "type_as")
+RETURN_SELF = ("positive", "lift_fresh")
+RETURN_SELF_IF_REAL = ("real", "conj", "resolve_conj", "resolve_neg")
+RETURN_SELF_IF_SAME_SHAPE = ("flatten", "atleast_1d", "atleast_2d", "atleast_3d")
+FACTORIES_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
+"""operations that take only the shape of their input"""
+BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+"""operations that write running statistics when this argument is true, though their schema does not say so"""
+
+
+def op_name(node: Node) -> str:
+    """`add_` for aten.add_.Tensor, and `''` for what is no aten operation."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return ""
+    return str(node.target).split(".")[1]
+
+
+def argument(node: Node, name: str) -> Any:
+    """What an aten node gets as argument `name`, the default of the schema included; None where the operation has no such argument."""
+    for index, declared in enumerate(schema(node.target).arguments):
+        if declared.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return node.args[index] if index < len(node.args) else declared.default_value
+    return None
+
+
+def written_names(node: Node) -> list[str]:
+    """Names of the arguments that the schema of this node says it writes."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return []
+    return [each.name for each in schema(node.target).arguments if is_written(each)]
+
+
+def is_written(declared: Any) -> bool:
+    """Whether the schema says that this argument of an operation is written."""
+    return declared.alias_info is not None and declared.alias_info.is_write
+
+
+def tensors(node: Node) -> list[torch.Tensor]:
+    """The fake tensors that this node gives."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def share_memory(first: Node, second: Node) -> bool:
+    """Whether the fake values of two nodes of an exported graph are views of one storage."""
+    return any(one.untyped_storage() is other.untyped_storage() for one in tensors(first) for other in tensors(second))
+
+
+def returned_argument(node: Node) -> Node | None:
+    """The argument that this node returns as the same tensor object, not as a new view: `x.to(x.dtype)`, dropout with p = 0, ..."""
+    name, value = op_name(node), node.meta.get("val")
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not isinstance(value, torch.Tensor) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    before: torch.Tensor = source.meta["val"]
+    if name in DROPOUTS:
+        same = argument(node, "p") == 0 or not argument(node, "train")
+    elif name in CASTS:
+        same = not argument(node, "copy") and _same_format(node, before, value)
+    elif name == "contiguous":
+        same = share_memory(source, node)
+    elif name in RETURN_SELF_IF_REAL:
+        same = not before.is_complex()
+    elif name in RETURN_SELF_IF_SAME_SHAPE:
+        same = before.ndim == value.ndim and bool(before.shape == value.shape)
+    else:
+        same = name in RETURN_SELF
+    return source if same else None
+
+
+def _same_format(node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
+    asked = argument(node, "memory_format")
+    if (before.dtype, before.device, before.layout) != (after.dtype, after.device, after.layout):
+        return False
+    return asked in (None, torch.preserve_format) or before.is_contiguous(memory_format=asked)
+
+
+def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
+    """Whether a gradient can flow into this node, given which of its inputs it can flow into. Never wrongly False."""
+    if node.op in ("placeholder", "get_attr"):
+        return any(each.requires_grad for each in tensors(node))
+    if node.op != "call_function" or not any(each.is_floating_point() or each.is_complex() for each in tensors(node)):
+        return False
+    name = op_name(node)
+    if name in ("detach", "detach_") or name in FACTORIES_LIKE or name.startswith("new_"):
+        return False
+    return any(source in carriers for source in node.all_input_nodes)
+
+
+def gradient_carriers(graph: Graph) -> set[Node]:
+    """All nodes of a functional graph that a gradient can flow into: what depends on a trainable parameter and is not detached."""
+    carriers: set[Node] = set()
+    for node in graph.nodes:
+        if could_carry_gradient(node, carriers):
+            carriers.add(node)
+    return carriers
+
+
+def is_removable(node: Node) -> bool:
+    """Whether nobody would notice if this node, without users, were gone: it writes nothing and draws no random numbers."""
+    if node.op != "call_function" or node.users:
+        return False
+    if isinstance(node.target, OpOverload):
+        statistics = BATCH_STATISTICS.get(op_name(node))
+        updates_statistics = statistics is not None and bool(argument(node, statistics))
+        draws = torch.Tag.nondeterministic_seeded in node.target.tags or op_name(node) in DROPOUTS
+        return not written_names(node) and not updates_statistics and not draws and node.target.namespace == "aten"
+    return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
+
+
+def remove_dead(graph: Graph) -> None:
+    """Removes nodes without users, except those with an effect and final values of buffers."""
+    for node in reversed(list(graph.nodes)):
+        if is_removable(node) and not node.meta.get(FINAL_VALUE):
+            graph.erase_node(node)
