@@ -71,6 +71,8 @@ def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
     os.environ.setdefault(RUN_FOLDER_VARIABLE, str(Path("runs") / script.stem))
+    # a store that outlives the ranks still holds the addresses of dead ones when they are started again (pytorch issue 135712)
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.disable(logging.ERROR)  # the failure is told below, in one line; of this process only, not of the ranks
     with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
         config = LaunchConfig(
@@ -138,6 +140,7 @@ def run_as_rank() -> None:
             _write_down(f"sys.exit({stop.code!r})")
         raise
     except BaseException as error:
+        _tell_watch(error)
         _write_down(_last_line(error))
         # one write: tracebacks of several ranks do not mix line by line
         sys.stderr.write(f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}")
@@ -166,6 +169,13 @@ def _last_line(error: BaseException) -> str:
         line = f"{line.splitlines()[-1]} ({error.filename}:{error.lineno})"
     line = line.splitlines()[0]
     return line if len(line) <= LONGEST_TEXT else line[:LONGEST_TEXT] + "..."
+
+
+def _tell_watch(error: BaseException) -> None:
+    """The other ranks hear of it; waits until this one may end. Errors inside `engine.step` were told there."""
+    watch = sys.modules.get("whale.runtime.watch")  # not imported: the script has not come so far
+    if watch is not None and isinstance(error, Exception):
+        watch.report_failure(error)
 
 
 def _write_down(text: str) -> None:

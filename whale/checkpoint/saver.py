@@ -141,7 +141,7 @@ class AsyncSaver:
             write_rank(target, self._rank, snapshot)
         except Exception:
             if self._rank == 0:
-                give_up(target, self._num_ranks, self._timeout_s)
+                give_up(target, self._timeout_s)
             raise
         if self._rank == 0:
             return finish(target, self._num_ranks, values, self.keep, self._timeout_s)

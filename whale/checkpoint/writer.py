@@ -144,7 +144,10 @@ def write_rank(target: Target, rank: int, snapshot: Snapshot) -> RankReport:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
             (folder / (rank_report(rank) + ".part")).unlink(missing_ok=True)
-            write_bytes(folder / rank_failure(rank), str(error).encode())
+            try:
+                write_bytes(folder / rank_failure(rank), str(error).encode())
+            except OSError:
+                (folder / rank_failure(rank)).touch()  # a full disk often has room for a name
         raise
 
 
@@ -161,7 +164,7 @@ def finish(target: Target, num_ranks: int, values: Mapping[str, Any], keep: int 
             _write_index(target, reports, values)
             _rename_into_place(target)
     except Exception:
-        shutil.rmtree(target.temporary, ignore_errors=True)
+        give_up(target, timeout_s)
         raise
     try:
         _remove_old(target, keep)
@@ -171,17 +174,30 @@ def finish(target: Target, num_ranks: int, values: Mapping[str, Any], keep: int 
     return target.final
 
 
-def give_up(target: Target, num_ranks: int, timeout_s: float = TIMEOUT_S) -> None:
-    """Rank 0, when its own `write_rank` failed: waits until nobody writes there any more, then removes the folder."""
-    with contextlib.suppress(Exception):
-        _await_reports(target, num_ranks, timeout_s, already_failed=True)
+def give_up(target: Target, timeout_s: float = TIMEOUT_S) -> None:
+    """Rank 0, when a save failed: removes the folder for whose end the other ranks wait.
+
+    Waits for nobody: on a full disk the others cannot say that they failed too. They may make the folder only later, and on a disk that
+    cannot be written to it may not be removable yet; so it is looked for again for some time.
+    """
     shutil.rmtree(target.temporary, ignore_errors=True)
+
+    def keep_removing() -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            time.sleep(PROGRESS_S)
+            shutil.rmtree(target.temporary, ignore_errors=True)
+
+    threading.Thread(target=keep_removing, name="whale-abandoned-checkpoint", daemon=True).start()
 
 
 def await_outcome(target: Target, timeout_s: float = TIMEOUT_S) -> Path:
     """The other ranks, after `write_rank`: returns when rank 0 has put the checkpoint into place, raises when it gave up."""
     patience = _Patience(target.temporary, 2 * timeout_s)  # rank 0 may itself be waiting for another rank
     while target.temporary.exists():
+        if patience.looks_now():
+            with _plain_errors("finishing", target.temporary), contextlib.suppress(FileNotFoundError):
+                os.utime(target.temporary)  # on a disk that can no longer be written to, rank 0 cannot even say so
         if patience.is_over():
             raise CheckpointError(f"{target.final} was not finished: rank 0 gave no sign for {patience.limit_s:.0f} s. See its log")
         patience.pause()
@@ -214,6 +230,10 @@ class _Patience:
     def pause(self) -> None:
         time.sleep(POLL_S)
 
+    def looks_now(self) -> bool:
+        """Whether `is_over` will look at the folder: not each time, file systems can be slow."""
+        return time.monotonic() - self._last_look >= PROGRESS_S
+
     def is_over(self) -> bool:
         now = time.monotonic()
         if now - self._last_look >= PROGRESS_S:
@@ -233,7 +253,7 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def _await_reports(target: Target, num_ranks: int, timeout_s: float, already_failed: bool = False) -> list[RankReport]:
+def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[RankReport]:
     """All ranks' reports, in order. Waits until every rank has reported or failed: then nobody writes there any more."""
     folder = target.temporary
     patience = _Patience(folder, timeout_s)
@@ -256,10 +276,10 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float, already_fai
             )
         patience.pause()
     if failed:
-        text = (folder / rank_failure(failed[0])).read_text(errors="replace")
+        text = (folder / rank_failure(failed[0])).read_text(errors="replace") or "its disk is full"
         more = f" (ranks {_list(failed)} failed)" if len(failed) > 1 else ""
         raise CheckpointError(f"rank {failed[0]} could not write its part of {target.final}{more}: {text}")
-    return [] if already_failed else [read_report(folder / rank_report(rank)) for rank in range(num_ranks)]
+    return [read_report(folder / rank_report(rank)) for rank in range(num_ranks)]
 
 
 def _write_index(target: Target, reports: Sequence[RankReport], values: Mapping[str, Any]) -> None:
@@ -333,10 +353,14 @@ def _remove(path: Path) -> None:
 
 
 def _remove_stale(target: Target, timeout_s: float) -> None:
-    """Temporary folders that no living save can own: of this job's earlier saves, or untouched for long."""
-    job = target.save_id.rpartition("_")[0]
+    """Temporary folders that no living save can own: of this job's earlier saves, or untouched for long.
+
+    A later save of this job may be under way already: other ranks go on as soon as this one is in place.
+    """
+    job, _, number = target.save_id.rpartition("_")
     for path in target.folder.glob(".tmp_*"):
-        own = bool(job) and path.name.rpartition("_")[0].endswith(f"_{job}")
+        name, _, other = path.name.rpartition("_")
+        own = bool(job) and name.endswith(f"_{job}") and f"{number}{other}".isdigit() and int(other) < int(number)
         with contextlib.suppress(OSError):
             touched = max((item.stat().st_mtime for item in (path, *path.iterdir())), default=0.0)
             if path != target.temporary and (own or path.name.startswith(".tmp_removed_") or time.time() - touched > 2 * timeout_s):

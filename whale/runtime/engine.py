@@ -64,12 +64,16 @@ class Engine:
 
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, gradient sums and update for one mini-batch: the whole one on every rank, or one of `engine.loader`."""
+        watch = self._job.ranks.watch
         try:
-            return self._step(batch)
+            result = self._step(batch)
         except Exception as error:
-            if self._job.ranks.watch is not None:
-                self._job.ranks.watch.report_failure(error)
+            if watch is not None:
+                watch.report_failure(error)
             raise
+        if watch is not None:
+            watch.position = "its end"
+        return result
 
     def _step(self, batch: Any) -> StepResult:
         if self.optimizer is None and self._held:

@@ -73,6 +73,7 @@ class Executor:
                 self._prepared.append((action, self._receives[-1].run))
             elif action.kind is Kind.SYNCHRONISE:
                 self._prepared.append((action, Synchronise(action).run))
+        self._positions = [_position(place, *prepared, len(self._prepared)) for place, prepared in enumerate(self._prepared, 1)]
 
     def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
         """One pass over the action list. `gradients` is None for evaluation."""
@@ -80,18 +81,22 @@ class Executor:
         cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
         events, now, watch, transport = outcome.events, time.perf_counter, self.watch, self.transport
+        if watch is not None:
+            watch.step = given.step
         this = Pass(given, outcome, gradients, transport, self._receives, self.window)
         try:
             with torch.set_grad_enabled(gradients is not None):
                 this.post_receives()
-                for action, run in self._prepared:
+                for (action, run), position in zip(self._prepared, self._positions, strict=True):
                     if watch is not None:
-                        watch.position = action
+                        watch.position = position
                     start = now()
                     if transport is not None:
                         transport.retire()
                     run(this)
                     events.append((action, start, now()))
+            if watch is not None:
+                watch.position = "sums of gradients and loss"
             if transport is not None:
                 transport.drain()
         finally:
@@ -100,3 +105,11 @@ class Executor:
             if cuda_state is not None:
                 torch.cuda.set_rng_state(cuda_state)  # torch.manual_seed reseeds all devices
         return outcome
+
+
+def _position(place: int, action: Action, run: Callable[[Pass], None], num_actions: int) -> str:
+    """For messages about a failed job: `action 3 of 12, receive F 0>1.2 from rank 0`."""
+    pieces = getattr(getattr(run, "__self__", None), "pieces", ())
+    peers = ", ".join(str(peer) for peer in sorted({piece.peer for piece in pieces}))
+    toward = {Kind.SEND: f" to rank {peers}", Kind.RECEIVE: f" from rank {peers}"}.get(action.kind, "") if peers else ""
+    return f"action {place} of {num_actions}, {action}{toward}"
