@@ -26,6 +26,15 @@ ALWAYS = {
     "beit": "images, relative positions",
     "resnet": "convolutions with batch statistics",
     "wav2vec2": "convolutions over sound, weight normalisation",
+    "electra": "a discriminator over the words",
+    "roberta": "positions counted from the words themselves",
+    "distilbert": "an encoder without token types",
+    "falcon": "attention and feed-forward side by side",
+    "phi": "rotary positions on a part of each head",
+    "gemma": "norms that add one to their weight",
+    "convnext": "images, depthwise convolutions",
+    "deit": "images, one word for the class",
+    "ast": "spectra of sound as images",
 }
 NUM_STEPS = 1
 

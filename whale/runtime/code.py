@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+
+from whale.lowering.recompute import Recomputed
+from whale.runtime.split import Deferred, replacements
 
 aten = torch.ops.aten
 
@@ -53,8 +56,12 @@ METHODS: dict[Any, str] = {aten.view.default: "view", aten.sym_size.int: "size",
 """the same for methods of tensors"""
 
 
-def compile_chunk(module: GraphModule, name: str) -> Callable[..., tuple[Tensor, ...]]:
-    """What calling the module does; `name` stands in tracebacks. Weights are the module's own tensors, which never change identity."""
+def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    """What calling the module does; `name` stands in tracebacks. Weights are the module's own tensors, which never change identity.
+
+    `deferred`: takes the weight products of the backward, which are then left to the caller (`runtime/split.py`).
+    """
+    instead = {} if deferred is None else replacements(deferred)
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     weights = SimpleNamespace()
@@ -63,8 +70,10 @@ def compile_chunk(module: GraphModule, name: str) -> Callable[..., tuple[Tensor,
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
         elif node.op == "call_module":  # a region that is computed again in backward
-            setattr(weights, str(node.target), module.get_submodule(str(node.target)))
+            region = module.get_submodule(str(node.target))
+            setattr(weights, str(node.target), _split_region(region, instead) if instead else region)
         elif node.op == "call_function":
+            node.target = instead.get(node.target, node.target)
             _call_directly(node)
     code = graph.python_code("self")
     file_name = f"<{name} of Whale>"
@@ -79,3 +88,14 @@ def _call_directly(node: Node) -> None:
         node.target = FUNCTIONS[node.target]
     elif node.target in METHODS:
         node.op, node.target = "call_method", METHODS[node.target]
+
+
+def _split_region(region: torch.nn.Module, instead: Mapping[Any, Callable[..., Tensor]]) -> Recomputed:
+    """The same region with its layers replaced; those under `torch.utils.checkpoint` are put off when the region is computed again."""
+    assert isinstance(region, Recomputed)
+    graph = Graph()
+    graph.output(graph.graph_copy(region.body.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = instead.get(node.target, node.target)
+    return Recomputed(GraphModule(region.body, graph))

@@ -1,0 +1,199 @@
+"""The backward of a chunk in two parts: gradients of its inputs at once, gradients of its weights when the schedule says.
+
+The products that make weight gradients (linear layers, convolutions) are nearly half of a backward, and no other stage waits for them. In
+a chunk that is split, those layers are called through the functions below. Their backward gives the gradient of the layer's input and
+puts the other product off, into the list of its micro-batch; `run` does it later and adds it straight to `.grad`. Everything else in the
+chunk (norms, attention, embeddings) is differentiated as always. No walk over the autograd graph: what is put off was known when the
+chunk was compiled.
+
+Where the input of a layer needs no gradient, or its weight is no parameter but computed, the layer stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+Settings = tuple[list[int], list[int], list[int]]
+"""stride, padding and dilation of a convolution"""
+Product = tuple[Callable[..., None], tuple[Any, ...]]
+"""a function that adds a weight gradient, and what it takes"""
+
+
+class Deferred:
+    """Where the layers of one chunk put their weight products: the list of the micro-batch whose backward runs now."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+
+    def begin(self) -> list[Product]:
+        """A new list, for one micro-batch."""
+        self.products = []
+        return self.products
+
+
+def run(products: list[Product]) -> None:
+    """The weight part of a backward. Lets go of each product's tensors as soon as it is added."""
+    with torch.no_grad():
+        products.reverse()
+        while products:
+            function, arguments = products.pop()
+            function(*arguments)
+
+
+def kept_bytes(products: list[Product]) -> int:
+    """Bytes that are kept from the input part to the weight part, besides the weights."""
+    kept = {tensor.untyped_storage() for _, arguments in products for tensor in arguments[:2] if isinstance(tensor, Tensor)}
+    return sum(storage.nbytes() for storage in kept)
+
+
+def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
+    """For each operation that can be split, the function that stands in for it, with the same arguments."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _is_split(x, weight, bias):
+            return _Linear.apply(deferred, x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+        return F.linear(x, weight, bias)
+
+    def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        if _is_split(x, weight, bias) and bias.ndim == 1:
+            return _Linear.apply(deferred, x, weight.detach().t(), bias, weight)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.addmm(bias, x, weight)
+
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        if _is_split(x, weight, None) and weight.ndim == 2 and x.ndim >= 2:
+            return _Linear.apply(deferred, x, weight.detach().t(), None, weight)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.matmul(x, weight)
+
+    def convolution(operation: Any) -> Callable[..., Tensor]:
+        def convolve(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            dilation: Any = 1,
+            groups: int = 1,
+        ) -> Tensor:
+            if _is_split(x, weight, bias) and x.ndim == weight.ndim:
+                settings = [_per_dim(each, x.ndim - 2) for each in (stride, padding, dilation)]
+                return _Convolution.apply(deferred, x, weight, bias, settings, groups)  # type: ignore[no-any-return, no-untyped-call]
+            return operation(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+
+        return convolve
+
+    return {
+        aten.linear.default: linear,
+        aten.addmm.default: addmm,
+        aten.mm.default: matmul,
+        aten.matmul.default: matmul,
+        aten.conv1d.default: convolution(torch.conv1d),
+        aten.conv2d.default: convolution(torch.conv2d),
+        aten.conv3d.default: convolution(torch.conv3d),
+    }
+
+
+def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    own_bias = bias is None or bias.is_leaf
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and weight.is_leaf and own_bias
+
+
+def _per_dim(setting: Any, num_dims: int) -> list[int]:
+    values = list(setting) if isinstance(setting, (list, tuple)) else [setting]
+    return values * num_dims if len(values) == 1 else values
+
+
+class _Linear(torch.autograd.Function):
+    """`x @ weight.t() + bias`. `transposed`: the parameter itself, where `weight` is a view of it the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: Tensor | None = None
+    ) -> Tensor:
+        ctx.deferred, ctx.bias = deferred, bias
+        ctx.parameter, ctx.is_transposed = weight if transposed is None else transposed, transposed is not None
+        ctx.save_for_backward(x, weight)
+        if transposed is None or bias is None:
+            return F.linear(x, weight, bias)
+        return torch.addmm(bias, x, transposed)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.deferred.products.append((_add_linear, (gradient, x, ctx.parameter, ctx.bias, ctx.is_transposed)))
+        return None, torch.matmul(gradient, _as(weight, gradient)).to(x.dtype), None, None, None
+
+
+def _add_linear(gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
+    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), _as(x, gradient).reshape(-1, x.shape[-1])
+    left, right = (inputs.t(), rows) if is_transposed else (rows.t(), inputs)
+    if parameter.grad is None:
+        parameter.grad = torch.mm(left, right).to(parameter.dtype)
+    elif parameter.grad.dtype == gradient.dtype and parameter.grad.layout == torch.strided:
+        parameter.grad.addmm_(left, right)
+    else:
+        parameter.grad = parameter.grad + torch.mm(left, right).to(parameter.dtype)
+    if bias is not None and bias.requires_grad:
+        _add(bias, rows.sum(dim=0))
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of 1 to 3 dims, not transposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, groups: int
+    ) -> Tensor:
+        ctx.deferred, ctx.bias, ctx.settings, ctx.groups, ctx.parameter = deferred, bias, settings, groups, weight
+        ctx.save_for_backward(x, weight)
+        stride, padding, dilation = settings
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * (x.ndim - 2), groups)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.deferred.products.append((_add_convolution, (gradient, x, ctx.parameter, ctx.bias, ctx.settings, ctx.groups)))
+        given = _convolution_backward(gradient, x, weight, ctx.settings, ctx.groups, [True, False, False])
+        return None, given[0].to(x.dtype), None, None, None, None
+
+
+def _add_convolution(
+    gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, settings: Settings, groups: int
+) -> None:
+    with_bias = bias is not None and bias.requires_grad
+    _, of_weight, of_bias = _convolution_backward(gradient, x, parameter, settings, groups, [False, True, with_bias])
+    _add(parameter, of_weight)
+    if bias is not None and with_bias:
+        _add(bias, of_bias)
+
+
+def _convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, settings: Settings, groups: int, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [weight.shape[0]] if wanted[2] else None
+    given: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
+        gradient, _as(x, gradient), _as(weight, gradient), sizes, *settings, False, [0] * (x.ndim - 2), groups, wanted
+    )
+    return given
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad = parameter.grad.add_(gradient) if parameter.grad.layout == torch.strided else parameter.grad + gradient
+
+
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Under autocast a layer computes in another dtype than its input and its weight have."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
