@@ -23,7 +23,9 @@ if [ $# -eq 0 ]; then
 fi
 
 # rank 0 runs on the first host: all others must reach it by this name, on all ports
-FIRST_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# not `| head -n 1`: scontrol may still be writing when head ends, and pipefail would end the job
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+FIRST_HOST=${HOSTS[0]}
 export ENDPOINT=$FIRST_HOST:$((20000 + SLURM_JOB_ID % 20000))
 
 # ranks that are started again must not read addresses of dead ones from the launcher's store (pytorch issue 135712)
