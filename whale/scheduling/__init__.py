@@ -2,12 +2,14 @@
 
 Reading order: `action` (the data), `placement` (which device holds what), `orders` and `chunk_orders` (published orders), `messages` (a
 pass that adds the rest), `check` (the proof), `costs` and `simulate` (how long it takes), `list_pass`, `exchanges` and `list_scheduler`
-(orders made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `picture` (the schedule as text).
+(orders made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `choose` (placement and chunks by
+predicted time), `picture` (the schedule as text).
 """
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action
 from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
 from whale.scheduling.check import Proof, ScheduleError, check, start_times
+from whale.scheduling.choose import Candidate, Choice, choose
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
 from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
 from whale.scheduling.list_scheduler import list_orders
@@ -20,6 +22,8 @@ __all__ = [
     "NAMES",
     "ORDERS",
     "Action",
+    "Candidate",
+    "Choice",
     "Costs",
     "Edge",
     "Kind",
@@ -33,6 +37,7 @@ __all__ = [
     "build",
     "build_forward_only",
     "check",
+    "choose",
     "draw",
     "even_costs",
     "forward_only",
