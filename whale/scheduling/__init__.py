@@ -1,18 +1,30 @@
 """Schedules: what every device does, in order, as plain data made before anything runs. No torch here.
 
-Reading order: `action` (the data), `orders` (who computes what when), `messages` (a pass that adds the rest), `check` (the proof),
-`picture` (the schedule as text).
+Reading order: `action` (the data), `placement` (which device holds what), `orders` and `chunk_orders` (published orders), `messages` (a
+pass that adds the rest), `check` (the proof), `costs` and `simulate` (how long it takes), `list_pass`, `exchanges` and `list_scheduler`
+(orders made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `choose` (placement and chunks by
+predicted time), `picture` (the schedule as text).
 """
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action
+from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
 from whale.scheduling.check import Proof, ScheduleError, check, start_times
-from whale.scheduling.messages import ORDERS, add_messages, build, build_forward_only
+from whale.scheduling.choose import Candidate, Choice, choose
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
+from whale.scheduling.list_scheduler import list_orders
+from whale.scheduling.messages import add_messages
 from whale.scheduling.orders import forward_only, gpipe, one_f_one_b, stages_to_end
 from whale.scheduling.picture import draw
+from whale.scheduling.simulate import Timeline, simulate
 
 __all__ = [
+    "NAMES",
     "ORDERS",
     "Action",
+    "Candidate",
+    "Choice",
+    "Costs",
     "Edge",
     "Kind",
     "Orders",
@@ -20,15 +32,26 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StageGraph",
+    "Timeline",
     "add_messages",
     "build",
     "build_forward_only",
     "check",
+    "choose",
     "draw",
+    "even_costs",
     "forward_only",
     "gpipe",
+    "interleaved_orders",
+    "list_orders",
+    "lower_bound",
     "one_f_one_b",
     "parse_action",
+    "require_name",
+    "simulate",
     "stages_to_end",
+    "stages_without_input_part",
     "start_times",
+    "wave_orders",
+    "zb_h1_orders",
 ]

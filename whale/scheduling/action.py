@@ -5,10 +5,12 @@ A device here is a VirtualDevice of one model replica: all its ranks, in all rep
 Text form of an action, used in JSON plans and in errors:
 
     F2.0                forward of stage 2, micro-batch 0
-    B2.0                backward of the same
+    B2.0                backward of the same, whole
+    I2.0                its input part: the gradients of what the stage received
+    W2.0                its weight part: the gradients of its parameters, later than I2.0; a micro-batch has either B, or I and W
     send F 2>3.0        stage 2 sends its activation of micro-batch 0 to stage 3
     receive B 3>2.0     stage 2 receives the gradient of that activation from stage 3 (always source>destination)
-    synchronise 2.7     sum the gradients of stage 2 over their holders; 7 was its last backward
+    synchronise 2.7     sum the gradients of stage 2 over their holders; 7 was the last micro-batch to add to them
     update              the optimizer step of this device
 """
 
@@ -31,10 +33,21 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    """the input part of a backward: what other stages wait for"""
+    WEIGHT = "W"
+    """the weight part of a backward: nobody waits for it before the stage synchronises"""
     SEND = "send"
     RECEIVE = "receive"
     SYNCHRONISE = "synchronise"
     UPDATE = "update"
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+GIVES_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
+"""after these the gradients of a stage's inputs go out"""
+ENDS_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT)
+"""after these a micro-batch has added all that it adds to the gradients of a stage"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        return self.kind in (Kind.FORWARD, Kind.BACKWARD)
+        return self.kind in COMPUTE
 
     @property
     def is_message(self) -> bool:
@@ -91,6 +104,14 @@ def backward(stage: int, micro_batch: int) -> Action:
     return Action(Kind.BACKWARD, stage, micro_batch)
 
 
+def input_backward(stage: int, micro_batch: int) -> Action:
+    return Action(Kind.INPUT, stage, micro_batch)
+
+
+def weight_backward(stage: int, micro_batch: int) -> Action:
+    return Action(Kind.WEIGHT, stage, micro_batch)
+
+
 def send(source: int, destination: int, micro_batch: int) -> Action:
     """The sending half of a message; data only flows to later stages, so the direction says whether it is a gradient."""
     return Action(Kind.SEND, source, micro_batch, destination, gradient=source > destination)
@@ -100,7 +121,7 @@ def receive(source: int, destination: int, micro_batch: int) -> Action:
     return send(source, destination, micro_batch).counterpart
 
 
-_COMPUTE_TEXT = re.compile(r"([FB])(\d+)\.(\d+)")
+_COMPUTE_TEXT = re.compile(r"([FBIW])(\d+)\.(\d+)")
 _MESSAGE_TEXT = re.compile(r"(send|receive) ([FB]) (\d+)>(\d+)\.(\d+)")
 _SYNCHRONISE_TEXT = re.compile(r"synchronise (\d+)\.(\d+)")
 
@@ -117,7 +138,8 @@ def parse_action(text: str) -> Action:
         return Action(Kind.SYNCHRONISE, int(match[1]), int(match[2]))
     if text == Kind.UPDATE:
         return Action(Kind.UPDATE)
-    raise ValueError(f"{text!r} is no action; write it like F2.0, B2.0, 'send F 2>3.0', 'receive B 3>2.0', 'synchronise 2.7' or 'update'")
+    examples = "F2.0, B2.0, I2.0, W2.0, 'send F 2>3.0', 'receive B 3>2.0', 'synchronise 2.7' or 'update'"
+    raise ValueError(f"{text!r} is no action; write it like {examples}")
 
 
 Edge = tuple[int, int]

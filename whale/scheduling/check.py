@@ -1,7 +1,12 @@
-"""The proof that a schedule may run: complete, in dependency order, free of deadlock; and how much it keeps in flight.
+"""The proof that a schedule may run: complete, in dependency order, free of deadlock, within memory; and how much it keeps in flight.
 
 `check` goes from the small to the large, so that each error names one action on one device: first each action alone, then what is missing,
 then the order on each device, then all devices together.
+
+Deadlock. Sends are rendezvous: one is over when its receive was posted. No device waits for a send before its update, so devices can only
+wait for each other at receives, and walking all devices together finds out whether they do. Where a channel has no tags (NCCL), a message
+also waits for those before it in its channel: `require_channel_order` asks that both ends list them in the same order, so that the ones
+before were received before, and nothing new is waited for.
 """
 
 from __future__ import annotations
@@ -10,7 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from whale.scheduling.action import Action, Kind, Schedule, StageGraph, backward, forward, receive, send
+from whale.scheduling.action import ENDS_BACKWARD, GIVES_GRADIENT, NONE, Action, Kind, Schedule, StageGraph, forward, receive, send
+from whale.scheduling.costs import Costs
+
+ROUNDING = 1e-9
+"""sums of sizes may exceed a cap by this part of it"""
 
 
 class ScheduleError(ValueError):
@@ -22,26 +31,47 @@ class Proof:
     """What is known about a schedule that passed `check`."""
 
     peak_in_flight: tuple[int, ...]
-    """per stage: most micro-batches whose forward is done and whose backward is not, at any time; 0 when there is no backward"""
+    """per stage: most micro-batches whose forward is done and whose backward (of a split one: weight part) is not, at any time;
+    0 when there is no backward"""
     peak_in_flight_of_device: tuple[int, ...]
     """per device: the same, summed over its stages"""
+    peak_memory: tuple[float, ...]
+    """per device: most activation memory at any time, in the unit of the costs (without costs: micro-batches of a stage, as above)"""
     channels_in_order: bool
     """between any two devices, messages are received in the order in which they are sent: needed where messages have no tags (NCCL)"""
 
 
-def check(schedule: Schedule, *, forward_only: bool = False) -> Proof:
-    """Prove the schedule, or raise `ScheduleError`. `forward_only`: an evaluation, without backward, synchronise and update."""
+def check(schedule: Schedule, *, forward_only: bool = False, costs: Costs | None = None, require_channel_order: bool = False) -> Proof:
+    """Prove the schedule, or raise `ScheduleError`. `forward_only`: an evaluation, without backward, synchronise and update.
+
+    With costs that have a memory cap, also that no device exceeds it.
+    """
     _check_complete(schedule, forward_only)
     for device, order in enumerate(schedule.orders):
         _check_order(schedule, device, order)
     start_times(schedule, {})
-    in_flight = [_peaks(schedule, device) for device in range(schedule.stage_graph.num_devices)]
+    late = _first_out_of_channel_order(schedule)
+    if late is not None and require_channel_order:
+        raise ScheduleError(late)
+    devices = range(schedule.stage_graph.num_devices)
+    in_flight = [_peaks(schedule, device) for device in devices]
+    memory = tuple(map(float, (total for _, total in in_flight)))
+    if costs is not None:
+        memory = tuple(0.0 if forward_only else peak_memory(schedule.orders[device], costs) for device in devices)
+        _check_memory(memory, costs)
     peak_of_stage = {stage: peak for peaks, _ in in_flight for stage, peak in peaks.items()}
     return Proof(
         peak_in_flight=tuple(0 if forward_only else peak_of_stage[stage] for stage in range(schedule.stage_graph.num_stages)),
         peak_in_flight_of_device=tuple(0 if forward_only else total for _, total in in_flight),
-        channels_in_order=_channels_in_order(schedule),
+        peak_memory=tuple(0.0 if forward_only else peak for peak in memory),
+        channels_in_order=late is None,
     )
+
+
+def _check_memory(memory: tuple[float, ...], costs: Costs) -> None:
+    for device, (peak, cap) in enumerate(zip(memory, costs.memory_cap or (), strict=False)):
+        if peak > cap * (1 + ROUNDING):
+            raise ScheduleError(f"device {device} keeps activations of {peak:g} at its peak, but its memory cap is {cap:g}")
 
 
 # ---- complete: every action that there must be, once, on its device, and no other
@@ -49,8 +79,13 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> Proof:
 
 def _check_complete(schedule: Schedule, forward_only: bool) -> None:
     for device, order in enumerate(schedule.orders):
-        expected = dict.fromkeys(_expected(schedule, device, forward_only))
         counts = Counter(order)
+        compute = list(_expected_compute(schedule, device, counts, forward_only))
+        expected = dict.fromkeys([*compute, *_expected_rest(schedule, device, order, forward_only)])
+        # what is computed comes first: which synchronise belongs there follows from it
+        for action in compute:
+            if action not in counts:
+                raise ScheduleError(f"`{action}` is missing on device {device}")
         for action in order:
             if action not in expected:
                 why = _why_foreign(schedule, device, action, forward_only)
@@ -62,15 +97,18 @@ def _check_complete(schedule: Schedule, forward_only: bool) -> None:
                 raise ScheduleError(f"`{action}` is missing on device {device}")
 
 
-def _expected(schedule: Schedule, device: int, forward_only: bool) -> Iterator[Action]:
-    graph = schedule.stage_graph
-    for stage in graph.stages_of(device):
+def _expected_compute(schedule: Schedule, device: int, there: Mapping[Action, int], forward_only: bool) -> Iterator[Action]:
+    for stage in schedule.stage_graph.stages_of(device):
         for micro_batch in range(schedule.num_micro_batch):
             yield forward(stage, micro_batch)
             if not forward_only:
-                yield backward(stage, micro_batch)
-        if not forward_only:
-            yield Action(Kind.SYNCHRONISE, stage, schedule.num_micro_batch - 1)
+                whole, first, second = (Action(kind, stage, micro_batch) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
+                is_split = whole not in there and (first in there or second in there)
+                yield from (first, second) if is_split else (whole,)
+
+
+def _expected_rest(schedule: Schedule, device: int, order: tuple[Action, ...], forward_only: bool) -> Iterator[Action]:
+    graph = schedule.stage_graph
     for edges, back in ((graph.edges, False), (graph.gradient_edges, True)):
         for edge in edges:
             source, destination = reversed(edge) if back else edge
@@ -82,12 +120,19 @@ def _expected(schedule: Schedule, device: int, forward_only: bool) -> Iterator[A
                 if graph.device_of_stage[destination] == device:
                     yield receive(source, destination, micro_batch)
     if not forward_only:
+        for stage, micro_batch in _last_backwards(order).items():
+            yield Action(Kind.SYNCHRONISE, stage, micro_batch)
         yield Action(Kind.UPDATE)
+
+
+def _last_backwards(order: tuple[Action, ...]) -> dict[int, int]:
+    """Stage -> micro-batch of the action that completes its gradients."""
+    return {action.stage: action.micro_batch for action in order if action.kind in ENDS_BACKWARD}
 
 
 def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: bool) -> str:
     graph = schedule.stage_graph
-    if forward_only and (action.gradient or action.kind in (Kind.BACKWARD, Kind.SYNCHRONISE, Kind.UPDATE)):
+    if forward_only and (action.gradient or action.kind in (*GIVES_GRADIENT, *ENDS_BACKWARD, Kind.SYNCHRONISE, Kind.UPDATE)):
         return "the schedule is forward only"
     if action.kind is Kind.UPDATE:
         return "an update has no stage, micro-batch or peer"
@@ -98,7 +143,9 @@ def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: 
     if not 0 <= action.micro_batch < schedule.num_micro_batch:
         return f"the micro-batches are 0..{schedule.num_micro_batch - 1}"
     if action.kind is Kind.SYNCHRONISE:
-        return f"the last backward is that of micro-batch {schedule.num_micro_batch - 1}"
+        return f"the last backward is that of micro-batch {_last_backwards(schedule.orders[device])[action.stage]}"
+    if action.kind in (Kind.INPUT, Kind.WEIGHT) and action.peer == NONE:
+        return f"`{Action(Kind.BACKWARD, action.stage, action.micro_batch)}`, the whole backward, is there too"
     if not action.is_message:
         return "a forward or backward has no peer"
     edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
@@ -125,21 +172,26 @@ def _check_order(schedule: Schedule, device: int, order: tuple[Action, ...]) -> 
 def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
     """Actions that must stand before this one if they are on the same device, each with the reason."""
     graph, stage, micro_batch = schedule.stage_graph, action.stage, action.micro_batch
-    if action.is_compute and micro_batch > 0:
-        yield Action(action.kind, stage, micro_batch - 1), "the micro-batches of a stage run in ascending order"
     if action.kind is Kind.FORWARD:
+        if micro_batch > 0:
+            yield forward(stage, micro_batch - 1), "the micro-batches of a stage run in ascending order"
         for producer in graph.producers(stage):
             yield forward(producer, micro_batch), f"stage {stage} reads the activation of stage {producer}"
             yield receive(producer, stage, micro_batch), "the activation has not arrived"
-    elif action.kind is Kind.BACKWARD:
+    elif action.kind in GIVES_GRADIENT:
         yield forward(stage, micro_batch), "a backward follows its forward"
         for consumer in graph.gradient_consumers(stage):
-            yield backward(consumer, micro_batch), f"the gradient of stage {stage} comes from stage {consumer}"
+            for kind in GIVES_GRADIENT:
+                yield Action(kind, consumer, micro_batch), f"the gradient of stage {stage} comes from stage {consumer}"
             yield receive(consumer, stage, micro_batch), "the gradient has not arrived"
+    elif action.kind is Kind.WEIGHT:
+        yield Action(Kind.INPUT, stage, micro_batch), "the weight part follows the input part"
     elif action.kind is Kind.SEND:
-        yield (backward if action.gradient else forward)(stage, micro_batch), "it sends what has not been computed"
+        for kind in GIVES_GRADIENT if action.gradient else (Kind.FORWARD,):
+            yield Action(kind, stage, micro_batch), "it sends what has not been computed"
     elif action.kind is Kind.SYNCHRONISE:
-        yield backward(stage, micro_batch), "the gradients of the stage are not complete"
+        for kind in ENDS_BACKWARD:
+            yield Action(kind, stage, micro_batch), "the gradients of the stage are not complete"
 
 
 # ---- free of deadlock: all devices together
@@ -194,27 +246,57 @@ def _describe_deadlock(graph: StageGraph, orders: tuple[tuple[Action, ...], ...]
     return f"deadlock: {', '.join(waits)}, and so on in a circle; each send stands behind the receive that its own device waits for"
 
 
-def _channels_in_order(schedule: Schedule) -> bool:
+def _first_out_of_channel_order(schedule: Schedule) -> str | None:
+    """The first message that both ends of a channel do not see at the same place, told; None when there is none."""
+    place = schedule.stage_graph.device_of_stage
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for order in schedule.orders:
         for action in order:
             if action.is_message:
-                channel = (schedule.stage_graph.device_of_stage[action.source], schedule.stage_graph.device_of_stage[action.destination])
-                if action.kind is Kind.SEND:
-                    sent.setdefault(channel, []).append(action)
-                else:
-                    received.setdefault(channel, []).append(action.counterpart)
-    return sent == received
+                messages = sent if action.kind is Kind.SEND else received
+                messages.setdefault((place[action.source], place[action.destination]), []).append(action)
+    for channel, sends in sent.items():
+        for index, (one, other) in enumerate(zip(sends, received[channel], strict=True)):
+            if one.counterpart != other:
+                source, destination = channel
+                return (
+                    f"message {index} from device {source} to device {destination} is sent as `{one}` but received as `{other}`; "
+                    "both ends of a channel must list its messages in the same order"
+                )
+    return None
 
 
 def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
     """Peak in flight for each stage of this device, and for the device; exact, because a stage runs on one device only."""
     in_flight = dict.fromkeys(schedule.stage_graph.stages_of(device), 0)
-    peaks, total_peak = dict(in_flight), 0
+    peaks, total, total_peak = dict(in_flight), 0, 0
     for action in schedule.orders[device]:
-        if action.is_compute:
-            in_flight[action.stage] += 1 if action.kind is Kind.FORWARD else -1
+        change = 1 if action.kind is Kind.FORWARD else -1 if action.kind in ENDS_BACKWARD else 0
+        if change:
+            in_flight[action.stage] += change
+            total += change
             peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
-            total_peak = max(total_peak, sum(in_flight.values()))
+            total_peak = max(total_peak, total)
     return peaks, total_peak
+
+
+def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
+    """Most activation memory of one device, from its order alone.
+
+    A forward adds the activations of its stage; an input part leaves what the weight part needs; a whole backward or weight part frees all.
+    """
+    kept: dict[tuple[int, int], float] = {}
+    total = peak = 0.0
+    for action in order:
+        if not action.is_compute:
+            continue
+        key = (action.stage, action.micro_batch)
+        if action.kind in ENDS_BACKWARD:
+            total -= kept.pop(key, 0.0)
+            continue
+        now = costs.activation[action.stage] if action.kind is Kind.FORWARD else costs.weight_part[action.stage]
+        total += now - kept.get(key, 0.0)
+        kept[key] = now
+        peak = max(peak, total)
+    return peak

@@ -6,7 +6,7 @@
     0 forward of micro-batch 0, 0' its backward, . idle
     bubble 33.3 %
 
-Chunks of one device share its row.
+Chunks of one device share its row. A split backward is drawn as `0-` (input part) and `0+` (weight part), each half as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from whale.scheduling.check import start_times
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 CELL_WIDTH = 2
 """characters in one column of time: the micro-batch and its mark"""
-IDLE, FORWARD_MARK, BACKWARD_MARK, CLIPPED = ".", " ", "'", ">"
+IDLE, CLIPPED = ".", ">"
+MARKS = {Kind.FORWARD: " ", Kind.BACKWARD: "'", Kind.INPUT: "-", Kind.WEIGHT: "+"}
 MAX_COLUMNS_OF_SHORTER = 4
 """a forward or backward, whichever is shorter, is drawn at most so wide; other ratios are rounded in the drawing, not in the bubble"""
 
@@ -43,7 +44,7 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
     for label, row in zip(labels, rows, strict=True):
         shown = "".join(row[:visible]) + CLIPPED if _is_clipped(row, width - label_width) else "".join(row)
         lines.append((label.ljust(label_width) + shown).rstrip())
-    lines.append(_legend(schedule.num_micro_batch))
+    lines.append(_legend(schedule))
     if _is_clipped(rows[0], width - label_width):
         lines.append(f"{CLIPPED} clipped: {visible} of {num_columns} columns are shown")
     lines.append(f"bubble {100 * bubble(schedule, forward, backward):.1f} %")
@@ -52,7 +53,7 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
 
 def bubble(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
     """Idle part of the devices' time, 0 to 1, from the start of the first action to the end of the last."""
-    duration = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    duration = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward / 2, Kind.WEIGHT: backward / 2}
     busy = end = 0.0
     for order, starts in zip(schedule.orders, start_times(schedule, duration), strict=True):
         busy += sum(duration.get(action.kind, 0.0) for action in order)
@@ -69,7 +70,10 @@ def _columns(forward: float, backward: float) -> tuple[int, int]:
 
 def _rows(schedule: Schedule, forward_columns: int, backward_columns: int) -> list[list[str]]:
     """Cells of each device, all rows equally long."""
-    columns = {Kind.FORWARD: forward_columns, Kind.BACKWARD: backward_columns}
+    if _is_split(schedule) and backward_columns % 2:
+        forward_columns, backward_columns = 2 * forward_columns, 2 * backward_columns
+    half = backward_columns // 2
+    columns = {Kind.FORWARD: forward_columns, Kind.BACKWARD: backward_columns, Kind.INPUT: half, Kind.WEIGHT: half}
     starts = start_times(schedule, columns)
     rows: list[list[str]] = []
     for order, row_starts in zip(schedule.orders, starts, strict=True):
@@ -77,8 +81,7 @@ def _rows(schedule: Schedule, forward_columns: int, backward_columns: int) -> li
         for action, start in zip(order, row_starts, strict=True):
             if action.kind in columns:
                 row += [IDLE.ljust(CELL_WIDTH)] * (int(start) - len(row))
-                mark = FORWARD_MARK if action.kind is Kind.FORWARD else BACKWARD_MARK
-                row += [DIGITS[action.micro_batch % len(DIGITS)] + mark] * columns[action.kind]
+                row += [DIGITS[action.micro_batch % len(DIGITS)] + MARKS[action.kind]] * columns[action.kind]
         rows.append(row)
     end = max(map(len, rows))
     return [row + [IDLE.ljust(CELL_WIDTH)] * (end - len(row)) for row in rows]
@@ -92,8 +95,14 @@ def _label(device: int, stages: tuple[int, ...]) -> str:
     return f"device {device} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
 
 
-def _legend(num_micro_batch: int) -> str:
-    legend = f"0 forward of micro-batch 0, 0{BACKWARD_MARK} its backward, {IDLE} idle"
+def _is_split(schedule: Schedule) -> bool:
+    return any(action.kind is Kind.WEIGHT for order in schedule.orders for action in order)
+
+
+def _legend(schedule: Schedule) -> str:
+    num_micro_batch = schedule.num_micro_batch
+    parts = f", 0{MARKS[Kind.INPUT]} and 0{MARKS[Kind.WEIGHT]} its input and weight part" if _is_split(schedule) else ""
+    legend = f"0 forward of micro-batch 0, 0{MARKS[Kind.BACKWARD]} its backward{parts}, {IDLE} idle"
     if num_micro_batch > 10:
         legend += f"; a is micro-batch 10, b is 11, up to {DIGITS[min(num_micro_batch, len(DIGITS)) - 1]}"
     if num_micro_batch > len(DIGITS):

@@ -1,0 +1,103 @@
+"""Local search: exchange neighbours on a device, along the critical path.
+
+A step is as long as its longest chain of jobs, each of which waits for the one before: for its result, or only for the device. Orders get
+shorter only where such a chain is broken, and only links of the second kind can be. A try exchanges the two jobs of one such link, chosen
+at random with a fixed seed, and simulates. A result that is not longer is kept; sometimes also one that is a little longer, ever more
+seldom.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from whale.scheduling.problem import Jobs, Problem, StuckError
+
+Needs = Sequence[tuple[tuple[int, float], ...]]
+START_HEAT = 0.01
+"""at first, orders longer by this part of the step are kept one time in e"""
+SEED = 2308
+NEAR = 1e-9
+
+
+def latest_starts(problem: Problem, jobs: Jobs, durations: Sequence[float], needs: Needs) -> list[float]:
+    """For every job, the latest start that does not make the step longer when all orders stay as they are."""
+    ends, sequence = problem.run(jobs, durations, needs)
+    latest_ends = [max(ends)] * len(ends)
+    before: list[int] = [-1] * len(ends)
+    for row in jobs:
+        for one, other in zip(row, row[1:]):
+            before[other] = one
+    starts = [0.0] * len(ends)
+    for job in reversed(sequence):
+        start = starts[job] = latest_ends[job] - durations[job]
+        for need, time in needs[job]:
+            if start - time < latest_ends[need]:
+                latest_ends[need] = start - time
+        earlier = before[job]
+        if earlier >= 0 and start < latest_ends[earlier]:
+            latest_ends[earlier] = start
+    return starts
+
+
+def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries: int, bound: float) -> Jobs:
+    """The best orders found, at most as long as `jobs`."""
+    durations = problem.durations(whole)
+    draw = random.Random(SEED)
+    rows = [list(row) for row in jobs]
+    ends, _ = problem.run(rows, durations, needs)
+    time = best_time = max(ends)
+    best = [list(row) for row in rows]
+    links = critical_links(problem, rows, ends, durations, needs)
+    for index in range(tries):
+        if best_time <= bound * (1 + NEAR) or not links:
+            break
+        device, place = draw.choice(links)
+        row = rows[device]
+        row[place], row[place + 1] = row[place + 1], row[place]
+        heat = START_HEAT * best_time * (1 - index / tries)
+        try:
+            if problem.peak(row, whole) > problem.caps[device]:
+                raise StuckError
+            new_ends, _ = problem.run(rows, durations, needs)
+            new_time = max(new_ends)
+            accepted = new_time <= time or (heat > 0 and draw.random() < math.exp((time - new_time) / heat))
+        except StuckError:
+            accepted = False
+        if not accepted:
+            row[place], row[place + 1] = row[place + 1], row[place]
+            continue
+        ends, time = new_ends, new_time
+        links = critical_links(problem, rows, ends, durations, needs)
+        if time < best_time * (1 - NEAR):
+            best_time, best = time, [list(row) for row in rows]
+    return best
+
+
+def critical_links(problem: Problem, rows: Jobs, ends: Sequence[float], durations: Sequence[float], needs: Needs) -> list[tuple[int, int]]:
+    """(device, place of the first) of neighbours on one critical path whose second only waits for the device."""
+    where = {job: (device, place) for device, row in enumerate(rows) for place, job in enumerate(row)}
+    job = max(where, key=lambda one: ends[one])
+    links: list[tuple[int, int]] = []
+    size, count = problem.size, problem.num_micro_batch
+    while True:
+        start = ends[job] - durations[job]
+        slip = NEAR * (1 + abs(start))
+        if start <= slip:
+            return links
+        device, place = where[job]
+        needed = next((need for need, time in needs[job] if ends[need] + time >= start - slip), -1)
+        if place > 0:
+            earlier = rows[device][place - 1]
+            depends = any(need == earlier for need, _ in needs[job])
+            in_order = job < size and earlier == job - 1 and job % count != 0  # forwards of a stage stay ascending
+            if ends[earlier] >= start - slip and not depends and not in_order:
+                links.append((device, place - 1))
+                if needed < 0:
+                    job = earlier
+                    continue
+            elif needed < 0:
+                job = earlier
+                continue
+        job = needed

@@ -1,0 +1,236 @@
+"""One pass of list scheduling: time goes on, and a device that is free takes the best of what it may do now.
+
+What decides:
+
+    key       every job has a number; the lowest one that is ready goes first
+    filler    weight parts only fill gaps: they go when nothing else is ready. Of several, the longest one that ends before the next known
+              arrival; one that would delay it by more than `delay` of its own length does not start
+    wait      a ready job also gives way to a better one that arrives within `wait` of its own length
+    memory    a forward needs room for itself and for the later chunks of its micro-batch on this device
+    admit     at most so many micro-batches are between the first forward and the last backward of a first stage
+
+Memory never stops a pass on a chain. Let m be the micro-batch that is stopped furthest along, at stage s on device d. Micro-batches beyond
+it are through their forward and need no room, so they finish and free theirs. What is left on d was started by chunks before s, the last
+of them with room for all later chunks. Where branches of a graph make this untrue, a pass can get stuck; `in_turn` then admits
+micro-batches to a device one after the other, each with room for all that it will ever keep there: the oldest one can always go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from whale.scheduling.problem import Jobs, Problem
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a pass decides; see above."""
+
+    filler: bool = True
+    delay: float = 1.0
+    wait: float = 0.0
+    admit: int | None = None
+    by_arrival: float = 0.0
+    """adds this part of its arrival to the key of a job"""
+    in_turn: bool = False
+
+
+def list_pass(problem: Problem, keys: list[float], whole: bytearray, policy: Policy) -> tuple[Jobs, float] | None:
+    """Orders and the time that they take; None when the pass got stuck. `whole` is changed where a split has no room."""
+    return _Pass(problem, keys, whole, policy).run()
+
+
+class _Pass:
+    def __init__(self, problem: Problem, keys: list[float], whole: bytearray, policy: Policy) -> None:
+        self.problem, self.keys, self.whole, self.policy = problem, keys, whole, policy
+        graph, count, size = problem.graph, problem.num_micro_batch, problem.size
+        stages = range(graph.num_stages)
+        self.device = graph.device_of_stage
+        self.missing = [len(problem.producers[s]) for s in stages for _ in range(count)]
+        self.missing += [len(problem.gradient_consumers[s]) + 1 for s in stages for _ in range(count)]
+        self.arrival = [0.0] * (2 * size)
+        self.next_forward, self.next_backward, self.next_weight = ([0] * graph.num_stages for _ in range(3))
+        self.waiting_weights: list[list[int]] = [[] for _ in stages]
+        self.live = [0.0] * graph.num_devices
+        self.room = [0.0] * graph.num_stages
+        for chunks in problem.chunks:
+            rest = 0.0
+            for stage in reversed(chunks):
+                rest += problem.activation[stage]
+                self.room[stage] = rest
+        self.is_first = [not problem.producers[s] for s in stages]
+        self.free = [0.0] * graph.num_devices
+        self.jobs: Jobs = [[] for _ in range(graph.num_devices)]
+        self.events: list[tuple[float, int]] = [(0.0, device) for device in range(graph.num_devices)]
+        self.admitted = [0] * graph.num_devices
+        self.finished = [[0] * count for _ in range(graph.num_devices)] if policy.in_turn else []
+        self.num_finished = [0] * graph.num_devices
+
+    def run(self) -> tuple[Jobs, float] | None:
+        events, free = self.events, self.free
+        while events:
+            now, device = heappop(events)
+            if free[device] <= now:
+                self.decide(device, now)
+        total = 2 * self.problem.size + self.whole.count(0)
+        if sum(map(len, self.jobs)) < total:
+            return None
+        return self.jobs, max(free)
+
+    def decide(self, device: int, now: float) -> None:
+        """Start a job on this free device, or wait."""
+        problem, keys, policy = self.problem, self.keys, self.policy
+        count, size = problem.num_micro_batch, problem.size
+        arrival, missing, by_arrival = self.arrival, self.missing, policy.by_arrival
+        room_left = problem.caps[device] - self.live[device]
+        best, best_key = -1, NEVER
+        coming: list[tuple[float, float]] = []
+        is_full = False
+        for stage in problem.chunks[device]:
+            micro_batch = self.next_backward[stage]
+            if micro_batch < count:
+                job = size + stage * count + micro_batch
+                if not missing[job]:
+                    key = keys[job] + by_arrival * arrival[job] if by_arrival else keys[job]
+                    if arrival[job] <= now:
+                        if key < best_key:
+                            best, best_key = job, key
+                    else:
+                        coming.append((arrival[job], key))
+            micro_batch = self.next_forward[stage]
+            if micro_batch < count:
+                job = stage * count + micro_batch
+                if not missing[job]:
+                    if self.room[stage] > room_left or not self.is_admitted(device, stage, micro_batch):
+                        is_full = is_full or arrival[job] <= now
+                        continue
+                    key = keys[job] + by_arrival * arrival[job] if by_arrival else keys[job]
+                    if arrival[job] <= now:
+                        if key < best_key:
+                            best, best_key = job, key
+                    else:
+                        coming.append((arrival[job], key))
+        if policy.wait and best >= 0 and coming:
+            patience = now + policy.wait * self.duration(best)
+            if any(time <= patience and key < best_key for time, key in coming):
+                best = -1
+                if policy.filler:
+                    self.fill(device, now, min(time for time, _ in coming), False)
+                return
+        if best >= 0 and policy.filler:
+            self.start(device, best, now)
+        elif policy.filler:
+            self.fill(device, now, min((time for time, _ in coming), default=NEVER), is_full)
+        else:
+            self.by_key(device, now, best, best_key, coming)
+
+    def is_admitted(self, device: int, stage: int, micro_batch: int) -> bool:
+        policy = self.policy
+        if policy.admit is not None and self.is_first[stage] and micro_batch - self.next_backward[stage] >= policy.admit:
+            return False
+        if not policy.in_turn or micro_batch < self.admitted[device]:
+            return True
+        in_flight = self.admitted[device] - self.num_finished[device] + 1
+        share = self.room[self.problem.chunks[device][0]]
+        return micro_batch == self.admitted[device] and in_flight * share <= self.problem.caps[device]
+
+    def fill(self, device: int, now: float, until: float, is_full: bool) -> None:
+        """Start the weight part that fits best before `until`."""
+        problem = self.problem
+        gap = until - now
+        best, longest, shortest = -1, -1.0, NEVER
+        for stage in problem.chunks[device]:
+            if self.waiting_weights[stage]:
+                length = problem.weight_s[stage]
+                if length <= gap * (1 + 1e-9):
+                    if length > longest:
+                        best, longest = stage, length
+                elif longest < 0 and length < shortest:
+                    best, shortest = stage, length
+        if best < 0:
+            return
+        if longest < 0 and not is_full and shortest - gap > self.policy.delay * shortest * (1 + 1e-9):
+            return
+        self.start(device, 2 * problem.size + best * problem.num_micro_batch + self.waiting_weights[best][0], now)
+
+    def by_key(self, device: int, now: float, best: int, best_key: float, coming: list[tuple[float, float]]) -> None:
+        """Weight parts stand in line with everything else."""
+        problem = self.problem
+        for stage in problem.chunks[device]:
+            if self.waiting_weights[stage]:
+                job = 2 * problem.size + stage * problem.num_micro_batch + self.waiting_weights[stage][0]
+                if self.keys[job] < best_key:
+                    best, best_key = job, self.keys[job]
+        if best < 0:
+            return
+        if self.policy.wait and coming:
+            patience = now + self.policy.wait * self.duration(best)
+            if any(time < patience and key < best_key for time, key in coming):
+                return
+        self.start(device, best, now)
+
+    def duration(self, job: int) -> float:
+        problem = self.problem
+        lane, place = divmod(job, problem.size)
+        stage = place // problem.num_micro_batch
+        if lane == 1:
+            return problem.whole_s[stage] if self.whole[place] else problem.input_s[stage]
+        return problem.weight_s[stage] if lane else problem.forward_s[stage]
+
+    def start(self, device: int, job: int, now: float) -> None:
+        problem = self.problem
+        size, count = problem.size, problem.num_micro_batch
+        lane, place = divmod(job, size)
+        stage, micro_batch = divmod(place, count)
+        if lane == 1 and not self.whole[place]:
+            more = problem.weight_part[stage] - problem.activation[stage]
+            if more > 0 and self.live[device] + more > problem.caps[device]:
+                pending = [s for s in problem.chunks[device] if self.waiting_weights[s]]
+                if pending:
+                    freed = max(pending, key=lambda s: problem.weight_part[s])
+                    self.start(device, 2 * size + freed * count + self.waiting_weights[freed][0], now)
+                    return
+                self.whole[place] = 1
+        end = now + self.duration(job)
+        self.jobs[device].append(job)
+        self.free[device] = end
+        heappush(self.events, (end, device))
+        if lane == 0:
+            self.next_forward[stage] += 1
+            self.live[device] += problem.activation[stage]
+            if micro_batch == self.admitted[device]:
+                self.admitted[device] += 1
+            self.tell(size + place, stage, end)
+            for consumer, time in problem.consumers[stage]:
+                self.tell(consumer * count + micro_batch, consumer, end + time)
+        elif lane == 1:
+            self.next_backward[stage] += 1
+            self.live[device] -= problem.activation[stage]
+            if self.whole[place]:
+                self.finish(device, micro_batch)
+            else:
+                self.live[device] += problem.weight_part[stage]
+                self.waiting_weights[stage].append(micro_batch)
+            for producer, time in problem.gradient_producers[stage]:
+                self.tell(size + producer * count + micro_batch, producer, end + time)
+        else:
+            self.waiting_weights[stage].pop(0)
+            self.live[device] -= problem.weight_part[stage]
+            self.finish(device, micro_batch)
+
+    def finish(self, device: int, micro_batch: int) -> None:
+        if self.finished:
+            self.finished[device][micro_batch] += 1
+            if self.finished[device][micro_batch] == len(self.problem.chunks[device]):
+                self.num_finished[device] += 1
+
+    def tell(self, job: int, stage: int, time: float) -> None:
+        """One of the things that this job needs will be there at this time."""
+        if time > self.arrival[job]:
+            self.arrival[job] = time
+        self.missing[job] -= 1
+        if not self.missing[job]:
+            heappush(self.events, (self.arrival[job], self.device[stage]))
