@@ -159,9 +159,9 @@ def spectrum_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
 class Chain(nn.Module):
     """The plainest pipeline: one layer after the other, positional inputs, the loss inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
@@ -171,20 +171,23 @@ class Chain(nn.Module):
 
 
 class Branches(nn.Module):
-    """Values used by several later blocks, some of them two and three stages away."""
+    """Values used by several later blocks, some of them two and three stages away; `num_rounds` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rounds: int = 1) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        blocks = (nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4 * num_rounds))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(3 * WIDTH, NUM_CLASSES)
 
     def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
-        stem = self.stem(vectors)
-        first = self.blocks[0](stem)
-        second = self.blocks[1](first + stem)
-        third = self.blocks[2](second * torch.sigmoid(first))
-        fourth = self.blocks[3](third + first - stem)
+        fourth = self.stem(vectors)
+        for start in range(0, len(self.blocks), 4):
+            stem = fourth
+            first = self.blocks[start](stem)
+            second = self.blocks[start + 1](first + stem)
+            third = self.blocks[start + 2](second * torch.sigmoid(first))
+            fourth = self.blocks[start + 3](third + first - stem)
         return self.head(torch.cat([fourth, second, first], dim=-1))
 
 
@@ -535,5 +538,11 @@ BREADTH: tuple[Case, ...] = (
     ),
 )  # fmt: skip
 
-CASES: dict[str, Case] = {case.name: case for case in MAIN + BREADTH}
+DEEP: tuple[Case, ...] = (
+    Case("deep_chain", lambda: Chain(12), vector_batch, stages=layer_cuts("layers")),
+    Case("deep_branches", lambda: Branches(3), vector_batch, class_loss, layer_cuts("blocks")),
+)
+"""models with enough layers for 16 chunks"""
+
+CASES: dict[str, Case] = {case.name: case for case in MAIN + BREADTH + DEEP}
 """all of them by name; functions on ranks get the name and look here"""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIB = 1024**2
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("1f1b", "gpipe"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "wave", "zero-bubble", "auto"),
     "device": ("auto", "cpu", "cuda"),
     "precision": ("default", "bf16", "fp16"),
     "on_nonfinite": ("stop", "skip", "continue"),
@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 SMALLEST: dict[str, int] = {
     "num_micro_batch": 1,
     "num_task_graph": 1,
+    "num_waves": 1,
     "seed": 0,
     "max_captures": 1,
     "bucket_bytes": 1,
@@ -69,7 +70,12 @@ class Config:
     """Lets all TaskGraphs share the same devices, instead of each having its own."""
 
     schedule: str = "1f1b"
-    """Order of forward and backward in a pipeline: `1f1b` holds few micro-batches in memory, `gpipe` runs all forwards first."""
+    """Order of forward and backward in a pipeline. `1f1b` holds few micro-batches in memory, `gpipe` runs all forwards first, `interleaved`
+    and `wave` (Hanayo) put several chunks on each device, `zero-bubble` fills gaps with weight gradients, `auto` takes what is fastest."""
+
+    num_waves: int | None = None
+    """Each wave puts two chunks of the model on every device. None: one wave for `wave` and `interleaved`, none for `zero-bubble`, and
+    `auto` chooses. Annotations then say how many devices there are; where the chunks are cut is decided by time."""
 
     seed: int = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""

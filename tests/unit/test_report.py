@@ -43,8 +43,8 @@ def hand_made() -> Plan:
         ),
         stage_of_operation=(0, 1, 2),
         crossings=(
-            Crossing("hidden", 0, 1, 4096, True, True, "net.py:7: x = h[..., red]"),
-            Crossing("bias", 1, 2, 512, False, False, "net.py:9: bias()"),
+            Crossing("hidden", 0, 1, 4096, True, True, 1e-4, "net.py:7: x = h[..., red]"),
+            Crossing("bias", 1, 2, 512, False, False, 1e-5, "net.py:9: bias()"),
         ),
         holders={"embed.weight": (0, 1), "a.weight": (0,), "c.weight": (2,), "mask": (0, 1)},
         schedule=scheduling.build("1f1b", graph, 3).to_json(),
@@ -124,7 +124,7 @@ def test_every_width(width: int) -> None:
 def test_a_large_plan_stays_short() -> None:
     """1,024 devices, 512 replicas, 200 crossings: lists are cut and say by how much."""
     plan = hand_made()
-    many = tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, "net.py:1: x") for i in range(200))
+    many = tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, 1e-5, "net.py:1: x") for i in range(200))
     devices = (VirtualDevice(0, tuple((2 * r,) for r in range(512))), VirtualDevice(1, tuple((2 * r + 1,) for r in range(512))))
     large = replace(
         plan,

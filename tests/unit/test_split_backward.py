@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 from whale.lowering.recompute import Recomputed
 from whale.runtime.code import compile_chunk
-from whale.runtime.split import Deferred, kept_bytes, run
+from whale.runtime.split import Deferred, kept_bytes, run_products
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def test_two_parts_give_the_gradients_of_a_whole_backward(model: Layers) -> None
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"norm.weight", "norm.bias", "linear.weight"}
     for each in (products[1], products[0], products[2]):  # in any order
         assert kept_bytes(each) > 0
-        run(each)
+        run_products(each)
         assert not each
     got = gradients(model)
     assert got.keys() == expected.keys()
@@ -91,7 +91,7 @@ def test_a_recomputed_region_is_split_too(model: Layers) -> None:
     products = deferred.begin()
     result.square().sum().backward()  # type: ignore[attr-defined]
     assert len(products) == 5
-    run(products)
+    run_products(products)
     for name, got in gradients(model).items():
         torch.testing.assert_close(got, expected[name], rtol=1e-12, atol=1e-12)
 
@@ -138,7 +138,7 @@ def test_under_autocast_weight_gradients_have_the_type_of_the_weight() -> None:
         result = compile_chunk(symbolic_trace(Cast()), "stage 0", deferred)(x.detach().requires_grad_())
         products = deferred.begin()
         result.float().square().sum().backward()  # type: ignore[attr-defined]
-    run(products)
+    run_products(products)
     for name, got in gradients(linear).items():
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected[name], rtol=1e-2, atol=1e-2)

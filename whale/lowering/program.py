@@ -17,6 +17,7 @@ from whale.capture.graph import user_line
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.messages import Bridges, build_bridges
+from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
 from whale.planning.planner import Assignment
 from whale.planning.samples import SampleMap
@@ -123,7 +124,8 @@ class Lowered:
         devices = tuple(stage.virtual_device for stage in self.plan.stages)
         graph = scheduling.StageGraph(devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ())
         if training:
-            return scheduling.build(self.plan.config["schedule"], graph, num_micro_batch)
+            costs = schedule_costs(graph, self.plan.stages, self.plan.crossings, num_micro_batch)
+            return scheduling.build(self.plan.config["schedule"], graph, num_micro_batch, costs)
         return scheduling.build_forward_only(graph, num_micro_batch)
 
     def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:

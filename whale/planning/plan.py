@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from whale.planning.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule, check
 
-PLAN_FORMAT = 1  # raised when the meaning of a field changes
+PLAN_FORMAT = 2  # raised when the meaning of a field changes
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Crossing:
     batched: bool
     gradient: bool
     """a gradient of the same size comes back"""
+    message_s: float
+    """time of its message for one micro-batch, by the cost model"""
     line: str
 
 

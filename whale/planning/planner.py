@@ -1,12 +1,12 @@
 """Captured graph, cluster and config in, `Plan` out. Every choice leaves a `Decision` with its numbers.
 
-Order: TaskGraphs -> VirtualDevices -> stages -> what crosses -> schedule. Pure: no process group, no weights.
+Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> schedule. Pure: no process group, no weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from whale.capture.losses import NotAdditive
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.planning.chunks import chunk_counts, cut_into_chunks, schedule_costs
 from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph
 from whale.planning.shares import check_batch
 from whale.planning.stages import (
@@ -68,6 +69,21 @@ class Assignment:
     """values that carry a gradient"""
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A model cut and placed in one way, with its schedule."""
+
+    task_graphs: TaskGraphs
+    why_task_graphs: str
+    placement: Placement
+    assignment: Assignment
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    schedule: scheduling.Schedule
+    predicted_s: float
+    """of forwards and backwards, by the schedule's own costs"""
+
+
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
@@ -76,23 +92,16 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     task_graphs, why_task_graphs = _task_graphs(problem, operations, costs)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
     _refuse_split(task_graphs, cluster.num_devices)
-    virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
-    stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
-    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
-    assignment = _assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
-    crossings = _crossings(captured, assignment)
-    edges = tuple(sorted({(c.source, c.destination) for c in crossings}))
-    gradient_edges = tuple(sorted({(c.source, c.destination) for c in crossings if c.gradient}))
-    stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
-    schedule = scheduling.build(config.schedule, stage_graph, config.num_micro_batch)
     widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
+    chosen, why_chunks = _best_candidate(problem, operations, costs, task_graphs, why_task_graphs, placement)
+    task_graphs, placement, assignment = chosen.task_graphs, chosen.placement, chosen.assignment
     decisions = (
-        Decision("TaskGraphs", f"{len(task_graphs.strategies)}", why_task_graphs),
+        Decision("TaskGraphs", f"{len(task_graphs.strategies)}", chosen.why_task_graphs),
         Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
         *_tie_decisions(captured, assignment),
-        Decision("schedule", config.schedule, _schedule_reason(schedule)),
+        Decision("schedule", config.schedule, "; ".join(filter(None, (_schedule_reason(chosen.schedule), why_chunks)))),
     )
     kinds_by_rank = [device.kind for device in cluster.devices]
     plan = Plan(
@@ -107,11 +116,11 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         virtual_devices=placement.virtual_devices,
         num_replicas=placement.num_replicas,
         device_seconds=tuple(max(kind.flop_per_s for kind in kinds_by_rank) / kind.flop_per_s for kind in kinds_by_rank),
-        stages=_describe_stages(problem, task_graphs, assignment, device_of_stage, placement, costs),
-        stage_of_operation=tuple(stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
-        crossings=crossings,
+        stages=chosen.stages,
+        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
+        crossings=chosen.crossings,
         holders=_holders(captured, assignment),
-        schedule=schedule.to_json(),
+        schedule=chosen.schedule.to_json(),
         loss_terms=tuple(
             LossTerm(assignment.result_stage[node], text)
             for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
@@ -120,6 +129,76 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         notes=tuple(captured.notes),
     )
     return plan, assignment
+
+
+def _best_candidate(
+    problem: Problem,
+    operations: list[Node],
+    costs: Mapping[Node, NodeCost],
+    task_graphs: TaskGraphs,
+    why: str,
+    placement: Placement,
+) -> tuple[_Candidate, str]:
+    """The number of chunks on each VirtualDevice that takes least time, and why."""
+    node_seconds, crossing_seconds = _clock(problem, costs)
+    candidates: dict[int, _Candidate] = {}
+    counts = chunk_counts(problem.config, len(placement.virtual_devices))
+    for count in counts:
+        try:
+            parts, where = (
+                (task_graphs, placement)
+                if count == 1
+                else cut_into_chunks(operations, problem.kinds, placement, count, problem.config, node_seconds, crossing_seconds)
+            )
+        except ValueError:
+            if candidates:
+                break  # "auto" asked for more chunks than the model has points
+            raise
+        candidates[count] = _candidate(problem, operations, costs, parts, why if count == 1 else parts.reason, where, count > 1)
+    best = min(candidates, key=lambda count: candidates[count].predicted_s)
+    if len(candidates) == 1:
+        return candidates[best], ""
+    times = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in candidates.items())
+    return candidates[best], f"{best} chunks on each VirtualDevice take least time ({times})"
+
+
+def _candidate(
+    problem: Problem,
+    operations: list[Node],
+    costs: Mapping[Node, NodeCost],
+    task_graphs: TaskGraphs,
+    why: str,
+    placement: Placement,
+    is_chunked: bool,
+) -> _Candidate:
+    captured, config = problem.captured, problem.config
+    if is_chunked:
+        stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
+    else:
+        virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
+        stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
+    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
+    assignment = _assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    stages = _describe_stages(problem, task_graphs, assignment, device_of_stage, placement, costs)
+    crossings = _crossings(problem, assignment, stages, placement)
+    edges = tuple(sorted({(c.source, c.destination) for c in crossings}))
+    gradient_edges = tuple(sorted({(c.source, c.destination) for c in crossings if c.gradient}))
+    stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
+    schedule_cost = schedule_costs(stage_graph, stages, crossings, config.num_micro_batch)
+    schedule = scheduling.build(config.schedule, stage_graph, config.num_micro_batch, schedule_cost)
+    predicted_s = scheduling.simulate(schedule, schedule_cost).step_s
+    return _Candidate(task_graphs, why, placement, assignment, stages, crossings, schedule, predicted_s)
+
+
+def _clock(problem: Problem, costs: Mapping[Node, NodeCost]) -> tuple[Callable[[Node], float], Callable[[Node], float]]:
+    """Seconds of an operation, and of sending its result, for one mini-batch."""
+    kind, link = problem.cluster.devices[0].kind, problem.cluster.intra_host
+    symbol, batch_size = problem.captured.batch_symbol, problem.batch_size
+
+    def crossing_seconds(node: Node) -> float:
+        return value_bytes(node, symbol, batch_size) / link.bytes_per_s
+
+    return lambda node: seconds(costs[node], kind), crossing_seconds
 
 
 def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
@@ -231,15 +310,8 @@ def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, 
         raise ValueError(
             f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out'
         )
-    kind = problem.cluster.devices[0].kind
-    link = problem.cluster.intra_host
-    symbol, batch_size = problem.captured.batch_symbol, problem.batch_size
-
-    def crossing_seconds(node: Node) -> float:
-        return value_bytes(node, symbol, batch_size) / link.bytes_per_s
-
     try:
-        found = from_cuts(operations, problem.kinds, wanted, lambda node: seconds(costs[node], kind), crossing_seconds)
+        found = from_cuts(operations, problem.kinds, wanted, *_clock(problem, costs))
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
@@ -279,18 +351,25 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
             )
 
 
-def _crossings(captured: CapturedGraph, assignment: Assignment) -> tuple[Crossing, ...]:
+def _crossings(problem: Problem, assignment: Assignment, stages: Sequence[Stage], placement: Placement) -> tuple[Crossing, ...]:
+    captured, cluster = problem.captured, problem.cluster
+    samples = problem.batch_size / problem.config.num_micro_batch / placement.num_replicas
     crossings = []
     for node, source, destination in assignment.crossings:
         batched = batch_dim(node, captured.batch_symbol) is not None
+        sample_bytes = value_bytes(node, captured.batch_symbol, 1)
+        ends = [placement.virtual_devices[stages[stage].virtual_device] for stage in (source, destination)]
+        narrowest = min(device.num_devices for device in ends)  # its devices send or receive the largest part each
+        link = cluster.link(ends[0].ranks[0][0], ends[1].ranks[0][0])
         crossings.append(
             Crossing(
                 value=node.name,
                 source=source,
                 destination=destination,
-                sample_bytes=value_bytes(node, captured.batch_symbol, 1),
+                sample_bytes=sample_bytes,
                 batched=batched,
                 gradient=node in assignment.gradients,
+                message_s=link.seconds(sample_bytes * samples / narrowest if batched else sample_bytes),
                 line=user_line(node),
             )
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from whale.lowering.messages import Part
 from whale.lowering.program import Program
 from whale.runtime.gradients import GradientSynchroniser
+from whale.runtime.split import Deferred, Product, run_products
 from whale.runtime.transport import Arrival, Transport, as_message
 from whale.scheduling import Action, Kind
 
@@ -46,6 +47,8 @@ class Pass:
     """gradients of results, summed over consumers"""
     kept: dict[Slot, tuple[list[Tensor], tuple[Tensor, ...]]] = field(default_factory=dict)
     """received inputs and results, from forward to backward"""
+    products: dict[Slot, list[Product]] = field(default_factory=dict)
+    """weight products that were put off, from the input part of a backward to its weight part"""
     input_gradients: dict[ValueKey, Tensor] = field(default_factory=dict)
     """on their way to the stage that made the input"""
     num_kept: dict[int, int] = field(default_factory=dict)
@@ -150,12 +153,13 @@ class Forward:
 
 
 class Backward:
-    """Differentiates what `Forward` kept."""
+    """Differentiates what `Forward` kept: wholly, or with `deferred` without the weight products, which are kept for `WeightBackward`."""
 
-    def __init__(self, program: Program, action: Action) -> None:
+    def __init__(self, program: Program, action: Action, is_last: bool, deferred: Deferred | None = None) -> None:
+        """`is_last`: when it is done, all gradients of the stage are final."""
         chunk = program.chunks[action.stage]
         self.stage, self.slot, self.has_loss = action.stage, (action.stage, action.micro_batch), chunk.has_loss
-        self.is_last = action.micro_batch == program.num_micro_batch - 1
+        self.is_last, self.deferred = is_last, deferred
         self.sent = [(*self.slot, value.index) for value in chunk.sent]
         # (place among the received tensors, where its gradient goes, whether that is a stage of this rank)
         self.returned: list[tuple[int, ValueKey, bool]] = []
@@ -182,6 +186,8 @@ class Backward:
         assert this.gradients is not None
         if self.is_last:
             this.gradients.last_backward(self.stage)
+        if self.deferred is not None:
+            this.products[self.slot] = self.deferred.begin()
         if roots:
             torch.autograd.backward(roots, seeds)
         for place, key, local in self.returned:
@@ -191,6 +197,16 @@ class Backward:
                 this.add_incoming(key, gradient)
             else:
                 this.input_gradients[key] = gradient
+
+
+class WeightBackward:
+    """The weight products that the input part of a backward put off."""
+
+    def __init__(self, action: Action) -> None:
+        self.slot = (action.stage, action.micro_batch)
+
+    def run(self, this: Pass) -> None:
+        run_products(this.products.pop(self.slot))
 
 
 class Synchronise:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from whale.lowering.program import Program
-from whale.runtime.actions import Backward, Forward, Pass, Receive, Send, Synchronise
+from whale.runtime.actions import Backward, Forward, Pass, Receive, Send, Synchronise, WeightBackward
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
+from whale.runtime.split import Deferred
 from whale.runtime.transport import Transport
 from whale.runtime.watch import Watch
 from whale.scheduling import Action, Kind
@@ -58,22 +59,44 @@ class Executor:
     def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
-        functions = {stage: compile_chunk(chunk.module, f"stage {stage}") for stage, chunk in program.chunks.items()}
         self._receives: list[Receive] = []
-        self._prepared: list[tuple[Action, Callable[[Pass], None]]] = []
+        self._prepared = self._prepare()
+        self._positions = [_position(place, *prepared, len(self._prepared)) for place, prepared in enumerate(self._prepared, 1)]
+
+    def _prepare(self) -> list[tuple[Action, Callable[[Pass], None]]]:
+        """Every action with the function that does it."""
+        program = self.program
+        split = {(action.stage, action.micro_batch) for action in program.actions if action.kind is Kind.INPUT}
+        deferred = {stage: Deferred() for stage, _ in split}
+        last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
+        functions: dict[tuple[int, bool], Callable[..., tuple[Tensor, ...]]] = {}
+        prepared: list[tuple[Action, Callable[[Pass], None]]] = []
         for action in program.actions:
             if action.kind is Kind.FORWARD:
-                self._prepared.append((action, Forward(program, action, functions[action.stage]).run))
+                is_split = (action.stage, action.micro_batch) in split
+                key = (action.stage, is_split)
+                if key not in functions:
+                    name = f"stage {action.stage}, split backward" if is_split else f"stage {action.stage}"
+                    chunk = program.chunks[action.stage].module
+                    functions[key] = compile_chunk(chunk, name, deferred[action.stage] if is_split else None)
+                run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
-                self._prepared.append((action, Backward(program, action).run))
+                run = Backward(program, action, last[action.stage] is action).run
+            elif action.kind is Kind.INPUT:
+                run = Backward(program, action, False, deferred[action.stage]).run
+            elif action.kind is Kind.WEIGHT:
+                run = WeightBackward(action).run
             elif action.kind is Kind.SEND:
-                self._prepared.append((action, Send(program, action).run))
+                run = Send(program, action).run
             elif action.kind is Kind.RECEIVE:
                 self._receives.append(Receive(program, action, len(self._receives)))
-                self._prepared.append((action, self._receives[-1].run))
+                run = self._receives[-1].run
             elif action.kind is Kind.SYNCHRONISE:
-                self._prepared.append((action, Synchronise(action).run))
-        self._positions = [_position(place, *prepared, len(self._prepared)) for place, prepared in enumerate(self._prepared, 1)]
+                run = Synchronise(action).run
+            else:
+                continue
+            prepared.append((action, run))
+        return prepared
 
     def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
         """One pass over the action list. `gradients` is None for evaluation."""

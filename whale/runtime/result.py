@@ -27,14 +27,23 @@ class Totals:
 
     def __init__(self, parts: torch.Tensor, is_distributed: bool) -> None:
         self._tensor = parts
-        self._work = dist.all_reduce(parts, async_op=True) if is_distributed else None
+        self._work: dist.Work | None = None
         self._values: list[float] | None = None
+        if is_distributed and parts.device.type == "cpu":
+            # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes a hop
+            num_ranks = dist.get_world_size()
+            self._tensor = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
+            sent = parts.repeat(num_ranks, 1)
+            self._work = dist.all_to_all_single(self._tensor.view(-1), sent.view(-1), async_op=True)
+        elif is_distributed:
+            self._work = dist.all_reduce(parts, async_op=True)
 
     def values(self) -> list[float]:
         if self._values is None:
             if self._work is not None:
                 self._work.wait()
-            self._values = self._tensor.tolist()
+            total = self._tensor if self._tensor.ndim == 1 else self._tensor.sum(dim=0)
+            self._values = total.tolist()
         return self._values
 
 

@@ -2,9 +2,9 @@
 
 The products that make weight gradients (linear layers, convolutions) are nearly half of a backward, and no other stage waits for them. In
 a chunk that is split, those layers are called through the functions below. Their backward gives the gradient of the layer's input and
-puts the other product off, into the list of its micro-batch; `run` does it later and adds it straight to `.grad`. Everything else in the
-chunk (norms, attention, embeddings) is differentiated as always. No walk over the autograd graph: what is put off was known when the
-chunk was compiled.
+puts the other product off, into the list of its micro-batch; `run_products` does it later and adds it straight to `.grad`. Everything
+else in the chunk (norms, attention, embeddings) is differentiated as always. No walk over the autograd graph: what is put off was known
+when the chunk was compiled.
 
 Where the input of a layer needs no gradient, or its weight is no parameter but computed, the layer stays as it is.
 """
@@ -39,7 +39,7 @@ class Deferred:
         return self.products
 
 
-def run(products: list[Product]) -> None:
+def run_products(products: list[Product]) -> None:
     """The weight part of a backward. Lets go of each product's tensors as soon as it is added."""
     with torch.no_grad():
         products.reverse()
