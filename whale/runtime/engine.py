@@ -214,6 +214,8 @@ class Engine:
     def _open_metrics(self) -> Metrics | None:
         folder = self._job.config.folder
         if folder is None:
+            if self._job.config.tensorboard:
+                raise ValueError('"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run')
             return None
         peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
