@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 
 from whale.checkpoint import Reader
 
@@ -175,9 +175,8 @@ def test_lora_from_safetensors(tmp_path: Path) -> None:
         first = pretrained(**finetune_lora.batches(1)[0]).loss.item()
     assert alone[0] == pytest.approx(first, rel=FLOAT32)
     assert alone[-1] < alone[0]
-    exported = load_file(tmp_path / "runs/finetune_lora/model.safetensors")
     model = finetune_lora.build()
-    model.load_state_dict(exported, strict=True)
+    load_model(model, tmp_path / "runs/finetune_lora/model.safetensors", strict=True)
     trained = dict(model.named_parameters())
     for name, tensor in pretrained.named_parameters():
         mine = trained[name.replace("c_attn.", "c_attn.base.")]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
-from whale.checkpoint import Handle, export_safetensors
+from whale.checkpoint import Handle
 from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
@@ -178,11 +178,11 @@ class Engine:
         return step
 
     def export(self, path: str | Path) -> None:
-        """Writes the whole model as one safetensors file that the plain local model loads with `strict=True`. All ranks must call it."""
-        state = self.full_state_dict()
-        if self._job.ranks.rank == 0:
-            export_safetensors(path, state)
-        self._job.ranks.gather(None)  # nobody goes on before the file is there
+        """Writes the whole model as one safetensors file, for `safetensors.torch.load_model(model, path, strict=True)` or Hugging Face.
+
+        All ranks must call it.
+        """
+        self._checkpoints.export(Path(path), self.full_state_dict())
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
