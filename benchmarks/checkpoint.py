@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/checkpoint.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2

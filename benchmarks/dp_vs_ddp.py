@@ -5,9 +5,14 @@ Ceiling: DDP under `no_sync`, which communicates nothing.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/dp_vs_ddp.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/local_overhead.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2

@@ -5,15 +5,19 @@ Ceiling: 1F1B computed from the times that torch's own stages take on their own,
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_vs_torch.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2

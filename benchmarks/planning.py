@@ -6,9 +6,12 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/planning.py` finds its neighbours, too
 
 import whale as wh
 

@@ -44,7 +44,14 @@ class LoRA(nn.Module):
 
 def config() -> transformers.GPT2Config:
     return transformers.GPT2Config(
-        n_layer=4, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        n_layer=4,
+        n_embd=64,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        bos_token_id=None,
+        eos_token_id=None,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     )
 
 

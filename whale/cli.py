@@ -209,7 +209,7 @@ def top(
     try:
         follow(run_folder, Console(), every, once)
     except ValueError as error:
-        _stop(str(error), FAILED)
+        _stop(f"whale top: {error}", FAILED)
     except KeyboardInterrupt:
         return
 

@@ -22,7 +22,8 @@ from whale.checkpoint import CheckpointError
 
 WIDTH, NUM_CLASSES, NUM_LAYERS = 16, 3, 4
 BATCH_SIZE, NUM_SAMPLES = 6, 32  # an epoch is 5 mini-batches: resuming crosses epochs
-TIMEOUT_S = 4.0
+TIMEOUT_S = 6.0
+"""silence that ends the job: short, and longer than a busy machine keeps a thread from running"""
 
 
 class Net(nn.Module):

@@ -665,6 +665,30 @@ def test_a_folder_without_permission_says_so(tmp_path: Path, monkeypatch: pytest
         saver_of(tmp_path).save(2, {"w": torch.ones(3)}).wait()
 
 
+LIMITED = """
+import resource, sys, torch
+from whale.checkpoint import AsyncSaver, CheckpointError, Reader
+
+saver = AsyncSaver(sys.argv[1], job_id="job", timeout_s=5.0)
+saver.save(1, {"w": torch.ones(1000)}).wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    saver.save(2, {"w": torch.ones(100_000)}).wait()
+except CheckpointError as error:
+    print(error)
+saver.save(3, {"w": torch.full((1000,), 3.0)}).wait()
+"""
+
+
+def test_a_file_that_may_not_grow_keeps_earlier_checkpoints_and_training(tmp_path: Path) -> None:
+    """A write that the system cuts short, on any machine: a full disk of the same kind needs root to be made."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "a file of 400,000 bytes is larger than" in done.stdout and "Raise `ulimit -f`" in done.stdout
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
+    assert read_all(tmp_path)["w"].tolist() == [3.0] * 1000
+
+
 def test_a_file_in_place_of_the_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"writing .* failed: Not a directory"):

@@ -22,6 +22,9 @@ def explain(error: OSError, doing: str, path: Path, num_bytes: int | None = None
             f"the disk is full: {needed}, {_free_bytes(path)} are free. Free some space, keep fewer checkpoints (keep=...), "
             f"or save to another folder"
         )
+    elif error.errno == errno.EFBIG:
+        size = f" of {num_bytes:,} bytes" if num_bytes is not None else ""
+        what = f"a file{size} is larger than the file system or a limit allows. Raise `ulimit -f`, or save to another folder"
     elif error.errno in NOT_ALLOWED:
         why = "the file system is read-only" if error.errno == errno.EROFS else "this user may not write there"
         what = f"{why}. Save to a folder that you can write to, or change its permissions"

@@ -10,6 +10,7 @@ than be refused. These files have no checksums: sizes and shapes are checked, co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -210,12 +211,14 @@ def export_safetensors(path: str | Path, state_dict: Mapping[str, Tensor]) -> Pa
         tensors[name] = tensor
     aside = final.with_name(f".{final.name}.{os.getpid()}.part")
     try:
+        os.makedirs(final.parent, exist_ok=True)
         aside.unlink(missing_ok=True)
         write_tensors(aside, tensors, metadata)
         os.replace(aside, final)
         sync_folder(final.parent)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what stands in the way of the folder also stands in the way of this
+            aside.unlink(missing_ok=True)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         raise explain(error, "exporting", final, needed) from error
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,22 @@ from rich.live import Live
 from rich.table import Table
 
 from whale.report.units import human_bytes, human_seconds
-from whale.runtime.metric_files import read_metrics
+from whale.runtime.metric_files import last_metrics
 
 STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 
 
-def metrics_table(lines: dict[int, list[dict[str, Any]]], now: float) -> Table:
+def metrics_table(lines: Mapping[int, dict[str, Any] | None], now: float) -> Table:
     """The last step of every rank."""
-    latest = [steps[-1] for steps in lines.values() if steps]
-    newest = max(latest, key=lambda line: line["step"])
+    newest = max(filter(None, lines.values()), key=lambda line: line["time"])
     title = f"step {newest['step']}: loss {newest['loss']:.6g}, gradient norm {newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("rank", "step", "samples/s", "step time", "compute", "communication", "bubble", "utilisation", "memory", "last seen"):
         table.add_column(name, justify="right")
-    for rank, steps in lines.items():
-        if not steps:
+    for rank, line in lines.items():
+        if line is None:
             table.add_row(str(rank), *["-"] * 9)
             continue
-        line = steps[-1]
         total = line["total_s"]
         age = now - line["time"]
         table.add_row(
@@ -46,7 +45,9 @@ def metrics_table(lines: dict[int, list[dict[str, Any]]], now: float) -> Table:
 
 def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> None:
     """Prints the table once, or keeps it up to date until Ctrl-C."""
-    lines = read_metrics(run_folder)
+    if every_s <= 0:
+        raise ValueError(f"--every {every_s:g}: the time between two updates must be more than 0 s")
+    lines = last_metrics(run_folder)
     if not any(lines.values()):
         raise ValueError(
             f"{run_folder} has no metrics yet: give a run folder ('run_folder' of the config, 'runs/<script>' under whale run)"
@@ -57,4 +58,4 @@ def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> No
     with Live(metrics_table(lines, time.time()), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(every_s)
-            live.update(metrics_table(read_metrics(run_folder), time.time()), refresh=True)
+            live.update(metrics_table(last_metrics(run_folder), time.time()), refresh=True)

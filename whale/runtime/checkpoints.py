@@ -19,6 +19,7 @@ from whale.checkpoint import (
     PretrainedReader,
     Reader,
     assign_writers,
+    export_safetensors,
     find_checkpoints,
     merge_values,
     pack_optimizer,
@@ -131,6 +132,18 @@ class Checkpoints:
         if data is not None and staged.values.get("data") is not None:
             data.load_state_dict(staged.values["data"])
         self.num_bytes_read = staged.num_bytes_read
+
+    def export(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        """Rank 0 writes the whole model; returns when the file is there, and raises on every rank when it cannot be written."""
+        error: Exception | None = None
+        try:
+            if self._job.ranks.rank == 0:
+                export_safetensors(path, state)
+        except (CheckpointError, ValueError) as problem:
+            error = problem
+        text = self._job.ranks.from_first(str(error) if error else None)
+        if text is not None:
+            raise error or CheckpointError(text)
 
     def wait(self) -> None:
         """Waits until every save is in place."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
-from whale.checkpoint import Handle, export_safetensors
+from whale.checkpoint import Handle
 from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
@@ -178,11 +178,11 @@ class Engine:
         return step
 
     def export(self, path: str | Path) -> None:
-        """Writes the whole model as one safetensors file that the plain local model loads with `strict=True`. All ranks must call it."""
-        state = self.full_state_dict()
-        if self._job.ranks.rank == 0:
-            export_safetensors(path, state)
-        self._job.ranks.gather(None)  # nobody goes on before the file is there
+        """Writes the whole model as one safetensors file, for `safetensors.torch.load_model(model, path, strict=True)` or Hugging Face.
+
+        All ranks must call it.
+        """
+        self._checkpoints.export(Path(path), self.full_state_dict())
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
@@ -214,6 +214,8 @@ class Engine:
     def _open_metrics(self) -> Metrics | None:
         folder = self._job.config.folder
         if folder is None:
+            if self._job.config.tensorboard:
+                raise ValueError('"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run')
             return None
         peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)

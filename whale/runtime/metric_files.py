@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+TAIL_BYTES = 1 << 16
+"""more than any line: enough to find the last one of a long run"""
+
 
 def metrics_file(run_folder: str | Path, rank: int) -> Path:
     return Path(run_folder) / "metrics" / f"rank_{rank:05d}.jsonl"
@@ -13,13 +16,32 @@ def metrics_file(run_folder: str | Path, rank: int) -> Path:
 
 def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
     """Lines of every rank; a half-written last line is left out."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl")):
-        lines = []
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
-        found[int(path.stem.removeprefix("rank_"))] = lines
+    return {rank: _lines(path.read_bytes()) for rank, path in _files(run_folder).items()}
+
+
+def last_metrics(run_folder: str | Path) -> dict[int, dict[str, Any] | None]:
+    """The last whole line of every rank, None before there is one. Reads the ends of the files only."""
+    found: dict[int, dict[str, Any] | None] = {}
+    for rank, path in _files(run_folder).items():
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - TAIL_BYTES)
+            file.seek(start)
+            content = file.read()
+        lines = _lines(content.partition(b"\n")[2] if start else content)
+        found[rank] = lines[-1] if lines else None
+    return found
+
+
+def _files(run_folder: str | Path) -> dict[int, Path]:
+    return {int(path.stem.removeprefix("rank_")): path for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl"))}
+
+
+def _lines(content: bytes) -> list[dict[str, Any]]:
+    """A line that is no JSON was cut off when its rank was killed: those behind it are of the next run."""
+    found = []
+    for text in content.splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
     return found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import sys
@@ -37,9 +38,13 @@ class Metrics:
     _started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:  # on every rank, so that all refuse alike
+            raise ValueError('"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]", or leave it out')
         path = metrics_file(self.run_folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)  # a line reaches the file when its step ends
+        if path.stat().st_size:
+            self._file.write("\n")  # a run that was killed may have left half a line
         if self.tensorboard and self.rank == 0:
             self._board = _open_board(self.run_folder / "tensorboard")
 
@@ -86,8 +91,6 @@ def peak_memory_bytes() -> int:
 
 
 def _open_board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError('"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]"') from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
