@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.runtime.checkpoints import Pretrained, load_pretrained
+from whale.runtime.devices import ClusterLike, chosen_cluster, cluster_of_ranks, cluster_to_plan_for, read_cluster
 from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
@@ -44,6 +44,10 @@ class _Session:
     ranks: Ranks | None = None
     num_devices: int | None = None
     """set by `whale plan -n N`: pretend to have so many devices"""
+    cluster: ClusterLike | None = None
+    """given to `init`"""
+    planned_cluster: Cluster | None = None
+    """set by `whale plan --cluster`"""
 
 
 _session = _Session(Config())
@@ -57,12 +61,15 @@ class PlanReady(BaseException):
         self.plan = plan
 
 
-def init(config: Config | dict[str, Any] | None = None) -> None:
-    """Starts Whale in this process: reads the config and, under a launcher, joins the other ranks."""
+def init(config: Config | dict[str, Any] | None = None, *, cluster: ClusterLike | None = None) -> None:
+    """Starts Whale in this process: reads the config and, under a launcher, joins the other ranks.
+
+    `cluster`: a `Cluster` or the path of a cluster file, also `{"cluster": path}` in the config; without one, ranks find their devices.
+    """
     checked = config if isinstance(config, Config) else Config(config)
     if _session.ranks is not None:
         set_default_strategy(None)  # a new start; what was said before the first one stays
-    _session.config = checked
+    _session.config, _session.cluster = checked, cluster
     if _session.num_devices is None:
         _session.ranks = Ranks(checked.device, checked.timeout_s, checked.stall_timeout_s)
 
@@ -78,13 +85,13 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def planning_only(num_devices: int) -> Iterator[None]:
+def planning_only(num_devices: int, cluster: Cluster | None = None) -> Iterator[None]:
     """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by `whale plan`."""
-    _session.num_devices = num_devices
+    _session.num_devices, _session.planned_cluster = num_devices, cluster
     try:
         yield
     finally:
-        _session.num_devices = None
+        _session.num_devices = _session.planned_cluster = None
 
 
 def plan(
@@ -92,18 +99,18 @@ def plan(
     sample_batch: Any,
     *,
     loss: Loss | None = None,
-    cluster: Cluster | int | None = None,
+    cluster: ClusterLike | int | None = None,
     config: Config | dict[str, Any] | None = None,
 ) -> Plan:
     """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may be on `meta`.
 
-    `cluster`: a `Cluster`, a number of devices, or None for the devices of this job.
+    `cluster`: a `Cluster`, the path of a cluster file (its devices in its order), a number of devices, or None for the devices of this job.
     """
     checked = _config(config)
     built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
-    return _plan(built, prepared, _cluster(cluster), checked, layout)
+    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout)
 
 
 def parallelize(
@@ -115,23 +122,25 @@ def parallelize(
     loss: Loss | None = None,
     init: Init | None = None,
     plan: Plan | str | Path | None = None,
-    cluster: Cluster | None = None,
+    cluster: ClusterLike | None = None,
     weights: Pretrained | str | Path | None = None,
     prepared: Prepared | None = None,
 ) -> Engine:
     """Captures the model, plans it onto the devices of this job, and gives the engine that trains it.
 
     `model`: a module (rank 0's weights count) or a function that builds one. `optimizer`: called with (name, parameter) pairs.
+    `cluster`: a `Cluster` or cluster file whose devices are matched to the ranks by host name and local rank.
     `loss(output, batch)`: without it the model returns a scalar or something with `.loss`. `plan`: a plan to follow instead of making one.
     `weights`: a safetensors file or Hugging Face folder to start from; each rank reads only its own part.
     `prepared`: a capture made before by the caller, in the same process (tests capture once and run many plans).
     """
     config = _session.config
     if _session.num_devices is not None:
-        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster or _session.num_devices, config=config))
+        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster, config=config))
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
+    devices = cluster_of_ranks(chosen_cluster(cluster, _session.cluster, config.cluster), ranks)
     layout: BatchLayout | None = None
     built: torch.nn.Module | None = None
     error: BaseException | None = None
@@ -161,7 +170,7 @@ def parallelize(
             if plan is not None:
                 chosen = _given_plan(plan, prepared, ranks)
             else:
-                chosen = _plan(built, prepared, _cluster(cluster), config, layout)
+                chosen = _plan(built, prepared, devices, config, layout)
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -289,13 +298,17 @@ def _config(config: Config | dict[str, Any] | None) -> Config:
     return config if isinstance(config, Config) else Config(config)
 
 
-def _cluster(cluster: Cluster | int | None) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    count = cluster if cluster is not None else num_devices()
-    kind = "V100-32GB" if torch.cuda.is_available() else "CPU"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    return Cluster.uniform(count, kind, devices_per_host=per_host)
+def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) -> Cluster:
+    """For planning alone: `whale plan --cluster` first, then what the script gives, else as many devices as the job has."""
+    if _session.planned_cluster is not None:
+        return _session.planned_cluster
+    if cluster is not None:
+        return cluster_to_plan_for(cluster, 1)
+    given = chosen_cluster(_session.cluster, config.cluster)
+    if given is None:
+        return cluster_to_plan_for(None, num_devices())
+    described = read_cluster(given)
+    return described if _session.num_devices is not None else described.first(num_devices())
 
 
 __all__ = ["Engine", "Plan", "PlanReady", "init", "num_devices", "parallelize", "plan", "planning_only", "rank"]

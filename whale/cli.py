@@ -6,6 +6,7 @@ with the exit code of the rank that failed first.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -20,12 +21,13 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from whale.cluster.cluster import Cluster
     from whale.planning.plan import Plan
 
 FAILED, WRONG_USE = 1, 2
 INTERRUPTED = 130
 """what shells give for Ctrl-C: 128 + SIGINT"""
-PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save")
+PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster")
 PLAN_FLAGS = ("--debug",)
 
 app = typer.Typer(
@@ -38,6 +40,7 @@ app = typer.Typer(
 )
 
 ScriptArgument = Annotated[Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")]
+ClusterOption = Annotated[Path | None, typer.Option(help="A cluster file: hosts, kinds of devices, links (docs/cluster.md).")]
 OwnArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own arguments, passed on as they are")]
 
 
@@ -62,7 +65,7 @@ def _num_own_words(words: Sequence[str]) -> int:
         word = words[place]
         if word in PLAN_OPTIONS_WITH_VALUE:
             place += 2
-        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save)=.*", word):
+        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster)=.*", word):
             place += 1
         else:
             break
@@ -95,6 +98,7 @@ def run(
     arguments: OwnArguments = None,
     num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]")] = None,
     restarts: Annotated[int, typer.Option(help="How often all ranks are started again after a failure.")] = 0,
+    cluster: ClusterOption = None,
 ) -> None:
     """Run a training script on several ranks of this machine.
 
@@ -107,6 +111,8 @@ def run(
         _stop(f"whale run: -n {num_ranks}: at least 1 rank is needed")
     if restarts < 0:
         _stop(f"whale run: --restarts {restarts}: it cannot be negative")
+    if cluster is not None:
+        num_ranks = _ranks_of_cluster(cluster, num_ranks)
     try:
         failure = launcher.launch(script, arguments or [], num_ranks or launcher.default_num_ranks(), restarts)
     except KeyboardInterrupt:
@@ -127,6 +133,7 @@ def plan(
     num_devices: Annotated[int | None, typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the plan to this JSON file.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    cluster: ClusterOption = None,
 ) -> None:
     """Show how a training script would run on several devices, without starting any process.
 
@@ -139,20 +146,22 @@ def plan(
         _stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
     if save is not None and not save.absolute().parent.is_dir():
         _stop(f"whale plan: --save {save}: there is no folder {save.parent}")
-    made = _plan_of_script(script, arguments or [], num_devices or default_num_ranks(), debug)
+    described = None if cluster is None else _first_devices(cluster, num_devices)
+    num_devices = described.num_devices if described is not None else num_devices or default_num_ranks()
+    made = _plan_of_script(script, arguments or [], num_devices, debug, described)
     _print(made)
     if save is not None:
         made.save(save)
         print(f"saved as {save}")
 
 
-def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool) -> Plan:
+def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None) -> Plan:
     from whale.api import PlanReady, planning_only
     from whale.launcher import run_script, script_traceback
 
     exit_code: object = None
     try:
-        with planning_only(num_devices):
+        with planning_only(num_devices, cluster):
             run_script(script, arguments)
     except PlanReady as ready:
         return ready.plan
@@ -243,6 +252,32 @@ def _load(file: Path, command: str) -> Plan:
         _stop(f"whale {command}: {file}: {error.strerror}")
     except ValueError as error:
         _stop(f"whale {command}: {error}")
+
+
+def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
+    """For `whale run`: one rank for each device that the file gives this host, unless -n says fewer; the ranks read the file."""
+    from whale.cluster.cluster import Cluster
+    from whale.cluster.matching import num_local_devices
+    from whale.config import CLUSTER_VARIABLE
+
+    try:
+        here = num_local_devices(Cluster.load(file))
+    except ValueError as error:
+        _stop(f"whale run: {error}")
+    if num_ranks is not None and num_ranks > here:
+        _stop(f"whale run: -n {num_ranks}: {file} gives this host {here} devices; ask for at most {here} or add devices to the file")
+    os.environ[CLUSTER_VARIABLE] = str(file.absolute())
+    return num_ranks or here
+
+
+def _first_devices(file: Path, num_devices: int | None) -> Cluster:
+    from whale.cluster.cluster import Cluster
+
+    try:
+        cluster = Cluster.load(file)
+        return cluster if num_devices is None else cluster.first(num_devices)
+    except ValueError as error:
+        _stop(f"whale plan: {error}")
 
 
 def _print(made: Plan, name: str = "the plan") -> None:

@@ -49,6 +49,9 @@ ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s")
 RUN_FOLDER_VARIABLE = "WHALE_RUN_FOLDER"
 """environment variable that `whale run` sets for scripts that name no run folder"""
 
+CLUSTER_VARIABLE = "WHALE_CLUSTER"
+"""environment variable with the cluster file of `whale run --cluster`"""
+
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
 
@@ -65,6 +68,9 @@ class Config:
 
     num_task_graph: int | None = None
     """Cuts a model without annotations into this many stages of about the same time. None: the annotations decide."""
+
+    cluster: str | None = None
+    """The cluster file: which devices there are, what they can do, and their links. None: what the ranks find under themselves."""
 
     colocate: bool = False
     """Lets all TaskGraphs share the same devices, instead of each having its own."""

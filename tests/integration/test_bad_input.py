@@ -302,7 +302,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[str], str], tuple[str, ...]]] = {
     "operations missing": (lambda text: broken(text, lambda data: data["stage_of_operation"].pop()), ("places 6 operations", "has 7")),
     "no such stage": (lambda text: broken(text, lambda data: data["holders"].update({"head.weight": [7]})), ("plan.json", "beyond its 1")),
     "action missing": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].remove("F0.1")), ("F0.1", "missing")),
-    "backward first": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].reverse()), ("does not hold", "the last backward")),
+    "backward first": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].reverse()), ("the last backward",)),
     "no such action": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].append("fly")), ("'fly'", "no action")),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whale.planning.cuts import cut
+from whale.planning.cuts import NoRoom, StageMemory, cut
 
 
 def objective(starts: tuple[int, ...], times: list[int], crossing_times: list[int], speeds: list[int]) -> tuple[Fraction, int]:
@@ -94,6 +94,83 @@ def test_4000_positions_64_stages_in_time(one_long: bool) -> None:
     found = cut(times, crossing_times, 64)
     assert time.perf_counter() - start < 5
     assert found.slowest >= times.max()
+
+
+@st.composite
+def problems_with_memory(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]:
+    """Times and bytes of every operation on every stage; capacities about what some cut needs, so that many are tight."""
+    size = draw(st.integers(1, 8))
+    allowed = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    num_stages = draw(st.integers(1, min(4, sum(allowed[1:]) + 1)))
+    table = st.lists(st.lists(st.integers(0, 6), min_size=size, max_size=size), min_size=num_stages, max_size=num_stages)
+    times, num_bytes = draw(table), draw(table)
+    crossing_times = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+    points = [point for point in range(1, size) if allowed[point]]
+    starts = (0, *sorted(draw(st.permutations(points))[: num_stages - 1]), size)
+    used = [sum(num_bytes[stage][first:last]) for stage, (first, last) in enumerate(pairwise(starts))]
+    spare = draw(st.lists(st.integers(-1, 3), min_size=num_stages, max_size=num_stages))
+    capacities = [max(0, most + more) for most, more in zip(used, spare, strict=True)]
+    return times, crossing_times, allowed, num_bytes, capacities
+
+
+memory_outcomes = {"free": 0, "tight": 0, "refused": 0}
+
+
+@settings(max_examples=3000)
+@given(problem=problems_with_memory())
+def test_equals_brute_force_under_memory(problem: tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]) -> None:
+    times, crossing_times, allowed, num_bytes, capacities = problem
+    size, num_stages = len(crossing_times), len(times)
+
+    def objective_of(starts: tuple[int, ...]) -> tuple[int, int]:
+        slowest = 0
+        for stage, (first, last) in enumerate(pairwise([*starts, size])):
+            crossing = (crossing_times[first] if first else 0) + (crossing_times[last] if last < size else 0)
+            slowest = max(slowest, sum(times[stage][first:last]) + crossing)
+        return slowest, sum(crossing_times[start] for start in starts[1:])
+
+    def fits(starts: tuple[int, ...]) -> bool:
+        bounds = enumerate(pairwise([*starts, size]))
+        return all(sum(num_bytes[stage][first:last]) <= capacities[stage] for stage, (first, last) in bounds)
+
+    points = [point for point in range(1, size) if allowed[point]]
+    every = [(0, *inner) for inner in combinations(points, num_stages - 1)]
+    best = min((objective_of(starts) for starts in every if fits(starts)), default=None)
+    memory = StageMemory(np.array(num_bytes, dtype=float), np.array(capacities, dtype=float))
+    arguments = (np.array(times), np.array(crossing_times), num_stages, np.array(allowed))
+    if best is None:
+        memory_outcomes["refused"] += 1
+        with pytest.raises(NoRoom, match=f"no cut into {num_stages} stages fits into memory"):
+            cut(*arguments, memory=memory)
+        return
+    memory_outcomes["free" if best == min(map(objective_of, every)) else "tight"] += 1
+    found = cut(*arguments, memory=memory)
+    assert fits(found.starts)
+    assert objective_of(found.starts) == best
+    assert found.slowest == pytest.approx(best[0], rel=1e-9) and found.total_crossing == best[1]
+
+
+def test_the_memory_cases_are_of_all_sorts() -> None:
+    """Runs after the test above: a generator that only makes easy cases would prove nothing."""
+    if not sum(memory_outcomes.values()):
+        pytest.skip("the brute-force test did not run")
+    assert min(memory_outcomes.values()) > 200, memory_outcomes
+
+
+def test_4000_positions_16_stages_tight_memory() -> None:
+    """Against a bound by hand: equal operations, 3 of 16 stages with a third of the room of the others."""
+    size, num_stages = 4000, 16
+    capacities = np.full(num_stages, 300.0)
+    capacities[[0, 5, 11]] = 100.0
+    found = cut(np.ones(size), np.zeros(size), num_stages, memory=StageMemory(np.ones((num_stages, size)), capacities))
+    assert found.slowest == pytest.approx(-(-(size - 300) // 13))  # the small ones are full, the others share the rest
+    assert "memory moved the cuts (slowest without limits: 250 s)" in found.reason
+
+
+def test_no_room_says_how_much_is_missing() -> None:
+    memory = StageMemory(np.full((2, 5), 1e9), np.array([2e9, 2e9]))
+    with pytest.raises(NoRoom, match=r"no cut into 2 stages fits into memory: stages of 2, 2 GB leave operations 4 to 4 .* need 1 GB more"):
+        cut(np.ones(5), np.zeros(5), 2, memory=memory)
 
 
 def test_too_many_stages() -> None:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whale.planning.shares import check_batch, even_shares, fair_shares, intervals, micro_batch_sizes
+from whale.planning.shares import (
+    DoesNotFit,
+    Load,
+    best_shares,
+    check_batch,
+    even_shares,
+    fair_shares,
+    intervals,
+    micro_batch_sizes,
+    shares_of_series,
+    slowest_times,
+)
 
 
 def all_shares(total: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -52,6 +63,70 @@ def test_fair_shares_equal_brute_force(total: int, seconds: list[float]) -> None
     shares = fair_shares(total, seconds)
     assert sum(shares) == total and min(shares) >= 0
     assert slowest(shares) == min(slowest(other) for other in all_shares(total, len(seconds)))
+
+
+def slowest_of(shares: tuple[int, ...], loads: list[Load]) -> float:
+    """Line (2) of the module, from its definition."""
+    return max(load.fixed_s + share * load.sample_s if share else 0.0 for share, load in zip(shares, loads, strict=True))
+
+
+# small whole numbers: ties and full memories are frequent, and sums are exact
+any_load = st.builds(Load, st.integers(0, 6).map(float), st.integers(0, 4).map(float), st.integers(0, 5))
+
+
+@settings(max_examples=3000)
+@given(total=st.integers(0, 9), loads=st.lists(any_load, min_size=1, max_size=4), least=st.integers(0, 1))
+def test_best_shares_equal_brute_force_under_memory(total: int, loads: list[Load], least: int) -> None:
+    allowed = [
+        shares
+        for shares in all_shares(total, len(loads))
+        if all(least <= share <= load.most for share, load in zip(shares, loads, strict=True))
+    ]
+    if not allowed:
+        with pytest.raises(DoesNotFit, match=f"{total} samples"):
+            best_shares(total, loads, least)
+        assert total == 0 or slowest_times(total, loads, least)[total] == float("inf")
+        return
+    best = min(slowest_of(shares, loads) for shares in allowed)
+    found = best_shares(total, loads, least)
+    assert found in allowed
+    assert slowest_of(found, loads) == best
+    assert total == 0 or slowest_times(total, loads, least)[total] == best
+
+
+any_replica = st.lists(st.lists(any_load, min_size=1, max_size=2), min_size=1, max_size=2)
+
+
+@settings(max_examples=1000)
+@given(total=st.integers(1, 7), replicas=st.lists(any_replica, min_size=1, max_size=3))
+def test_shares_over_replicas_of_stages_equal_brute_force(total: int, replicas: list[list[list[Load]]]) -> None:
+    """A replica is a list of VirtualDevices: it takes as long as the slowest of them, each shared best inside."""
+    series = [[max(slowest_times(total, device)[m] for device in devices) for m in range(total + 1)] for devices in replicas]
+
+    def seconds(devices: list[list[Load]], samples: int) -> float:
+        slowest = 0.0
+        for loads in devices:
+            inner = [s for s in all_shares(samples, len(loads)) if all(x <= load.most for x, load in zip(s, loads, strict=True))]
+            slowest = max(slowest, min((slowest_of(shares, loads) for shares in inner), default=float("inf")))
+        return slowest
+
+    def slowest(shares: tuple[int, ...]) -> float:
+        return max(seconds(devices, share) for devices, share in zip(replicas, shares, strict=True))
+
+    best = min(slowest(shares) for shares in all_shares(total, len(replicas)))
+    if best == float("inf"):
+        with pytest.raises(DoesNotFit):
+            shares_of_series(total, series)
+        return
+    found = shares_of_series(total, series)
+    assert sum(found) == total
+    assert slowest(found) == best
+
+
+def test_a_slow_device_may_get_nothing() -> None:
+    assert best_shares(8, [Load(1.0), Load(1.0), Load(100.0)]) == (4, 4, 0)
+    assert best_shares(8, [Load(1.0), Load(1.0), Load(100.0)], least=1) == (4, 3, 1)
+    assert best_shares(8, [Load(1.0, fixed_s=0.0), Load(1.0, fixed_s=50.0)]) == (8, 0)  # not even worth starting
 
 
 @given(total=st.integers(0, 100), count=st.integers(1, 10), seconds=st.sampled_from([0.0, 0.5, 3.0]))

@@ -1,27 +1,16 @@
 """The devices, what each kind can do, and the links between them.
 
-Sending n bytes over a link takes  latency + n / rate  seconds.
+Sending n bytes over a link takes  latency + n / rate  seconds. A message between two hosts takes the slower of their two links.
 """
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
-GIGA = 10**9
-TERA = 10**12
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """What one kind of device can do at best."""
-
-    name: str
-    flop_per_s: float
-    """float32 multiply-adds on the ordinary cores (no tensor cores, no TF32), two FLOP each"""
-    memory_bytes: int
-    bytes_per_s: float
-    """memory bandwidth"""
+from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
 
 
 @dataclass(frozen=True)
@@ -46,26 +35,14 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-# Peak figures of the makers' data sheets, for the SXM form where there is one. "GB" is read as 10^9 bytes: a little less than
-# the boards really have, which leaves room for the driver.
-#   P100       "NVIDIA Tesla P100" data sheet (SXM2): 10.6 TFLOPS single precision, 16 GB HBM2, 732 GB/s
-#   V100       "NVIDIA V100" data sheet, January 2020 (SXM2): 15.7 TFLOPS, 16 or 32 GB HBM2, 900 GB/s
-#   T4         "NVIDIA T4" data sheet: 8.1 TFLOPS, 16 GB GDDR6; 320 GB/s (256 bit x 10 Gb/s)
-#   A100       "NVIDIA A100" data sheet (SXM4): 19.5 TFLOPS FP32; 40 GB HBM2, 1,555 GB/s; 80 GB HBM2e, 2,039 GB/s
-#   H100       "NVIDIA H100" data sheet (SXM5): 67 TFLOPS FP32, 80 GB HBM3, 3.35 TB/s
-#   CPU        not a data sheet: one core with AVX2 at 3 GHz (2 units x 8 lanes x 2 FLOP x 3 GHz = 96 GFLOPS) with 4 GB and
-#              10 GB/s, about what one rank has on a laptop
-_KINDS = (
-    DeviceKind("P100", 10.6 * TERA, 16 * GIGA, 732 * GIGA),
-    DeviceKind("V100-16GB", 15.7 * TERA, 16 * GIGA, 900 * GIGA),
-    DeviceKind("V100-32GB", 15.7 * TERA, 32 * GIGA, 900 * GIGA),
-    DeviceKind("T4", 8.1 * TERA, 16 * GIGA, 320 * GIGA),
-    DeviceKind("A100-40GB", 19.5 * TERA, 40 * GIGA, 1555 * GIGA),
-    DeviceKind("A100-80GB", 19.5 * TERA, 80 * GIGA, 2039 * GIGA),
-    DeviceKind("H100", 67 * TERA, 80 * GIGA, 3350 * GIGA),
-    DeviceKind("CPU", 96 * GIGA, 4 * GIGA, 10 * GIGA),
-)
-DEVICE_KINDS = {kind.name: kind for kind in _KINDS}
+@dataclass(frozen=True)
+class HostLinks:
+    """Links of one host that differ from the others'; None: as everywhere."""
+
+    host: str
+    intra_host: Link | None = None
+    inter_host: Link | None = None
+
 
 # Assumptions for a cluster of which nothing is known; a measured value replaces them.
 PCIE_3_X16 = Link(bytes_per_s=12 * GIGA, latency_s=10e-6)
@@ -75,19 +52,6 @@ ETHERNET_50G = Link(bytes_per_s=6.25 * GIGA, latency_s=30e-6)
 DEVICES_PER_HOST = 8
 
 
-def device_kind(name: str) -> DeviceKind:
-    """The built-in kind of that name, upper or lower case."""
-    by_lower_name = {kind.name.lower(): kind for kind in _KINDS}
-    kind = by_lower_name.get(name.lower())
-    if kind is None:
-        longer = [known for known in by_lower_name if known.startswith(name.lower())]  # `v100` means one of the V100s
-        nearest = longer or difflib.get_close_matches(name.lower(), by_lower_name, n=2, cutoff=0.4)
-        offer = " or ".join(repr(by_lower_name[near].name) for near in nearest)
-        hint = f"did you mean {offer}?" if offer else f"known are {', '.join(DEVICE_KINDS)}"
-        raise ValueError(f"unknown device kind {name!r}; {hint}")
-    return kind
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Devices in rank order, and two kinds of links."""
@@ -95,6 +59,10 @@ class Cluster:
     devices: tuple[Device, ...]
     intra_host: Link
     inter_host: Link
+    host_links: tuple[HostLinks, ...] = ()
+    """hosts with links of their own"""
+    all_reduce: Link | None = None
+    """measured sum over all devices: latency, and the bytes per second that each device sends; None: not measured"""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -124,11 +92,55 @@ class Cluster:
         devices = tuple(Device(rank, f"host{rank // devices_per_host}", rank % devices_per_host, same) for rank in range(num_devices))
         return cls(devices, intra_host, inter_host)
 
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Reads a cluster file; its devices get ranks in the order of the file (docs/cluster.md)."""
+        from whale.cluster.file import load
+
+        return load(path)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a cluster file that `load` reads."""
+        from whale.cluster.file import save
+
+        save(self, path)
+
     @property
     def num_devices(self) -> int:
         return len(self.devices)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts, in the order of their first device."""
+        return tuple(dict.fromkeys(device.host for device in self.devices))
+
+    @property
+    def is_uniform(self) -> bool:
+        """All devices are alike."""
+        return len({device.kind for device in self.devices}) == 1
+
+    def first(self, num_devices: int) -> Cluster:
+        """The first devices only: for planning and emulation, where no rank runs on a host of the file."""
+        if not 1 <= num_devices <= self.num_devices:
+            raise ValueError(f"the cluster has {self.num_devices} devices, {num_devices} were asked for; add devices or ask for fewer")
+        return replace(self, devices=self.devices[:num_devices])
+
+    def in_order(self, devices: Sequence[Device]) -> Cluster:
+        """These devices of it, with ranks in the order given."""
+        return replace(self, devices=tuple(replace(device, rank=rank) for rank, device in enumerate(devices)))
+
+    @cached_property
+    def _own_links(self) -> dict[str, HostLinks]:
+        return {links.host: links for links in self.host_links}
+
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
-        same_host = self.devices[rank_a].host == self.devices[rank_b].host
-        return self.intra_host if same_host else self.inter_host
+        host_a, host_b = self.devices[rank_a].host, self.devices[rank_b].host
+        own_a, own_b = (self._own_links.get(host, HostLinks(host)) for host in (host_a, host_b))
+        if host_a == host_b:
+            return own_a.intra_host or self.intra_host
+        a, b = own_a.inter_host or self.inter_host, own_b.inter_host or self.inter_host
+        return a if a == b else Link(min(a.bytes_per_s, b.bytes_per_s), max(a.latency_s, b.latency_s))
+
+
+__all__ = ["DEVICE_KINDS", "GIGA", "TERA", "Cluster", "Device", "DeviceKind", "HostLinks", "Link", "device_kind"]

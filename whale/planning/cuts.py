@@ -1,6 +1,7 @@
 """Cut a chain of operations into stages.
 
-Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k.
+Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k (or has
+times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k.
 With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
 
     time_k = (S[b_{k+1}] - S[b_k]) / v_k + c[b_k] + c[b_{k+1}]
@@ -17,19 +18,26 @@ The least sum for that T is a second program: G_k[q] = c[q] + min G_{k-1}[p] ove
 no lower sum than another is never needed, so the useful points form a staircase, room and sum both rising; the best is the
 first with enough room: O(K n log n).                                                           (`_least_crossing`)
 
-Both are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides which cuts tie for T.
+Memory allows stage k the operations [p, q) exactly when their bytes are at most M_k. Bytes are never negative, so for each q
+these are all p from some first one on, which rises with q.                                     (3)
+A cut without limits that keeps to them is the best with them as well, so they are looked at only if it does not. Then the running
+maximum becomes that of a window, and the second program tries every p of the window: O(K n log n) for a T, and O(K n^2) once.
+                                                                (`_window_maximum`, `_least_crossing_in_windows`)
+
+All are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides which cuts tie for T.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 SAME_TIME = 1e-9
 """relative; prefix sums of 4,000 doubles are good to about 1e-13"""
@@ -51,23 +59,41 @@ class Cuts:
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """Line (3)."""
+
+    operation_bytes: Floats
+    """(stages, operations): what each operation takes on each stage, micro-batches in flight included"""
+    capacity_bytes: Floats
+    """(stages,)"""
+
+
+class NoRoom(ValueError):
+    """No cut keeps within memory."""
+
+
+@dataclass(frozen=True)
 class _Chain:
     """The points where a stage may start or end (operation 0 and the end included), and what counts there."""
 
-    points: npt.NDArray[np.int64]
+    points: Indices
     elapsed: Floats
-    """S at each point"""
+    """(stages, points): S / v"""
     crossing: Floats
     """c at each point, 0 at both ends"""
-    speeds: Floats
-    """v of each stage"""
+    firsts: Indices | None
+    """(stages, points): the first point where a stage that ends here may start, by memory; None: anywhere"""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.elapsed)
 
     def room(self, stage: int) -> Floats:
-        room: Floats = self.elapsed / self.speeds[stage] - self.crossing
+        room: Floats = self.elapsed[stage] - self.crossing
         return room
 
     def need(self, stage: int, time: float) -> Floats:
-        need: Floats = self.elapsed / self.speeds[stage] + self.crossing - time
+        need: Floats = self.elapsed[stage] + self.crossing - time
         return need
 
 
@@ -77,28 +103,85 @@ def cut(
     num_stages: int,
     allowed: npt.NDArray[np.bool_] | None = None,
     speeds: Sequence[float] | None = None,
+    memory: StageMemory | None = None,
 ) -> Cuts:
-    """The best cuts by (1). `times[i]`, `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at operation p."""
+    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p."""
     chain = _chain(times, crossing_times, num_stages, allowed, speeds)
-    time = _smallest_time(chain) * (1 + SAME_TIME)
-    chosen = _least_crossing(chain, time)
-    stage_times = np.diff(chain.elapsed[chosen]) / chain.speeds + chain.crossing[chosen[:-1]] + chain.crossing[chosen[1:]]
+    chosen = _best(chain)
+    why = ""
+    if memory is not None:
+        used = _prefix_sums(memory.operation_bytes)[:, chain.points]
+        limit = np.asarray(memory.capacity_bytes, dtype=np.float64)
+        if (_between(used, chosen) > limit).any():
+            free = float(_stage_times(chain, chosen).max())
+            chain = replace(chain, firsts=_firsts(used, limit))
+            _check_room(chain, used, limit)
+            chosen = _best(chain)
+            why = f"; memory moved the cuts (slowest without limits: {free:.4g} s)"
+    stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
     slowest, total_crossing = float(stage_times.max()), float(chain.crossing[chosen].sum())
     worst = int(stage_times.argmax())
     last = int(chain.points[chosen[worst + 1]]) - 1
+    num_operations = int(chain.points[-1])
     reason = (
-        f"{num_stages} stages of {len(times)} operations, cut at {num_stages - 1} of {len(chain.points) - 2} points: "
+        f"{num_stages} stages of {num_operations} operations, cut at {num_stages - 1} of {len(chain.points) - 2} points: "
         f"slowest is stage {worst} (operations {starts[worst]} to {last}) with {slowest:.4g} s, "
-        f"mean {stage_times.mean():.4g} s; the cuts send {total_crossing:.4g} s in all"
+        f"mean {stage_times.mean():.4g} s; the cuts send {total_crossing:.4g} s in all{why}"
     )
     return Cuts(starts, slowest, total_crossing, reason)
+
+
+def _best(chain: _Chain) -> list[int]:
+    time = _smallest_time(chain) * (1 + SAME_TIME)
+    return _least_crossing(chain, time) if chain.firsts is None else _least_crossing_in_windows(chain, time)
+
+
+def _stage_times(chain: _Chain, chosen: list[int]) -> Floats:
+    times: Floats = _between(chain.elapsed, chosen) + chain.crossing[chosen[:-1]] + chain.crossing[chosen[1:]]
+    return times
+
+
+def _between(sums: Floats, chosen: list[int]) -> Floats:
+    """What each stage has between its boundaries. `sums`: (stages, points)"""
+    stages = np.arange(len(sums))
+    difference: Floats = sums[stages, chosen[1:]] - sums[stages, chosen[:-1]]
+    return difference
+
+
+def _prefix_sums(values: Floats) -> Floats:
+    sums: Floats = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    return sums
+
+
+def _firsts(used: Floats, limit: Floats) -> Indices:
+    """Line (3): for each stage and end, the first start that fits."""
+    return np.stack([np.searchsorted(row, row - most, side="left") for row, most in zip(used, limit, strict=True)]).astype(np.int64)
+
+
+def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
+    """Refuse with numbers when no cut keeps within memory: take as much as fits on each stage in turn."""
+    if _fits(chain, np.inf):
+        return
+    reached = {0}
+    for stage in range(chain.num_stages):
+        assert chain.firsts is not None
+        first = chain.firsts[stage]
+        reached = {end for end in range(1, len(chain.points)) if any(first[end] <= start < end for start in reached)}
+        if not reached:
+            break
+    done = max(reached, default=0)
+    rest = float(used[-1, -1] - used[-1, done])
+    raise NoRoom(
+        f"no cut into {chain.num_stages} stages fits into memory: stages of {', '.join(f'{most / 1e9:.3g}' for most in limit)} GB leave "
+        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {rest / 1e9:.3g} GB more"
+    )
 
 
 def _smallest_time(chain: _Chain) -> float:
     """Smallest T of (1), by bisection, to BISECTION_WIDTH."""
     lower = 0.0
-    upper = float(chain.elapsed[-1] / chain.speeds.min() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
+    upper = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
     while upper - lower > BISECTION_WIDTH * upper:
         middle = (lower + upper) / 2
         if not lower < middle < upper:
@@ -114,10 +197,11 @@ def _fits(chain: _Chain, time: float) -> bool:
     """Some cut keeps every stage within `time`."""
     ends = np.zeros(len(chain.points), dtype=bool)
     ends[0] = True
-    for stage in range(len(chain.speeds)):
+    for stage in range(chain.num_stages):
         room = np.where(ends, chain.room(stage), -np.inf)
-        best_before = np.maximum.accumulate(room)[:-1]
-        ends = np.concatenate(([False], best_before >= chain.need(stage, time)[1:]))
+        best_before = np.maximum.accumulate(room)[:-1] if chain.firsts is None else _window_maximum(room, chain.firsts[stage])
+        need = chain.need(stage, time)[1:]
+        ends = np.concatenate(([False], (best_before >= need) & (best_before > -np.inf)))
         if not ends.any():
             return False
     return bool(ends[-1])
@@ -125,7 +209,7 @@ def _fits(chain: _Chain, time: float) -> bool:
 
 def _least_crossing(chain: _Chain, time: float) -> list[int]:
     """Boundaries (as indices into `chain.points`) of the cut within `time` that sends least."""
-    num_points, num_stages = len(chain.points), len(chain.speeds)
+    num_points, num_stages = len(chain.points), chain.num_stages
     crossing = chain.crossing.tolist()
     sums: list[float | None] = [0.0] + [None] * (num_points - 1)  # G_{k-1}; None: cannot end a stage here
     chosen_before: list[list[int]] = []
@@ -148,6 +232,51 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
     chosen = [num_points - 1]
     for before in reversed(chosen_before):
         chosen.append(before[chosen[-1]])
+    return chosen[::-1]
+
+
+def _window_maximum(values: Floats, firsts: Indices) -> Floats:
+    """For each point q from 1 on: the largest of `values[firsts[q]:q]`; minus infinity where that is empty."""
+    levels = [values]
+    while 2 ** len(levels) < len(values):  # levels[j][i]: the largest of 2^j values from i on
+        step = 2 ** (len(levels) - 1)
+        previous = levels[-1]
+        levels.append(np.maximum(previous[:-step], previous[step:]))
+    starts, ends = firsts[1:], np.arange(1, len(values))
+    lengths = ends - starts
+    found = np.full(len(values) - 1, -np.inf)
+    for level, largest in enumerate(levels):
+        size = 2**level
+        mine = (lengths >= size) & ((lengths < 2 * size) | (level == len(levels) - 1))
+        found[mine] = np.maximum(largest[starts[mine]], largest[ends[mine] - size])
+    return found
+
+
+def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
+    """As `_least_crossing`, with the starts that memory allows. A point that another beats may outlive it here: so no staircase."""
+    assert chain.firsts is not None
+    num_points = len(chain.points)
+    sums = np.full(num_points, np.inf)
+    sums[0] = 0.0
+    chosen_before: list[Indices] = []
+    for stage in range(chain.num_stages):
+        room, need, first = chain.room(stage), chain.need(stage, time), chain.firsts[stage]
+        next_sums, before = np.full(num_points, np.inf), np.full(num_points, -1)
+        for point in range(1, num_points):
+            start = int(first[point])
+            if start >= point:
+                continue
+            candidates = np.where(room[start:point] >= need[point], sums[start:point], np.inf)
+            best = int(candidates.argmin())
+            if np.isfinite(candidates[best]):
+                next_sums[point] = candidates[best] + chain.crossing[point]
+                before[point] = start + best
+        sums = next_sums
+        chosen_before.append(before)
+    assert np.isfinite(sums[-1]), f"no cut within {time} s, though one was found before"
+    chosen = [num_points - 1]
+    for before in reversed(chosen_before):
+        chosen.append(int(before[chosen[-1]]))
     return chosen[::-1]
 
 
@@ -180,7 +309,7 @@ def _chain(
 ) -> _Chain:
     """Check the arguments of `cut` and keep only the points that matter."""
     times, crossing_times = np.asarray(times, dtype=np.float64), np.asarray(crossing_times, dtype=np.float64)
-    num_operations = len(times)
+    num_operations = times.shape[-1]
     if num_operations < 1 or num_stages < 1:
         raise ValueError(f"need at least 1 operation and 1 stage, got {num_operations} operations and {num_stages} stages")
     inner = np.ones(num_operations, dtype=bool) if allowed is None else np.array(allowed, dtype=bool)
@@ -195,10 +324,12 @@ def _chain(
     stage_speeds = np.ones(num_stages) if speeds is None else np.asarray(speeds, dtype=np.float64)
     if len(stage_speeds) != num_stages or not (np.isfinite(stage_speeds) & (stage_speeds > 0)).all():
         raise ValueError(f"speeds {list(stage_speeds)} must be {num_stages} positive numbers, one for each stage")
+    if times.ndim == 2 and len(times) != num_stages:
+        raise ValueError(f"times of {len(times)} stages were given for {num_stages} stages")
     points = np.concatenate(([0], np.flatnonzero(inner), [num_operations]))
     crossing = np.concatenate(([0.0], crossing_times[inner], [0.0]))
     for name, values in (("operation", times), ("crossing", crossing)):
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(f"a {name} time is negative or not finite: {values[~(np.isfinite(values) & (values >= 0))][0]}")
-    elapsed = np.concatenate(([0.0], np.cumsum(times)))[points]
-    return _Chain(points, elapsed, crossing, stage_speeds)
+    elapsed = _prefix_sums(np.atleast_2d(times))[:, points] / stage_speeds[:, np.newaxis]
+    return _Chain(points, elapsed, crossing, None)

@@ -4,20 +4,50 @@ Even shares of n samples over k places: sizes differ by at most one, the larger 
 
     share_i = floor(n / k) + (1 if i < n mod k else 0).                                        (1)
 
-Fair shares over devices that need t_i seconds for a sample:
+Best shares over unlike devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for none, and its memory takes
+at most c_i samples; each gets at least a (0, or 1 where every device must take part):
 
-    minimise over integers  max_i share_i * t_i   subject to   sum_i share_i = n.              (2)
+    minimise over integers  max_i (f_i + share_i * t_i) [share_i > 0]
+    subject to  sum_i share_i = n,  a <= share_i <= c_i.                                       (2)
 
-Give the samples one by one to the device that would finish its next sample first, ties to the lower index. The finishing
-times handed out are the n smallest of all {m * t_i}, and any other choice has a larger one among them: so this is optimal.
+Give the samples one by one to the device that would finish its next sample first, ties to the lower index. Finishing times of a
+device only rise, so the n times handed out are the n smallest that can be handed out, and any other choice has a larger one
+among them: so this is optimal.                                                                (`best_shares`)
+
+The time of the slowest device with 0, 1, ... n samples is the sequence of these finishing times (`slowest_times`). It only rises
+as well, so a model replica made of several VirtualDevices is a device in turn: with m samples it takes the longest of theirs, and
+(2) shares a micro-batch over replicas in the same way.                                        (`shares_of_series`)
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+UNLIMITED = 2**62
+"""samples: more than any mini-batch has"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What samples cost on one device."""
+
+    sample_s: float
+    """t_i"""
+    fixed_s: float = 0.0
+    """f_i: what a micro-batch costs whatever its size"""
+    most: int = UNLIMITED
+    """c_i: samples that fit into its memory"""
+
+    def seconds(self, num_samples: int) -> float:
+        return self.fixed_s + num_samples * self.sample_s if num_samples else 0.0
+
+
+class DoesNotFit(ValueError):
+    """Memory is too small for all samples."""
 
 
 def even_shares(total: int, count: int) -> tuple[int, ...]:
@@ -34,23 +64,86 @@ def micro_batch_sizes(batch_size: int, num_micro_batch: int) -> tuple[int, ...]:
     return even_shares(batch_size, num_micro_batch)
 
 
+def best_shares(total: int, loads: Sequence[Load], least: int = 0) -> tuple[int, ...]:
+    """Line (2): the integer shares whose slowest device is fastest. A slow or full device may get `least` samples."""
+    _check_loads(total, loads)
+    alike = len({(load.sample_s, load.fixed_s) for load in loads}) == 1
+    even = even_shares(total, len(loads))
+    if alike and min(even) >= least and max(even) <= min(load.most for load in loads):
+        return even  # also where nothing takes time, so that no share is better than another
+    return _one_by_one(total, [load.seconds for load in loads], [load.most for load in loads], least)
+
+
 def fair_shares(total: int, seconds_per_sample: Sequence[float]) -> tuple[int, ...]:
-    """Line (2): the integer shares whose slowest device is fastest. A slow device may get 0 samples."""
-    if total < 0 or not seconds_per_sample:
-        raise ValueError(f"cannot share {total} samples over {len(seconds_per_sample)} devices; need at least 0 samples and 1 device")
-    for index, seconds in enumerate(seconds_per_sample):
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"device {index} needs {seconds} seconds for a sample; give a finite number that is not negative")
-    if not any(seconds_per_sample):
-        return even_shares(total, len(seconds_per_sample))  # nothing to do: no share is better than another
-    shares = [0] * len(seconds_per_sample)
-    next_finish = [(seconds, index) for index, seconds in enumerate(seconds_per_sample)]
-    heapq.heapify(next_finish)
-    for _ in range(total):
-        _, index = next_finish[0]
+    """Best shares of devices with memory for everything."""
+    return best_shares(total, [Load(seconds) for seconds in seconds_per_sample])
+
+
+def slowest_times(total: int, loads: Sequence[Load], least: int = 0) -> list[float]:
+    """Seconds of the slowest device when `m` samples are shared best, for m = 0 .. total; infinity where they do not fit."""
+    _check_loads(total, loads)
+    if min(load.most for load in loads) < least:
+        return [0.0] + [math.inf] * total
+    first = least * len(loads)
+    times = [0.0] * (total + 1)
+    shares = [least] * len(loads)
+    slowest = max(load.seconds(least) for load in loads)
+    nexts = [(load.seconds(least + 1), index) for index, load in enumerate(loads) if load.most > least]
+    heapq.heapify(nexts)
+    for number in range(1, total + 1):
+        if number > first and nexts:
+            finish, index = nexts[0]
+            shares[index] += 1
+            slowest = max(slowest, finish)
+            if shares[index] < loads[index].most:
+                heapq.heapreplace(nexts, (loads[index].seconds(shares[index] + 1), index))
+            else:
+                heapq.heappop(nexts)
+        elif number > first:
+            slowest = math.inf
+        times[number] = slowest if number >= first else math.inf
+    return times
+
+
+def shares_of_series(total: int, series: Sequence[Sequence[float]], least: int = 0) -> tuple[int, ...]:
+    """Best shares over places where `series[i][m]` seconds pass with m samples; infinity: that many do not fit."""
+    alike = all(each == series[0] for each in series)
+    even = even_shares(total, len(series))
+    if alike and min(even) >= least and math.isfinite(series[0][max(even)]):
+        return even
+    most = [max((number for number in range(total + 1) if math.isfinite(each[number])), default=-1) for each in series]
+    return _one_by_one(total, [each.__getitem__ for each in series], most, least)
+
+
+def _one_by_one(total: int, seconds: Sequence[Callable[[int], float]], most: Sequence[int], least: int) -> tuple[int, ...]:
+    """The greedy of line (2)."""
+    low = [index for index, each in enumerate(most) if each < least]
+    if low or sum(min(each, total) for each in most) < total:
+        room = " + ".join(str(max(0, min(each, total))) for each in most)
+        each_needs = f" and each of the {len(most)} at least {least}" if low else ""
+        raise DoesNotFit(f"{total} samples are to be shared{each_needs}, but memory has room for {room}")
+    if total < least * len(most):
+        raise DoesNotFit(f"{total} samples cannot give {least} to each of {len(most)} places")
+    shares = [least] * len(most)
+    nexts = [(seconds[index](least + 1), index) for index in range(len(most)) if most[index] > least] if total > least * len(most) else []
+    heapq.heapify(nexts)
+    for _ in range(total - least * len(most)):
+        _, index = nexts[0]
         shares[index] += 1
-        heapq.heapreplace(next_finish, ((shares[index] + 1) * seconds_per_sample[index], index))
+        if shares[index] < most[index] and shares[index] < total:
+            heapq.heapreplace(nexts, (seconds[index](shares[index] + 1), index))
+        else:
+            heapq.heappop(nexts)
     return tuple(shares)
+
+
+def _check_loads(total: int, loads: Sequence[Load]) -> None:
+    if total < 0 or not loads:
+        raise ValueError(f"cannot share {total} samples over {len(loads)} devices; need at least 0 samples and 1 device")
+    for index, load in enumerate(loads):
+        for seconds in (load.sample_s, load.fixed_s):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"device {index} needs {seconds} seconds for a sample; give a finite number that is not negative")
 
 
 def intervals(shares: Sequence[int]) -> tuple[tuple[int, int], ...]:

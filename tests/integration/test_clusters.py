@@ -1,0 +1,100 @@
+"""Cluster files and running ranks: who gets which device, refusals on every rank, and uneven plans that train like local PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import whale as wh
+from tests.ranks import preload, run_ranks
+
+preload("torch", "whale", "tests.integration.test_clusters", "torch.export.experimental")
+
+TWO_HOSTS = "hosts: [{name: big1, kind: V100-32GB, count: 2}, {name: small1, kind: P100}]\n"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def mini_batches(number: int = 3) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(10, 6, generator=random, dtype=torch.float64) for _ in range(number)]
+
+
+def mean_square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)  # type: ignore[arg-type]
+
+
+def local_losses() -> list[float]:
+    model, losses = net(), []
+    optimizer = sgd(model.parameters())
+    for batch in mini_batches():
+        loss = mean_square(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run_as(hosts: list[str]) -> None:
+    """This rank runs on `hosts[rank]`, as under one torchrun a host."""
+    rank = int(os.environ["RANK"])
+    os.environ["WHALE_HOST"] = hosts[rank]
+    os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
+
+
+def devices_of_job(hosts: list[str], file: str) -> tuple[str, ...]:
+    run_as(hosts)
+    wh.init({"cluster": file})
+    return wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square).plan.device_kinds
+
+
+def message_of_job(hosts: list[str], file: str) -> str:
+    with pytest.raises(ValueError) as error:
+        devices_of_job(hosts, file)
+    return str(error.value)
+
+
+def test_ranks_get_the_devices_of_their_hosts(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(TWO_HOSTS)
+    hosts = ["small1", "big1", "big1"]  # another order than in the file, unequal numbers
+    assert run_ranks(devices_of_job, 3, hosts, str(tmp_path / "cluster.yaml")) == [("P100", "V100-32GB", "V100-32GB")] * 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (["big1", "big7"], "rank 1 runs on host 'big7', which is not in the cluster file (it has big1, small1). Did you mean 'big1'?"),
+        (["small1", "small1"], "2 ranks (0, 1) run on host 'small1', which has 1 device in the cluster file"),
+    ],
+)
+def test_every_rank_refuses_with_the_same_words(hosts: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(TWO_HOSTS)
+    messages = run_ranks(message_of_job, 2, hosts, str(tmp_path / "cluster.yaml"))
+    assert len(set(messages)) == 1 and message in messages[0]
+
+
+def test_a_wrong_file_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("hosts: [{name: big1, kind: V101}]")
+    messages = run_ranks(message_of_job, 2, ["big1", "big1"], str(tmp_path / "cluster.yaml"))
+    assert all("unknown device kind 'V101'" in message for message in messages)
+
+
+def found_cluster() -> tuple[str, ...]:
+    wh.init()
+    return wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square).plan.device_kinds
+
+
+def test_without_a_file_ranks_find_their_devices() -> None:
+    assert run_ranks(found_cluster, 2) == [("CPU", "CPU")] * 2

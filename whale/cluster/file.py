@@ -1,0 +1,296 @@
+"""The cluster file: a short YAML that people write and `whale profile` writes. Read with pydantic; a word that it does not know is refused.
+
+    hosts:
+      - {name: big1, kind: V100-32GB, count: 4}
+      - name: small1
+        devices: [{kind: P100, count: 2}, {kind: my-card}]
+        intra_host: {gb_per_s: 10, latency_us: 12}      # of this host only
+    links:
+      intra_host: {gb_per_s: 12, latency_us: 10}
+      inter_host: {gb_per_s: 6.25, latency_us: 30}
+    kinds:
+      my-card: {tflop_per_s: 14, memory_gb: 8, gb_per_s: 448}
+
+GB is 10^9 bytes, TFLOP 10^12. Devices get ranks in the order of the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, HostLinks, Link
+from whale.cluster.kinds import DEVICE_KINDS, DTYPES, GIGA, TERA, DeviceKind, MatmulRate, device_kind
+from whale.names import nearest
+
+MICROSECONDS = 10**6
+"""in a second"""
+MOST_DEVICES = 10**5
+"""on one host; more is a slip of the keyboard"""
+DIGITS = 6
+"""significant digits that are written"""
+HEADER = "# A cluster for Whale: docs/cluster.md. GB = 10^9 bytes, TFLOP = 10^12.\n"
+
+
+def _no_truth_value(value: Any) -> Any:
+    """YAML reads `yes` as a truth value, and Python takes those for numbers."""
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, not {str(value).lower()}")
+    return value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise ValueError(f"a finite number is needed, not {value}")
+    return value
+
+
+Positive = Annotated[float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(gt=0)]
+NotNegative = Annotated[float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=MOST_DEVICES)]
+Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML that refuses a key given twice, of which only the last would count."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Link(_Part):
+    gb_per_s: Positive
+    latency_us: NotNegative = 0.0
+
+    def link(self) -> Link:
+        return Link(self.gb_per_s * GIGA, self.latency_us / MICROSECONDS)
+
+
+class _Devices(_Part):
+    kind: Name
+    count: Count = 1
+
+
+class _Host(_Part):
+    name: Name
+    kind: Name | None = None
+    count: Count | None = None
+    devices: Annotated[list[_Devices], Field(min_length=1)] | None = None
+    intra_host: _Link | None = None
+    inter_host: _Link | None = None
+
+    def all_devices(self) -> list[_Devices]:
+        if self.devices is not None:
+            if self.kind is not None or self.count is not None:
+                raise ValueError(f"host {self.name!r} has both `devices` and `kind` or `count`; put all into `devices`")
+            return self.devices
+        if self.kind is None:
+            raise ValueError(f"host {self.name!r} has no devices; give it a `kind` and a `count`, or a list of `devices`")
+        return [_Devices(kind=self.kind, count=self.count or 1)]
+
+
+class _Links(_Part):
+    intra_host: _Link | None = None
+    inter_host: _Link | None = None
+    all_reduce: _Link | None = None
+
+
+class _Kind(_Part):
+    tflop_per_s: Positive
+    memory_gb: Positive
+    gb_per_s: Positive
+    tf32_tflop_per_s: Positive | None = None
+    bf16_tflop_per_s: Positive | None = None
+    fp16_tflop_per_s: Positive | None = None
+    matmul_tflop_per_s: dict[str, dict[Size, Positive]] = {}
+    """measured: dtype -> size of square matrices -> rate"""
+
+    def kind(self, name: str) -> DeviceKind:
+        for dtype in self.matmul_tflop_per_s:
+            if dtype not in DTYPES:
+                raise ValueError(f"kind {name!r}: matmul_tflop_per_s has no dtype {dtype!r}; it may have {', '.join(DTYPES)}")
+        rates = [MatmulRate(dtype, size, rate * TERA) for dtype, sizes in self.matmul_tflop_per_s.items() for size, rate in sizes.items()]
+        tf32, bf16, fp16 = (
+            None if rate is None else rate * TERA for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
+        )
+        memory_bytes = round(self.memory_gb * GIGA)
+        return DeviceKind(name, self.tflop_per_s * TERA, memory_bytes, self.gb_per_s * GIGA, tf32, bf16, fp16, tuple(rates))
+
+
+class _File(_Part):
+    hosts: Annotated[list[_Host], Field(min_length=1)]
+    links: _Links = _Links()
+    kinds: dict[Name, _Kind] = {}
+
+
+def load(path: str | Path) -> Cluster:
+    """The cluster of a file; a ValueError names the file, the place in it and what would be right."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"cluster file {path}: {reason}") from None
+    try:
+        return loads(text)
+    except ValueError as error:
+        raise ValueError(f"cluster file {path}: {error}") from None
+
+
+def loads(text: str) -> Cluster:
+    """The cluster that this YAML text describes."""
+    try:
+        content = yaml.load(text, _Loader)  # a SafeLoader: nothing in the file is executed
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"cannot be read as YAML{where}: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"it should start with `hosts:`, but holds {'nothing' if content is None else repr(content)[:60]}")
+    try:
+        file = _File.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(_explain(error)) from None
+    return _cluster(file)
+
+
+def _cluster(file: _File) -> Cluster:
+    own: dict[str, DeviceKind] = {}
+    for name, figures in file.kinds.items():
+        if name.lower() in {known.lower() for known in (*DEVICE_KINDS, *own)}:
+            raise ValueError(f"kind {name!r} is there already (upper and lower case are the same); give yours another name")
+        own[name] = figures.kind(name)
+    devices: list[Device] = []
+    host_links: list[HostLinks] = []
+    seen: set[str] = set()
+    for host in file.hosts:
+        if host.name in seen:
+            raise ValueError(f"host {host.name!r} is there twice; list all its devices in one place, under `devices`")
+        seen.add(host.name)
+        local_rank = 0
+        for group in host.all_devices():
+            try:
+                kind = device_kind(group.kind, own)
+            except ValueError as error:
+                raise ValueError(f"host {host.name!r}: {error}") from None
+            for _ in range(group.count):
+                devices.append(Device(len(devices), host.name, local_rank, kind))
+                local_rank += 1
+        if host.intra_host or host.inter_host:
+            host_links.append(HostLinks(host.name, *(link.link() if link else None for link in (host.intra_host, host.inter_host))))
+    intra, inter, all_reduce = (
+        link.link() if link else None for link in (file.links.intra_host, file.links.inter_host, file.links.all_reduce)
+    )
+    return Cluster(tuple(devices), intra or PCIE_3_X16, inter or ETHERNET_50G, tuple(host_links), all_reduce)
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in plain words: `hosts[1].count must be at least 1, not 0`."""
+    # a wrong word first: what is missing then is usually that word
+    problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    place = problem["loc"]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    kind, value, more = problem["type"], problem.get("input"), error.error_count() - 1
+    context = problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        allowed = _fields_at(place[:-1])
+        inside = f" in {where.rpartition('.')[0]}" if len(place) > 1 else ""
+        text = f"unknown key {str(place[-1])!r}{inside}.{nearest(str(place[-1]), allowed)} It may have: {', '.join(allowed)}"
+    elif kind == "missing":
+        text = f"{where} is missing"
+    elif kind in ("greater_than", "greater_than_equal", "less_than_equal"):
+        (sign, limit), *_ = context.items()
+        bound = {"gt": "more than", "ge": "at least", "le": "at most"}[sign] + f" {limit:g}"
+        text = f"{where} must be {bound}, not {value!r}"
+    elif kind == "value_error":
+        text = f"{where}: {context.get('error', problem['msg'])}"
+    elif kind in ("string_type", "string_too_short"):
+        text = f"{where} must be text, not {value!r}; put it in quotes"
+    elif kind in ("too_short",):
+        text = f"{where} is empty; it needs at least 1 entry"
+    else:
+        text = f"{where} is {value!r}: {problem['msg'][0].lower() + problem['msg'][1:]}"
+    return text + (f" (and {more} more problem{'s' * (more > 1)})" if more else "")
+
+
+def _fields_at(place: tuple[int | str, ...]) -> list[str]:
+    """Keys that are allowed at a place of the file."""
+    names = [part for part in place if isinstance(part, str)]
+    model: type[BaseModel] = _File
+    by_name: dict[str, type[BaseModel]] = {"links": _Links, "hosts": _Host, "devices": _Devices}
+    if names and names[0] == "kinds":
+        model = _Kind
+    elif names and names[-1] in ("intra_host", "inter_host", "all_reduce"):
+        model = _Link
+    elif names and names[-1] in by_name:
+        model = by_name[names[-1]]
+    return list(model.model_fields)
+
+
+def save(cluster: Cluster, path: str | Path) -> None:
+    Path(path).write_text(dumps(cluster))
+
+
+def dumps(cluster: Cluster) -> str:
+    """The cluster as YAML text; `loads(dumps(c)) == c` up to DIGITS digits, for devices that stand host by host."""
+    own_links = {links.host: links for links in cluster.host_links}
+    hosts = []
+    for host in cluster.hosts:
+        entry: dict[str, Any] = {"name": host}
+        groups: list[dict[str, Any]] = []
+        for device in (device for device in cluster.devices if device.host == host):
+            if groups and groups[-1]["kind"] == device.kind.name:
+                groups[-1]["count"] += 1
+            else:
+                groups.append({"kind": device.kind.name, "count": 1})
+        entry |= groups[0] if len(groups) == 1 else {"devices": groups}
+        links = own_links.get(host, HostLinks(host))
+        entry |= _named_links(intra_host=links.intra_host, inter_host=links.inter_host)
+        hosts.append(entry)
+    content: dict[str, Any] = {"hosts": hosts}
+    content["links"] = _named_links(intra_host=cluster.intra_host, inter_host=cluster.inter_host, all_reduce=cluster.all_reduce)
+    own = {device.kind.name: device.kind for device in cluster.devices if DEVICE_KINDS.get(device.kind.name) != device.kind}
+    clash = next((name for name in own if name.lower() in {known.lower() for known in DEVICE_KINDS}), None)
+    if clash is not None:
+        raise ValueError(f"kind {clash!r} has other figures than the built-in kind of that name; give it another name")
+    if own:
+        content["kinds"] = {name: _figures(kind) for name, kind in own.items()}
+    return HEADER + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
+
+
+def _named_links(**links: Link | None) -> dict[str, Any]:
+    return {
+        name: {"gb_per_s": _short(link.bytes_per_s / GIGA), "latency_us": _short(link.latency_s * MICROSECONDS)}
+        for name, link in links.items()
+        if link is not None
+    }
+
+
+def _figures(kind: DeviceKind) -> dict[str, Any]:
+    figures: dict[str, Any] = {"tflop_per_s": _short(kind.flop_per_s / TERA)}
+    for dtype, rate in (("tf32", kind.tf32_flop_per_s), ("bf16", kind.bf16_flop_per_s), ("fp16", kind.fp16_flop_per_s)):
+        if rate is not None:
+            figures[f"{dtype}_tflop_per_s"] = _short(rate / TERA)
+    figures |= {"memory_gb": _short(kind.memory_bytes / GIGA, 12), "gb_per_s": _short(kind.bytes_per_s / GIGA)}
+    measured: dict[str, dict[int, float]] = {}
+    for point in kind.matmul_rates:
+        measured.setdefault(point.dtype, {})[point.size] = _short(point.flop_per_s / TERA)
+    return figures | ({"matmul_tflop_per_s": measured} if measured else {})
+
+
+def _short(value: float, digits: int = DIGITS) -> float | int:
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() else rounded

@@ -1,0 +1,74 @@
+"""The cluster of this job: a file or `Cluster` matched to the running ranks, or what the ranks find under themselves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from whale.cluster.cluster import DEVICE_KINDS, Cluster
+from whale.cluster.discovery import discovered, this_kind
+from whale.cluster.kinds import DeviceKind
+from whale.cluster.matching import match, this_place
+from whale.config import CLUSTER_VARIABLE
+from whale.runtime.ranks import Ranks
+
+logger = logging.getLogger("whale")
+
+ClusterLike = Cluster | str | Path
+
+
+def read_cluster(given: ClusterLike) -> Cluster:
+    return given if isinstance(given, Cluster) else Cluster.load(given)
+
+
+def chosen_cluster(*given: ClusterLike | None) -> ClusterLike | None:
+    """What counts: the command line (`whale run --cluster`), else the first that is given."""
+    return next((each for each in (os.environ.get(CLUSTER_VARIABLE) or None, *given) if each is not None), None)
+
+
+def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
+    """Devices in rank order. All ranks call it; rank 0 reads the file, and all refuse together."""
+    cluster: Cluster | None = None
+    error: Exception | None = None
+    try:
+        if given is not None and ranks.rank == 0:
+            cluster = read_cluster(given)
+    except Exception as problem:
+        error = problem
+    ranks.together(error)
+    cluster = ranks.from_first(cluster)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = ranks.gather((this_place(), this_kind(ranks.device, local)))
+    places, kinds = [place for place, _ in found], [kind for _, kind in found]
+    if cluster is None:
+        return discovered(places, kinds)
+    matched = match(cluster, places)
+    if ranks.rank == 0:
+        _warn_of_other_kinds(matched, kinds, torch.device(ranks.device).type)
+    return matched
+
+
+def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cluster:
+    """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of this process."""
+    if given is not None and not isinstance(given, int):
+        return read_cluster(given)
+    kind = this_kind("cuda:0" if torch.cuda.is_available() else "cpu")
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    return Cluster.uniform(num_devices if given is None else given, kind, devices_per_host=per_host)
+
+
+def _warn_of_other_kinds(cluster: Cluster, kinds: list[DeviceKind], device_type: str) -> None:
+    """A file that names other GPUs than the ranks have is a slip; own kinds and CPU ranks that stand in for GPUs are not."""
+    for device, kind in zip(cluster.devices, kinds, strict=True):
+        if device_type == "cuda" and device.kind.name in DEVICE_KINDS and kind.name in DEVICE_KINDS and device.kind.name != kind.name:
+            logger.warning(
+                "rank %d runs on a %s, but the cluster file says %s for local rank %d of host %s: the plan is made for the file's",
+                device.rank,
+                kind.name,
+                device.kind.name,
+                device.local_rank,
+                device.host,
+            )
