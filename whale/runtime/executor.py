@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from whale.emulation.pace import Pace
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Receive, Send, Synchronise, WeightBackward
 from whale.runtime.code import compile_chunk
@@ -58,6 +59,8 @@ class Executor:
 
     def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
+        self.pace: Pace | None = None
+        """how long actions take on an emulated device; None: as long as they really take"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
         self._receives: list[Receive] = []
         self._prepared = self._prepare()
@@ -103,7 +106,7 @@ class Executor:
         state = torch.random.get_rng_state() if self._has_random else None
         cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
-        events, now, watch, transport = outcome.events, time.perf_counter, self.watch, self.transport
+        events, now, watch, transport, pace = outcome.events, time.perf_counter, self.watch, self.transport, self.pace
         if watch is not None:
             watch.step = given.step
         this = Pass(given, outcome, gradients, transport, self._receives, self.window)
@@ -117,6 +120,8 @@ class Executor:
                     if transport is not None:
                         transport.retire()
                     run(this)
+                    if pace is not None and action.is_compute:
+                        pace.finish(action, start)
                     events.append((action, start, now()))
             if watch is not None:
                 watch.position = "sums of gradients and loss"

@@ -1,0 +1,67 @@
+"""Compute actions take the time of the emulated device: what is left of it after the real work is slept.
+
+An action takes its time from its real start. One that took longer than its time is an overrun; with more than 1 % of them a run says
+nothing about the emulated cluster and is called invalid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whale.scheduling import Action
+
+SHORTEST_S = 5e-3
+"""the shortest action of an emulation; all times are stretched by one factor until it holds"""
+MOST_OVERRUNS = 0.01
+LATE_S = 1e-3
+"""an action that ends this much after its time is an overrun"""
+_SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
+
+
+@dataclass
+class Pace:
+    """Times of one rank's actions, and how well they were kept."""
+
+    seconds: Mapping[Action, float]
+    num_actions: int = 0
+    num_overruns: int = 0
+    worst_overrun: tuple[float, str] = field(default=(0.0, ""))
+    """(seconds, action)"""
+
+    def finish(self, action: Action, start: float) -> None:
+        """Sleeps until this compute action, begun at `start`, has taken its time."""
+        end = start + self.seconds[action]
+        self.num_actions += 1
+        late_s = sleep_until(end)
+        if late_s > LATE_S:
+            self.num_overruns += 1
+            self.worst_overrun = max(self.worst_overrun, (late_s, str(action)))
+
+    @property
+    def is_valid(self) -> bool:
+        return self.num_overruns <= MOST_OVERRUNS * self.num_actions
+
+
+def sleep_until(deadline: float) -> float:
+    """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds late it was when called, or 0."""
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        return -left
+    time.sleep(left)
+    return 0.0
+
+
+def wake_up_on_time() -> None:
+    """Linux may end every sleep of a process 50 microseconds late, to save power; here each of them counts."""
+    try:
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1000, 0, 0, 0)  # in nanoseconds
+    except (OSError, AttributeError):
+        pass  # not Linux: sleeps are a little longer
+
+
+def stretch_factor(shortest_s: float) -> float:
+    """Times are stretched, never shrunk, so that the shortest action takes `SHORTEST_S`."""
+    return max(1.0, SHORTEST_S / shortest_s) if shortest_s > 0 else 1.0
