@@ -86,28 +86,34 @@ class Times:
         """Median over rounds of time(above) / time(below)."""
         return statistics.median(self.seconds[above][number] / self.seconds[below][number] for number in self.rounds)
 
+    def median(self, name: str) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds[name][number] for number in self.rounds)
+
     def details(self) -> dict[str, Any]:
         """Medians in milliseconds, and how far the figures can be trusted."""
         found: dict[str, Any] = {}
         for name in self.seconds:
-            found[f"{name} ms"] = round(statistics.median(self.seconds[name][number] for number in self.rounds) * 1e3, 1)
+            found[f"{name} ms"] = round(self.median(name) * 1e3, 1)
             found[f"{name} cpu ms"] = round(statistics.median(self.cpu_seconds[name][number] for number in self.rounds) * 1e3, 1)
         worst = max(self.busy_elsewhere[number] for number in self.rounds)
         return {**found, "rounds": f"{len(self.rounds)} of {len(self.busy_elsewhere)}", "busy elsewhere": round(worst, 3)}
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
-    """`function(*args)` on ranks that are pinned to a core each; gives what rank 0 returned."""
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, share_cores: bool = False) -> Any:
+    """`function(*args)` on ranks that are pinned to a core each; gives what rank 0 returned. `share_cores`: ranks that mostly sleep."""
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < num_ranks:
+    if len(cores) < num_ranks and not share_cores:
         raise SystemExit(f"this benchmark needs {num_ranks} cores, one for each rank; this process may use {len(cores)}")
     os.environ.update(ALLOCATOR)  # read by a process when it starts
     with tempfile.TemporaryDirectory() as folder:
         answer, child = context.Pipe(duplex=False)
         processes = [
             context.Process(
-                target=_rank, args=(function, rank, num_ranks, cores[rank], folder, child if rank == 0 else None, args), daemon=True
+                target=_rank,
+                args=(function, rank, num_ranks, cores[rank % len(cores)], folder, child if rank == 0 else None, args),
+                daemon=True,
             )
             for rank in range(num_ranks)
         ]
@@ -200,7 +206,7 @@ def _one(side: Side, step: int) -> float | None:
 def check_losses(losses: Sequence[float | None], step: int) -> None:
     """Both sides must be doing the same training."""
     known = [loss for loss in losses if loss is not None]
-    if max(known) - min(known) > SAME_LOSS * max(map(abs, known)):
+    if known and max(known) - min(known) > SAME_LOSS * max(map(abs, known)):
         raise SystemExit(f"the sides do not train the same model: at step {step} their losses are {known}")
 
 
@@ -250,6 +256,16 @@ class Usage:
         return time.perf_counter(), time.process_time(), (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
 
     def since(self) -> tuple[float, float, float]:
-        """Seconds on the clock, seconds of CPU, and the part of the time in which the core did something else."""
+        """Seconds on the clock, seconds of CPU, and the part of the time in which the core ran no rank and yet was busy. A collective."""
         elapsed, cpu, busy = (now - then for now, then in zip(self._now(), self.start, strict=True))
-        return elapsed, cpu, max(0.0, busy - cpu) / elapsed
+        return elapsed, cpu, max(0.0, busy - _cpu_of_ranks_here(cpu)) / elapsed
+
+
+def _cpu_of_ranks_here(cpu: float) -> float:
+    """CPU seconds of all ranks that share this core."""
+    if not dist.is_initialized():
+        return cpu
+    own = torch.tensor([float(min(os.sched_getaffinity(0))), cpu], dtype=torch.float64)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return float(sum(each[1] for each in everyone if each[0] == own[0]))

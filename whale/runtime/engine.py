@@ -17,7 +17,7 @@ from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
-from whale.runtime.executor import StepInput, StepOutcome
+from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
 from whale.runtime.metrics import Metrics
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
@@ -198,6 +198,10 @@ class Engine:
         return iter([(held.name, held.tensor) for held in self._held if held.name in self._shapes.first.trained])
 
     # ---- looking at a run
+
+    def executors(self) -> list[Executor]:
+        """What runs the steps, one for each shape and size of batch seen so far: for tools that measure."""
+        return self._shapes.executors()
 
     def trace(self, path: str | Path) -> None:
         """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All ranks must call it."""

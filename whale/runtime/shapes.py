@@ -103,6 +103,9 @@ class Shapes:
         kept.move_to_end(key)
         return kept[key]
 
+    def executors(self) -> list[Executor]:
+        return list(self._executors.values())
+
     def executor(self, lowered: Lowered, batch_size: int, num_micro_batch: int, is_training: bool) -> Executor:
         key = (id(lowered), batch_size, num_micro_batch)
         if key not in self._executors:

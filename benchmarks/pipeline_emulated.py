@@ -1,0 +1,256 @@
+"""Schedules on emulated devices against every class of `torch.distributed.pipelining`, in the same run, taking turns.
+
+A device takes 20 ms for the forward and 40 ms for the backward of a micro-batch, half of it for weights; its chunks divide that. Both sides
+sleep by the same function. What is compared is the order of the actions and the cost of the runtime, not compute: tensors are tiny.
+Beside every time stands the time of the same order with free actions and messages (its ideal), and the lower bound of any order.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_emulated.py` finds its neighbours, too
+
+import whale as wh
+from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from whale import scheduling
+from whale.emulation.pace import Pace, sleep_until, wake_up_on_time
+from whale.scheduling import Action, Costs, Kind, Schedule
+
+FORWARD_S = 0.020
+BACKWARD_S = 0.040
+MESSAGE_S = 0.0006
+ACTION_S = 0.0004
+"""what a message and an action of our runtime are taken to cost when the order is made; the ideal has neither"""
+WIDTH = 16
+ROUNDS = 5
+LIMIT_S = 45.0
+"""of each case"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One number of devices and micro-batches."""
+
+    num_devices: int
+    num_micro_batch: int
+
+    @property
+    def name(self) -> str:
+        return f"P={self.num_devices}, m={self.num_micro_batch}"
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(self.num_micro_batch, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+CASES = (Case(4, 4), Case(4, 8), Case(8, 8), Case(8, 16))
+OURS = {"whale, 2 chunks": 1, "whale, 4 chunks": 2}
+"""our sides and their number of waves; list-scheduled with split backwards"""
+ALLOWED = {"whale, 2 chunks": 1.08, "whale, 4 chunks": 1.13}
+"""measured time over own ideal"""
+
+
+def pace(seconds: float) -> None:
+    """What both sides call a compute action."""
+    sleep_until(time.perf_counter() + seconds)
+
+
+# ---- Whale
+
+
+class Chain(nn.Module):
+    """As many layers as there are chunks."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+def whale_schedule(case: Case, graph: scheduling.StageGraph) -> Schedule:
+    """Made for these devices, with the memory of 1F1B."""
+    unsplit = scheduling.stages_without_input_part(graph)
+    costs = scheduling.even_costs(
+        graph, FORWARD_S, BACKWARD_S, message_s=MESSAGE_S, action_s=ACTION_S, memory_cap=case.num_devices, unsplit=unsplit
+    )
+    return scheduling.build("zero-bubble", graph, case.num_micro_batch, costs)
+
+
+def ideal_costs(graph: scheduling.StageGraph) -> Costs:
+    return scheduling.even_costs(graph, FORWARD_S, BACKWARD_S, unsplit=scheduling.stages_without_input_part(graph))
+
+
+def whale_side(case: Case, name: str) -> tuple[Side, float, float]:
+    """(the side, its ideal time, the lower bound)"""
+    num_waves = OURS[name]
+    torch.manual_seed(0)
+    model = Chain(2 * num_waves * case.num_devices)
+    config = {
+        "schedule": "wave",
+        "num_waves": num_waves,
+        "num_task_graph": case.num_devices,
+        "num_micro_batch": case.num_micro_batch,
+        "check_capture": False,
+    }
+    wh.init(config)
+    batch = case.batch()
+    made = wh.plan(model, batch, cluster=case.num_devices, config=config)
+    schedule = whale_schedule(case, Schedule.from_json(made.schedule).stage_graph)
+    plan = replace(made, schedule=schedule.to_json())
+    engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3), plan=plan)
+    engine.step(batch)
+    (executor,) = engine.executors()
+    executor.pace = Pace({action: _seconds(action, 2 * num_waves) for action in executor.program.actions if action.is_compute})
+    timeline = scheduling.simulate(schedule, ideal_costs(schedule.stage_graph))
+    return Side(name, lambda step: engine.step(batch)), timeline.step_s, timeline.lower_bound_s
+
+
+def _seconds(action: Action, num_chunks: int) -> float:
+    of_kind = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: BACKWARD_S, Kind.INPUT: BACKWARD_S / 2, Kind.WEIGHT: BACKWARD_S / 2}
+    return of_kind[action.kind] / num_chunks
+
+
+# ---- torch
+
+
+class _InputPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        pace(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        pace(ctx.backward_s)
+        return gradient, None, None
+
+
+class _WeightPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        pace(ctx.backward_s)
+        return gradient, None
+
+
+class PacedStage(nn.Module):
+    """A chunk that takes the time of the emulated device."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.forward_s, self.part_s = FORWARD_S / num_chunks, BACKWARD_S / 2 / num_chunks
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = _WeightPart.apply(self.weight, self.part_s)  # type: ignore[no-untyped-call]
+        paced: Tensor = _InputPart.apply(x, self.forward_s, self.part_s)  # type: ignore[no-untyped-call]
+        return paced * weight
+
+
+@dataclass(frozen=True)
+class TorchSchedule:
+    """A class of torch's, and how it wants its stages."""
+
+    make: Callable[..., Any]
+    num_chunks: int
+    is_wave: bool = False
+    fewest: Callable[[int], int] = lambda num_devices: num_devices
+    """micro-batches that it needs"""
+
+    def stages(self, rank: int, num_devices: int) -> list[int]:
+        if self.is_wave:
+            return [rank, 2 * num_devices - 1 - rank]
+        return [rank + chunk * num_devices for chunk in range(self.num_chunks)]
+
+
+TORCH = {
+    "torch GPipe": TorchSchedule(pipelining.ScheduleGPipe, 1),
+    "torch 1F1B": TorchSchedule(pipelining.Schedule1F1B, 1),
+    "torch Interleaved1F1B v=2": TorchSchedule(pipelining.ScheduleInterleaved1F1B, 2),
+    "torch ZBV": TorchSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_wave=True),
+    "torch InterleavedZeroBubble v=2": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 2),
+    "torch InterleavedZeroBubble v=4": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 4),
+    "torch DualPipeV": TorchSchedule(pipelining.ScheduleDualPipeV, 2, is_wave=True, fewest=lambda num_devices: 2 * num_devices),
+}
+
+
+def torch_side(case: Case, name: str) -> Side:
+    kind, rank = TORCH[name], dist.get_rank()
+    torch.manual_seed(0)
+    total = kind.num_chunks * case.num_devices
+    own = kind.stages(rank, case.num_devices)
+    modules = [PacedStage(kind.num_chunks) for _ in own]
+    stages = [pipelining.PipelineStage(m, index, total, torch.device("cpu")) for m, index in zip(modules, own, strict=True)]
+    loss = nn.functional.mse_loss
+    schedule = kind.make(stages if kind.num_chunks > 1 else stages[0], case.num_micro_batch, loss_fn=loss)
+    optimizer = torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=1e-3)
+    x, y = case.batch()
+
+    def train(_: int) -> None:
+        optimizer.zero_grad()
+        given = (x,) if 0 in own else ()
+        wanted = {"target": y, "losses": []} if total - 1 in own else {}
+        schedule.step(*given, **wanted, return_outputs=False)
+        optimizer.step()
+
+    return Side(name, train)
+
+
+# ---- both
+
+
+def measure(case: Case) -> tuple[Times, dict[str, tuple[float, float]]]:
+    """Runs on every rank: times of all sides, and (ideal, lower bound) of ours."""
+    wake_up_on_time()
+    ours = {name: whale_side(case, name) for name in OURS}
+    theirs = [torch_side(case, name) for name, kind in TORCH.items() if case.num_micro_batch >= kind.fewest(case.num_devices)]
+    say(f"{case.name}: {len(ours)} of our schedules, {len(theirs)} of torch's")
+    times = alternate([*(side for side, _, _ in ours.values()), *theirs], ROUNDS, 1, LIMIT_S, warm_up=2)
+    return times, {name: (ideal, bound) for name, (_, ideal, bound) in ours.items()}
+
+
+def claims_of(case: Case) -> list[Claim]:
+    times, ideals = run_ranks(measure, case.num_devices, case, share_cores=True)
+    medians = {name: times.median(name) for name in times.seconds}
+    ours = min(OURS, key=medians.__getitem__)
+    best_torch = min((name for name in medians if name in TORCH), key=medians.__getitem__)
+    shown = {name: round(seconds * 1e3, 1) for name, seconds in medians.items()}
+    more = {"best of ours": ours, "best of torch": best_torch, "ms": shown}
+    found = []
+    for name, (ideal, bound) in ideals.items():
+        details = {"ms": shown[name], "ideal ms": round(ideal * 1e3, 1), "lower bound ms": round(bound * 1e3, 1)}
+        found.append(Claim(f"{case.name}: {name} / own ideal", medians[name] / ideal, ALLOWED[name], at_most=True, details=details))
+    if case.num_devices == 8:
+        target = 1.10 if case.num_micro_batch == 8 else 1.04
+        found.append(Claim(f"{case.name}: best torch / whale", times.ratio(best_torch, ours), target, at_most=False, details=more))
+    if case == Case(8, 8):
+        found.append(Claim(f"{case.name}: torch 1F1B / whale", times.ratio("torch 1F1B", ours), 1.6, at_most=False, details={}))
+    return found
+
+
+def main() -> None:
+    report("pipeline_emulated", [claim for case in CASES for claim in claims_of(case)])
+
+
+if __name__ == "__main__":
+    main()
