@@ -31,10 +31,10 @@ NEAR = 1e-10
 class Policy:
     """How a pass decides; see above."""
 
-    filler: bool = True
+    admit: int | None = None
     delay: float = 1.0
     wait: float = 0.0
-    admit: int | None = None
+    filler: bool = True
     in_turn: bool = False
 
 

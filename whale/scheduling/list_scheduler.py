@@ -29,7 +29,7 @@ BUDGET = 300_000
 """job visits of a search, one or two microseconds each: divided by the number of jobs, the tries when none are given"""
 PASS_SHARE, PASS_VISITS = 0.65, 5
 """this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
-LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 3, 120, 6, 3000
+LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 4, 120, 6, 3000
 NEAR = 1e-9
 
 

@@ -49,13 +49,22 @@ class Keys:
 def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
     """The first `count` ones, always the same."""
     num = problem.graph.num_devices
+    quarter, half = num + num // 4, num + num // 2
     first = [
-        (Keys(), Policy(delay=0.5)),
-        (Keys(0.25, 1.0, 1.0, 0.0), Policy(admit=num + 1, delay=0.5)),
-        (Keys(offset=ALWAYS), Policy(admit=num + num // 2, delay=0.5)),
-        (Keys(), Policy(delay=1.0)),
-        (Keys(0.25, 1.0, 2.0, -ALWAYS), Policy(admit=num + num // 4, delay=1.0, wait=0.5)),
-        (Keys(0.25, 1.0, 1.0, 0.0), Policy(admit=num, delay=1.0)),
+        (Keys(0.2, 1.0, 1.0, ALWAYS), Policy(num, 0.25)),
+        (Keys(0.25, 1.0, 1.0, 0.0), Policy(num + 1, 0.5)),
+        (Keys(0.25, 1.0, 1.0, -ALWAYS), Policy(2 * num, 1.0, 0.5)),
+        (Keys(0.001, -1.0, 1.0, -ALWAYS), Policy(None, 0.5)),
+        (Keys(0.3, -1.0, 2.0, ALWAYS), Policy(half, 1.0, 0.5)),
+        (Keys(0.25, 1.0, 0.5, ALWAYS), Policy(half, 0.5)),
+        (Keys(0.2, 1.0, 0.5, -1.0), Policy(None, 1.0, 0.5)),
+        (Keys(0.3, 1.0, 0.5, 1.0), Policy(num, 1.0)),
+        (Keys(0.3, -1.0, 2.0, -ALWAYS), Policy(num, 0.25, 0.5)),
+        (Keys(0.3, 1.0, 2.0, -1.0), Policy(quarter, 0.25, 0.5)),
+        (Keys(0.3, 1.0, 2.0, -1.0), Policy(half, 0.5, 0.5)),
+        (Keys(0.2, 1.0, 2.0, -1.0), Policy(num + 1, 0.25)),
+        (Keys(0.001, -1.0, 2.0, 1.0), Policy(half, 0.25, 0.5)),
+        (Keys(0.001, -1.0, 1.0, -ALWAYS), Policy(None, 1.0)),
     ]
     yield from first[:count]
     draw = random.Random(SEED)
@@ -66,7 +75,7 @@ def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
             back=draw.choice((0.5, 1.0, 2.0)),
             offset=draw.choice((-ALWAYS, -2.0, -1.0, 0.0, 1.0, ALWAYS)),
         )
-        admit = draw.choice((None, num, num + 1, num + num // 4, num + num // 2, 2 * num))
+        admit = draw.choice((None, num, num + 1, quarter, half, 2 * num))
         yield keys, Policy(admit=admit, delay=draw.choice((0.25, 0.5, 1.0)), wait=draw.choice((0.0, 0.5)))
 
 
