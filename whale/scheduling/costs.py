@@ -5,7 +5,12 @@ the first of its stages is reached, and after its last action something of the m
 
     step >= max over devices of  earliest start of its stages + its work + least time that is left after one of its actions
 
-On P equal devices with C chunks each, backwards split, this is  work + (P - 1)(Tf / C + Tc).
+On P equal devices with C chunks each, backwards split, this is  work + (P - 1)(Tf / C + Tc). And every stage must do all its forwards, and
+after the last of them that micro-batch still has its way to the end and back:
+
+    step >= max over stages of  earliest start of its forward + M times its forward + way from there to the end of the backward
+
+which is more where messages are slow and micro-batches few.
 """
 
 from __future__ import annotations
@@ -133,7 +138,24 @@ def lower_bound(graph: StageGraph, costs: Costs, num_micro_batch: int, *, split:
         # the last action of a device is a backward of one of its stages: a weight part leaves nothing to do, a whole one its gradient's way
         left = min(tails[stage] if whole[stage] else 0.0 for stage in stages)
         bound = max(bound, min(heads[stage] for stage in stages) + work[device] + left)
+    ways = _ways(graph, costs, tails, whole)
+    for stage in range(graph.num_stages):
+        bound = max(bound, heads[stage] + num_micro_batch * (costs.forward_s[stage] + costs.action_s) + ways[stage])
     return bound
+
+
+def _ways(graph: StageGraph, costs: Costs, tails: Sequence[float], whole: Sequence[bool]) -> list[float]:
+    """Least time from the end of a stage's forward to the end of the step, for one micro-batch."""
+    # from the start of a backward on: itself, then its weight part or what waits for its gradient
+    ways = []
+    for stage in range(graph.num_stages):
+        first, second = costs.input_backward_s[stage] + costs.action_s, costs.weight_backward_s[stage]
+        ways.append(first + second + tails[stage] if whole[stage] else first + max(second, tails[stage]))
+    for stage in reversed(range(graph.num_stages)):
+        for consumer in graph.consumers(stage):
+            forward = costs.transfer_s(graph, (stage, consumer)) + costs.forward_s[consumer] + costs.action_s
+            ways[stage] = max(ways[stage], forward + ways[consumer])
+    return ways
 
 
 def _heads(graph: StageGraph, costs: Costs) -> list[float]:

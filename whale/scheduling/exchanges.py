@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from whale.scheduling.problem import Jobs, Problem, StuckError
 
 Needs = Sequence[tuple[tuple[int, float], ...]]
-START_HEAT = 0.01
+START_HEAT = 0.04
 """at first, orders longer by this part of the step are kept one time in e"""
 SEED = 2308
 NEAR = 1e-9

@@ -23,18 +23,18 @@ from heapq import heappop, heappush
 from whale.scheduling.problem import Jobs, Problem
 
 NEVER = float("inf")
+NEAR = 1e-10
+"""sums of times that should be equal differ by rounding: what arrives within this part of the time is there"""
 
 
 @dataclass(frozen=True)
 class Policy:
     """How a pass decides; see above."""
 
-    filler: bool = True
+    admit: int | None = None
     delay: float = 1.0
     wait: float = 0.0
-    admit: int | None = None
-    by_arrival: float = 0.0
-    """adds this part of its arrival to the key of a job"""
+    filler: bool = True
     in_turn: bool = False
 
 
@@ -74,7 +74,7 @@ class _Pass:
         while events:
             now, device = heappop(events)
             if free[device] <= now:
-                self.decide(device, now)
+                self.decide(device, now * (1 + NEAR))
         total = 2 * self.problem.size + self.whole.count(0)
         if sum(map(len, self.jobs)) < total:
             return None
@@ -84,30 +84,32 @@ class _Pass:
         """Start a job on this free device, or wait."""
         problem, keys, policy = self.problem, self.keys, self.policy
         count, size = problem.num_micro_batch, problem.size
-        arrival, missing, by_arrival = self.arrival, self.missing, policy.by_arrival
+        arrival, missing = self.arrival, self.missing
         room_left = problem.caps[device] - self.live[device]
+        room, is_limited = self.room, policy.admit is not None or policy.in_turn
+        next_forward, next_backward = self.next_forward, self.next_backward
         best, best_key = -1, NEVER
         coming: list[tuple[float, float]] = []
         is_full = False
         for stage in problem.chunks[device]:
-            micro_batch = self.next_backward[stage]
+            micro_batch = next_backward[stage]
             if micro_batch < count:
                 job = size + stage * count + micro_batch
                 if not missing[job]:
-                    key = keys[job] + by_arrival * arrival[job] if by_arrival else keys[job]
+                    key = keys[job]
                     if arrival[job] <= now:
                         if key < best_key:
                             best, best_key = job, key
                     else:
                         coming.append((arrival[job], key))
-            micro_batch = self.next_forward[stage]
+            micro_batch = next_forward[stage]
             if micro_batch < count:
                 job = stage * count + micro_batch
                 if not missing[job]:
-                    if self.room[stage] > room_left or not self.is_admitted(device, stage, micro_batch):
+                    if room[stage] > room_left or (is_limited and not self.is_admitted(device, stage, micro_batch)):
                         is_full = is_full or arrival[job] <= now
                         continue
-                    key = keys[job] + by_arrival * arrival[job] if by_arrival else keys[job]
+                    key = keys[job]
                     if arrival[job] <= now:
                         if key < best_key:
                             best, best_key = job, key
@@ -232,5 +234,6 @@ class _Pass:
         if time > self.arrival[job]:
             self.arrival[job] = time
         self.missing[job] -= 1
-        if not self.missing[job]:
+        # a device that is busy until then looks for itself when it is free
+        if not self.missing[job] and self.arrival[job] > self.free[self.device[stage]]:
             heappush(self.events, (self.arrival[job], self.device[stage]))

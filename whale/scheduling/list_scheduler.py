@@ -1,7 +1,7 @@
 """Orders made for given costs: many passes of list scheduling, then changes along the critical path, within a budget that is counted.
 
 1. Known orders (1F1B, and the wave, interleaved and ZB-H1 where the placement is theirs), if memory allows them: the result is never worse.
-2. Passes (`list_pass`) with different keys and policies.
+2. Passes (`list_pass`) with different keys and policies (`policies`).
 3. From the best orders, passes whose keys are the latest starts that would not make the step longer: what has slack goes back, and what
    had to wait behind it goes ahead.
 4. Exchanges of neighbours on a device, along the critical path (`exchanges`).
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from whale.scheduling.action import Orders, StageGraph
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
@@ -23,13 +22,14 @@ from whale.scheduling.exchanges import improve, latest_starts
 from whale.scheduling.list_pass import Policy, list_pass
 from whale.scheduling.orders import one_f_one_b
 from whale.scheduling.placement import num_loops_of, num_waves_of
+from whale.scheduling.policies import Keys, policies
 from whale.scheduling.problem import Jobs, Problem, StuckError
 
-BUDGET = 450_000
-"""job visits of a search, about a microsecond each: what makes the number of tries when none is given"""
-PASS_VISITS = 6
-"""a pass takes about as long as so many simulations of the same jobs"""
-LEAST_PASSES, MOST_EXCHANGES = 3, 4000
+BUDGET = 300_000
+"""job visits of a search, one or two microseconds each: divided by the number of jobs, the tries when none are given"""
+PASS_SHARE, PASS_VISITS = 0.65, 5
+"""this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
+LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 4, 120, 6, 3000
 NEAR = 1e-9
 
 
@@ -61,8 +61,8 @@ class Search:
         self.problem, self.split = problem, split
         num_jobs = 3 * problem.size
         scale = BUDGET // num_jobs if tries is None else tries
-        self.num_passes = max(LEAST_PASSES, scale // (2 * PASS_VISITS))
-        self.num_exchanges = min(MOST_EXCHANGES, scale // 2)
+        self.num_passes = min(max(LEAST_PASSES, int(PASS_SHARE * scale / PASS_VISITS)), MOST_PASSES)
+        self.num_exchanges = min(MOST_EXCHANGES, int((1 - PASS_SHARE) * scale))
         self.bound = lower_bound(problem.graph, problem.costs, problem.num_micro_batch, split=split is not False)
         self.needs = problem.needs()
         self.found: list[Found] = []
@@ -105,19 +105,16 @@ class Search:
 
     def passes(self) -> None:
         problem = self.problem
-        num_left = self.num_passes
         kinds = [problem.as_split_as_possible] if self.split is not False else []
         if self.split is False or (self.split is None and problem.costs.action_s > 0):
             kinds.append(problem.all_whole)
-        policies = list(_policies(problem))
-        for whole, (name, policy) in product(kinds, policies):
-            if not num_left or self.is_at_bound():
+        for index, (keys, policy) in enumerate(policies(problem, self.num_passes)):
+            if self.is_at_bound():
                 break
-            num_left -= 1
-            self.try_pass(f"list {name}", _keys(problem, name), whole, policy)
+            self.try_pass("list", keys.of(problem), kinds[index % len(kinds)], policy)
         if not self.found:
             for whole in kinds:
-                self.try_pass("list in turn", _keys(problem, "backward"), whole, Policy(in_turn=True))
+                self.try_pass("list in turn", Keys().of(problem), whole, Policy(in_turn=True))
 
     def try_pass(self, name: str, keys: list[float], whole: bytearray, policy: Policy) -> None:
         own = bytearray(whole)
@@ -127,7 +124,7 @@ class Search:
 
     def justify(self) -> None:
         """Passes keyed by the latest starts of the best orders so far."""
-        num_left = self.num_passes
+        num_left = min(self.num_passes // 4, MOST_AGAIN)
         seen: set[float] = set()
         while num_left > 0 and not self.is_at_bound():
             fresh = [found for found in self.found if found.time not in seen]
@@ -169,54 +166,3 @@ class Search:
         self.add(f"{best.name}, joined", jobs, whole)
         is_better = len(self.found) > before and self.found[-1].time <= best.time * (1 + NEAR)
         return self.found[-1] if is_better else best
-
-
-# ---- keys and policies of the passes
-
-
-def _policies(problem: Problem) -> Iterator[tuple[str, Policy]]:
-    num_devices = problem.graph.num_devices
-    first = [("backward", None, 0.5), ("steady", num_devices + 1, 0.5), ("forward", num_devices + num_devices // 2, 0.5)]
-    for name, admit, delay in first:
-        yield name, Policy(admit=admit, delay=delay)
-    admits = (num_devices, num_devices + 1, num_devices + num_devices // 2, 2 * num_devices, None)
-    for delay, admit, name in product((0.5, 1.0, 0.0), admits, ("steady", "forward", "backward", "oldest", "arrival")):
-        if (name, admit, delay) not in first:
-            yield name, Policy(admit=admit, delay=delay, by_arrival=1.0 if name == "arrival" else 0.0)
-
-
-def _keys(problem: Problem, name: str) -> list[float]:
-    """For every job, lowest first. Weight parts get 0: these passes take them as fillers."""
-    count, num_stages = problem.num_micro_batch, problem.graph.num_stages
-    heads, backs = _heads(problem)
-    interval = max(sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks) for chunks in problem.chunks)
-    far = (count + 1) * (interval + max(backs) + 1)
-    stages, many = range(num_stages), range(count)
-    if name == "backward":  # backwards first; forwards: the later stage first
-        forwards = [far + (num_stages - s) * count + m for s in stages for m in many]
-        backwards = [float(s * count + m) - far for s in stages for m in many]
-    elif name == "forward":
-        forwards = [float((num_stages - s) * count + m) for s in stages for m in many]
-        backwards = [float(num_stages * count * 2 + s * count + m) for s in stages for m in many]
-    elif name == "oldest":
-        forwards = [far * m - s for s in stages for m in many]
-        backwards = [far * m + s - 2 * num_stages for s in stages for m in many]
-    else:  # when it would run in a pipeline that takes a new micro-batch every `interval`
-        step = interval / 4 if name == "steady" else 0.0
-        shift = 1.0 if name == "steady" else 1e-6
-        forwards = [step * m + shift * heads[s] for s in stages for m in many]
-        backwards = [step * m + shift * backs[s] for s in stages for m in many]
-    return forwards + backwards + [0.0] * problem.size
-
-
-def _heads(problem: Problem) -> tuple[list[float], list[float]]:
-    """Earliest starts of forward and backward of each stage for a micro-batch that is alone."""
-    heads, backs = [0.0] * problem.graph.num_stages, [0.0] * problem.graph.num_stages
-    for stage in range(problem.graph.num_stages):
-        for producer, time in problem.producers[stage]:
-            heads[stage] = max(heads[stage], heads[producer] + problem.forward_s[producer] + time)
-    for stage in reversed(range(problem.graph.num_stages)):
-        backs[stage] = heads[stage] + problem.forward_s[stage]
-        for consumer, time in problem.gradient_consumers[stage]:
-            backs[stage] = max(backs[stage], backs[consumer] + problem.input_s[consumer] + time)
-    return heads, backs
