@@ -193,8 +193,11 @@ def summary(engine: wh.Engine, result: Score, line: LiveLine, time_split: list[S
     table.add_row("answers right", f"{result.answers:.1%} (questions about one side)")
     if not math.isnan(line.first_loss):
         table.add_row("loss", f"{line.first_loss:.4f} at the start, {line.last_loss:.4f} at the end")
-    table.add_row("steps", f"{engine.step_count}, trained in {wall_s:.0f} s on {wh.num_devices()} ranks")
-    for rank, spent in enumerate(time_split):
+    has_trained = any(spent.total_s for spent in time_split)
+    table.add_row(
+        "steps", f"{engine.step_count}, " + (f"trained in {wall_s:.0f} s on {wh.num_devices()} ranks" if has_trained else "all done before")
+    )
+    for rank, spent in enumerate(time_split if has_trained else ()):
         parts = [("compute", spent.compute_s), ("gradient sums", spent.communication_s), ("bubble", spent.bubble_s)]
         stages = ", ".join(str(stage) for stage in engine.plan.stages_of_rank(rank))
         table.add_row(f"time of rank {rank}, stage {stages}", ", ".join(f"{name} {spent.share(seconds):.0%}" for name, seconds in parts))

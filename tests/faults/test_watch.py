@@ -77,6 +77,26 @@ def test_silence() -> None:
     )
 
 
+def test_batches_of_unlike_shapes() -> None:
+    """Only batches with the same number are compared: ranks need not be at the same place all the time."""
+    found = ranks(None, None, None)
+    found[0].batch, found[1].batch = (7, "x [8, 4]"), (8, "x [8, 5]")
+    assert cause(found) is None
+    found[2].batch = (8, "x [8, 5]")
+    assert cause(found) is None
+    found[2].batch = (7, "x [8, 5]")
+    verdict = judge(found, TIMEOUT_S, NOW)
+    assert verdict is not None and (verdict.cause, verdict.standing) == (2, None)
+    assert verdict.text == (
+        "rank 2 was given another batch than rank 0: x [8, 5], rank 0 has x [8, 4]. Every rank must be given the same whole mini-batch. "
+        "It stood at F2.0. The others stood: rank 0 at F0.0; rank 1 at F1.0"
+    )
+    found[1].ended(End.RAISED, "ValueError: no", NOW - LATE)  # a word of its own comes first
+    verdict = judge(found, TIMEOUT_S, NOW)
+    assert verdict is not None and verdict.cause == 1
+    assert "rank 1 failed at F1.0: ValueError: no. And rank 2 was given another batch" in verdict.text
+
+
 def test_a_rank_that_has_left_is_no_cause_and_is_not_concerned() -> None:
     found = ranks(None, None)
     found[1].has_left, found[1].heard_at = True, NOW - 10 * TIMEOUT_S

@@ -38,6 +38,11 @@ class BatchLayout:
         shapes = tuple((t.path, t.dtype, t.batched, t.shape[1:] if t.batched else t.shape) for t in self.tensors)
         return shapes, tuple((place, repr(value)) for place, value in self.constants)
 
+    def __str__(self) -> str:
+        """Shapes and constants, for messages: `x [8, 16], labels [8]`."""
+        constants = [f"{self.paths[place]} = {value!r}" for place, value in self.constants]
+        return ", ".join([f"{tensor.path} {list(tensor.shape)}" for tensor in self.tensors] + constants)
+
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The user's batch again, around these tensors."""
         constants = dict(self.constants)

@@ -112,6 +112,10 @@ class Lowered:
         with torch.no_grad():
             return [*here, *whole(*inputs)]
 
+    def counts_nothing(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a denominator of the loss is zero in this mini-batch: the number of labels that count, say. On ranks that hold it."""
+        return any(not bool(tensor.any()) for tensor in tensors[len(self.prepared.captured.inputs) :] if tensor.numel() == 1)
+
     def edges_are(self, plan: Plan) -> bool:
         """Whether the plan's own schedule fits this graph."""
         mine = {(source, destination) for _, source, destination in self.assignment.crossings}

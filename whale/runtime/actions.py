@@ -6,6 +6,7 @@ For each micro-batch a stage keeps its received inputs and its results from forw
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Slot = tuple[int, int]  # (stage, micro-batch)
 ValueKey = tuple[int, int, int]  # (stage, micro-batch, value)
+
+NUM_SHAPE_TAGS = 61  # tags have 31 bits: this leaves 35 million messages of one step
 
 
 @dataclass
@@ -324,13 +327,21 @@ def _piece(program: Program, action: Action, part: Part) -> _Piece:
         assert value.batch_dim is not None
         per_sample = value.rows_per_sample()
         rows = (value.batch_dim, part.start * per_sample, part.num_samples * per_sample)
+    shape = value.shape_for(stop - start)
     sends_result = action.kind is Kind.SEND and not action.gradient
     return _Piece(
         key=(action.stage, action.micro_batch, value.index),
         place=_place(program, action.stage, value.index) if sends_result else 0,
         peer=part.peer,
-        tag=part.tag + action.gradient,
+        tag=_tag(part.tag + action.gradient, shape, rows),
         rows=rows,
-        shape=value.shape_for(stop - start),
+        shape=shape,
         dtype=value.dtype,
     )
+
+
+def _tag(number: int, shape: tuple[int, ...], rows: tuple[int, int, int] | None) -> int:
+    """A number for the message in which its shape takes part: ranks with batches of unlike shapes wait for each other, and the watch says
+    why, instead of reading a message of another size (gloo ends the process when it is too long and says nothing when it is too short)."""
+    sizes = shape if rows is None else shape[: rows[0]] + (rows[2],) + shape[rows[0] + 1 :]
+    return number * NUM_SHAPE_TAGS + zlib.crc32(repr(tuple(map(int, sizes))).encode()) % NUM_SHAPE_TAGS

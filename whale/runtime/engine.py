@@ -21,7 +21,7 @@ from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
 from whale.runtime.metrics import Metrics
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
-from whale.runtime.shapes import Job, Shapes, largest_micro_batches
+from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
@@ -92,7 +92,7 @@ class Engine:
         communication_s = time.perf_counter() - waiting
         totals = self._totals(outcome, given.loss_scale)
         updating = time.perf_counter()
-        update = self._updater.apply(self._held, totals, self.step_count)
+        update = self._updater.apply(self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors))
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
@@ -144,6 +144,13 @@ class Engine:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
+        self._note_batch(layout)
+        if layout.batch_size < widest(self.plan):
+            raise ValueError(
+                f"engine.evaluate: a batch of {layout.batch_size} samples cannot be cut over {widest(self.plan)} devices, each needs one. "
+                f"Evaluate at least {widest(self.plan)} samples at a time: join this batch with the one before, or repeat its last sample "
+                f"and leave that output out"
+            )
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
         num_micro_batch = 1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
@@ -242,9 +249,11 @@ class Engine:
         if isinstance(batch, ShardedBatch):
             lowered = self._shapes.first
             self._compare(batch.digest)
+            self._note_batch(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
             return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors, layout.paths) if self._compares else b"")  # first: what only one rank would refuse, all refuse
+        self._note_batch(layout)
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors)
         samples = self._shapes.executor(lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
@@ -280,6 +289,12 @@ class Engine:
                 batch_digest.hex(),
                 "Every rank must be given the same whole mini-batch: use the same seed and sampler everywhere, and no DistributedSampler",
             )
+
+    def _note_batch(self, shapes: Any) -> None:
+        """Between the steps at which values are compared, the watch still compares shapes: unlike ones would make ranks wait for ever."""
+        watch = self._job.ranks.watch
+        if watch is not None and self._job.config.check_batches:
+            watch.note_batch(shapes)
 
     def _all_holders(self) -> dict[str, tuple[int, ...]]:
         """Ranks that hold each parameter."""

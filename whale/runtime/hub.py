@@ -6,6 +6,7 @@ a rank says that it raised                 decided after GRACE_S: all may raise 
 a rank says that communication failed      follows from another rank's end; a cause only when nothing better is known
 a rank says that it got SIGTERM            its launcher ends it, so something happened: decided at once
 silence beyond `timeout_s`                 the rank hangs, is stopped or is cut off
+batches of unlike shapes at the same time  decided at once: the ranks would wait for each other for ever
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Seen:
     ended_at: float = 0.0
     has_left: bool = False
     process: Process | None = None
+    batch: tuple[int, str] | None = None
+    """how many batches this rank was given so far, and the shapes of the last one"""
     connection: socket.socket | None = None
     unread: bytes = b""
 
@@ -115,6 +118,9 @@ def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | 
         is_sure = bool(followed or terminated) or now - ranks[causes[0]].ended_at > GRACE_S
         concerns_any = any(not seen.has_left for rank, seen in ranks.items() if rank != causes[0])
         return _verdict(causes[0], ranks, now) if is_sure and concerns_any else None
+    other = _other_batch(ranks)
+    if other is not None:
+        return _verdict(other[0], ranks, now)
     if ended and ended[0] in followed:  # the sign of what it follows from may still arrive
         grace_s = SETTLE_S if terminated else GRACE_S
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > grace_s else None
@@ -130,10 +136,28 @@ def all_raised(ranks: Iterable[Seen]) -> bool:
     return bool(left) and all(seen.end is End.RAISED for seen in left)
 
 
+def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
+    """The first rank whose batch has other shapes than that of a lower rank at the same place in the script, and what to say of it."""
+    first: dict[int, tuple[int, str]] = {}
+    for rank in sorted(ranks):
+        batch = ranks[rank].batch
+        if batch is None:
+            continue
+        lower, shapes = first.setdefault(batch[0], (rank, batch[1]))
+        if shapes != batch[1]:
+            what = f"rank {rank} was given another batch than rank {lower}: {batch[1]}, rank {lower} has {shapes}"
+            return rank, f"{what}. Every rank must be given the same whole mini-batch"
+    return None
+
+
 def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
-    seen = ranks[cause]
+    seen, other = ranks[cause], _other_batch(ranks)
     age_s = (seen.ended_at if seen.end is not None else now) - seen.heard_at
-    if seen.end is None:
+    is_silent = False
+    if other is not None and seen.end in (None, End.FOLLOWED):
+        what = f"{other[1]}. It stood at {seen.position}"
+    elif seen.end is None:
+        is_silent = True
         what = f"rank {cause} has been silent for {age_s:.0f} s: {SILENCE}. It was last heard of at {seen.position}"
     elif seen.end is End.DIED:
         what = f"rank {cause} {DEATH}. It was last heard of {age_s:.1f} s before, at {seen.position}"
@@ -141,8 +165,9 @@ def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
         what = f"rank {cause} was ended by SIGTERM at {seen.position}"
     else:
         what = f"rank {cause} failed at {seen.position}: {seen.text}"
+        what += f". And {other[1]}" if other is not None else ""
     others = positions({rank: other.position for rank, other in ranks.items() if rank != cause and not other.has_left})
-    return Verdict(cause, f"{what}. The others stood: {others}", seen.process if seen.end is None else None)
+    return Verdict(cause, f"{what}. The others stood: {others}", seen.process if is_silent else None)
 
 
 def positions(where: Mapping[int, str]) -> str:
@@ -252,6 +277,9 @@ class Hub:
             raise ValueError("it does not say who it is")
         seen.heard_at = now
         seen.position = str(message.get("position", seen.position))
+        if "batch" in message:
+            number, shapes = message["batch"]
+            seen.batch = int(number), str(shapes)
         if "failed" in message:
             seen.ended(End.FOLLOWED if message["follows"] else End.RAISED, str(message["failed"]), now)
         if "terminated" in message:

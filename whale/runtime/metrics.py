@@ -43,8 +43,8 @@ class Metrics:
         path = metrics_file(self.run_folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)  # a line reaches the file when its step ends
-        if path.stat().st_size:
-            self._file.write("\n")  # a run that was killed may have left half a line
+        if not _ends_with_line(path):
+            self._file.write("\n")  # a run that was killed has left half a line
         if self.tensorboard and self.rank == 0:
             self._board = _open_board(self.run_folder / "tensorboard")
 
@@ -81,6 +81,14 @@ class Metrics:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _ends_with_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read() == b"\n"
 
 
 def peak_memory_bytes() -> int:

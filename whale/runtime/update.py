@@ -61,8 +61,8 @@ class Updater:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None and self.optimizer.param_groups else 0.0
 
-    def apply(self, held: Sequence[Held], totals: Totals, step: int) -> Update:
-        """Steps the optimizer, unless this step is to be skipped."""
+    def apply(self, held: Sequence[Held], totals: Totals, step: int, counts_nothing: Callable[[], bool] = lambda: False) -> Update:
+        """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a denominator of the loss is zero."""
         config = self._config
         factor, waited_s = 1.0, 0.0
         if self.loss_scale is not None or config.clip_grad_norm is not None or config.on_nonfinite != "continue":
@@ -74,7 +74,7 @@ class Updater:
                 self.loss_scale.update(math.isfinite(norm))
                 if not math.isfinite(norm) and math.isfinite(loss):
                     return Update(0.0, True, waited_s)  # an overflow, which the smaller scale will mend
-            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(held, loss, norm, step):
+            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(held, loss, norm, step, counts_nothing):
                 return Update(0.0, True, waited_s)
             if config.clip_grad_norm is not None:
                 factor *= min(1.0, config.clip_grad_norm / (norm + CLIP_EPSILON))
@@ -89,17 +89,23 @@ class Updater:
             self.scheduler.step()
         return Update(time.perf_counter() - start, False, waited_s)
 
-    def _skips(self, held: Sequence[Held], loss: float, norm: float, step: int) -> bool:
+    def _skips(self, held: Sequence[Held], loss: float, norm: float, step: int, counts_nothing: Callable[[], bool]) -> bool:
         """Whether a step with a non-finite number is left out; `stop` raises on every rank."""
         if self._config.on_nonfinite == "continue":
             return False
         bad = next((p.name for p in held if p.tensor.grad is not None and not bool(p.tensor.grad.isfinite().all())), None)
-        places = {rank: name for rank, name in enumerate(self._ranks.gather(bad)) if name is not None}
+        found = self._ranks.gather((bad, counts_nothing()))
+        places = {rank: name for rank, (name, _) in enumerate(found) if name is not None}
+        is_empty = any(empty for _, empty in found)
         where = ", ".join(f"{name} on rank {rank}" for rank, name in list(places.items())[:4]) or "no gradient, only the loss"
         text = f"step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}; not finite: {where}"
         if self._config.on_nonfinite == "skip":
             logger.warning("%s. The step is skipped on all ranks", text)
             return True
-        raise NonFiniteError(
-            f'{text}. The weights are unchanged. Lower the learning rate, set "clip_grad_norm", or go on with "on_nonfinite": "skip"'
+        advice = (
+            "The loss divides by the number of samples or labels that count, and none counts in this mini-batch (all labels ignored, or a "
+            "mask of zeros): leave such batches out"
+            if is_empty
+            else 'Lower the learning rate, set "clip_grad_norm"'
         )
+        raise NonFiniteError(f'{text}. The weights are unchanged. {advice}, or go on with "on_nonfinite": "skip"')

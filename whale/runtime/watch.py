@@ -61,6 +61,8 @@ class Watch:
     """where this rank stands: written by the executor at each action, told to the hub with each beat"""
     step: int | None = None
     """training step of the position"""
+    batch: tuple[int, Any] = (0, "")
+    """how many batches this rank was given so far, and the last one's shapes (str() of it is told): the hub compares them"""
     hub: Hub | None = None
     """on rank 0"""
     hub_process: Process | None = None
@@ -80,6 +82,10 @@ class Watch:
     @property
     def where(self) -> str:
         return str(self.position) if self.step is None else f"step {self.step}, {self.position}"
+
+    def note_batch(self, shapes: Any) -> None:
+        """A batch that the other ranks must have too. It is told with the next beat, so a step costs nothing."""
+        self.batch = self.batch[0] + 1, shapes
 
     def is_for(self, rank: int, num_ranks: int) -> bool:
         """Whether this watch goes on, in this process, for the same job."""
@@ -149,7 +155,7 @@ class Watch:
     def _run(self) -> None:
         """Says where this rank stands, hears what the hub says, and ends the process when it must."""
         assert self._connection is not None
-        unread, silent_s, last, next_beat = b"", 0.0, time.monotonic(), 0.0
+        unread, silent_s, last, next_beat, told = b"", 0.0, time.monotonic(), 0.0, 0
         with selectors.DefaultSelector() as selector:
             for source in filter(None, (self._connection, self._signals)):
                 selector.register(source, selectors.EVENT_READ)
@@ -174,7 +180,10 @@ class Watch:
                     _exit(128 + signal.SIGTERM)
                 if now >= next_beat:
                     next_beat = now + beat_s(self.num_ranks)
-                    self._say({"position": self.where})
+                    number, shapes = self.batch
+                    news = {"batch": (number, str(shapes)[:LONGEST_TEXT])} if number != told else {}
+                    told = number
+                    self._say({"position": self.where} | news)
         return None
 
     def _obey(self, message: dict[str, Any]) -> bool:
