@@ -167,6 +167,11 @@ class Config:
 
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
 
+    @property
+    def dtype(self) -> str:
+        """In which matrix products are computed, for the rates of devices; float64 is taken for fp32."""
+        return "fp32" if self.precision == "default" else self.precision
+
     def fingerprint(self) -> str:
         """Hash over all fields, the same in every process: ranks compare it before they start."""
         text = json.dumps(self.to_dict(), sort_keys=True)

@@ -20,6 +20,8 @@ class PlanCase:
     """devices of each annotated stage: (2, 1) is replicate(2) -> replicate(1); none = no annotation"""
     one_tensor: bool = False
     """labels=input_ids, the very same tensor object"""
+    kinds: tuple[str, ...] = ()
+    """kinds of devices by rank, for plans that balance; none = all alike"""
 
     @property
     def num_micro_batch(self) -> int:
@@ -38,5 +40,9 @@ PLANS = (
     PlanCase("replicate(2) -> replicate(1)", 3, {"num_micro_batch": 3}, (2, 1)),
     PlanCase("replicate(1) -> replicate(3)", 4, {"num_micro_batch": 2}, (1, 3)),
     PlanCase("auto cut into 4", 4, {"num_micro_batch": 4, "num_task_graph": 4}),
+    PlanCase("DP 2, V100 + T4", 2, kinds=("V100-32GB", "T4")),
+    PlanCase("DP 3, one 160 times slower, 2 micro-batches", 3, {"num_micro_batch": 2}, kinds=("P100", "CPU", "V100-16GB")),
+    PlanCase("2 stages x DP 2, mixed", 4, {"num_micro_batch": 2}, (1, 1), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
+    PlanCase("auto cut into 2 x DP 2, mixed", 4, {"num_micro_batch": 2, "num_task_graph": 2}, kinds=("T4", "A100-40GB", "T4", "V100-16GB")),
     PlanCase("2 stages, labels=input_ids", 2, {"num_micro_batch": 2}, (1, 1), one_tensor=True),
 )

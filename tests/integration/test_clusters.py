@@ -98,3 +98,63 @@ def found_cluster() -> tuple[str, ...]:
 
 def test_without_a_file_ranks_find_their_devices() -> None:
     assert run_ranks(found_cluster, 2) == [("CPU", "CPU")] * 2
+
+
+UNEVEN = """
+hosts: [{name: localhost, devices: [{kind: fast}, {kind: slow}]}]
+kinds:
+  fast: {tflop_per_s: 3, memory_gb: 4, gb_per_s: 30}
+  slow: {tflop_per_s: 1, memory_gb: 4, gb_per_s: 10}
+"""
+NO_READING = UNEVEN.replace("gb_per_s: 30", "gb_per_s: 3000000").replace("gb_per_s: 10", "gb_per_s: 1000000")
+IDLE = UNEVEN.replace("tflop_per_s: 1, memory_gb: 4, gb_per_s: 10", "tflop_per_s: 0.001, memory_gb: 4, gb_per_s: 0.01")
+
+
+def train(file: str, config: dict[str, object], cuts: dict[str, int]) -> tuple[list[float], list[list[int]], list[float]]:
+    """(losses, samples of this rank in each micro-batch, outputs of an evaluation)"""
+    wh.init({**config, "cluster": file})
+    model = net()
+    if cuts:
+        wh.annotate(model, {glob: wh.replicate(count) for glob, count in cuts.items()})
+    engine = wh.parallelize(model, mini_batches()[0], optimizer=sgd, loss=mean_square)
+    losses = [engine.step(batch).loss for batch in mini_batches()]
+    outputs = engine.evaluate(mini_batches()[0], outputs=True).outputs
+    return losses, [list(pair) for pair in engine.own_samples(10)], outputs.flatten().tolist() if outputs is not None else []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_ranks", "config", "cuts", "shares"),
+    [
+        (UNEVEN, 2, {}, {}, [9, 1]),  # 3 times faster, and reading the weights takes the slow one as long as 2 samples
+        (NO_READING, 2, {}, {}, [8, 2]),
+        (NO_READING, 2, {"num_micro_batch": 2}, {}, [8, 2]),
+        (UNEVEN, 2, {"num_micro_batch": 2}, {"0": 1, "2|4": 1}, [10, 10]),
+        (IDLE, 2, {}, {}, [10, 0]),
+        (IDLE, 2, {"num_micro_batch": 5}, {}, [10, 0]),
+        (UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}"), 3, {"num_micro_batch": 2}, {"0": 2, "2|4": 1}, None),
+        (IDLE.replace("{kind: slow}", "{kind: fast}, {kind: slow}"), 3, {"num_micro_batch": 2}, {"0": 1, "2|4": 2}, None),
+        (UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}, {kind: fast}"), 4, {"num_task_graph": 2}, {}, None),
+    ],
+    ids=["DP", "DP by FLOP", "DP, 2 micro-batches", "2 stages", "idle", "idle, 5 micro-batches", "2 -> 1", "1 -> 2, one idle", "2 x DP 2"],
+)
+def test_uneven_plans_train_like_local_pytorch(
+    cluster: str, num_ranks: int, config: dict[str, object], cuts: dict[str, int], shares: list[int] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    results = run_ranks(train, num_ranks, str(tmp_path / "cluster.yaml"), config, cuts)
+    if shares is not None:
+        assert [sum(stop - start for start, stop in own) for _, own, _ in results] == shares
+    for losses, _, _ in results:
+        assert losses == pytest.approx(local_losses(), rel=1e-12)
+    model = trained_locally()
+    assert results[0][2] == pytest.approx(model(mini_batches()[0]).flatten().tolist(), rel=1e-12)
+
+
+def trained_locally() -> nn.Module:
+    model = net()
+    optimizer = sgd(model.parameters())
+    for batch in mini_batches():
+        optimizer.zero_grad()
+        mean_square(model(batch), batch).backward()
+        optimizer.step()
+    return model

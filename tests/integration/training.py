@@ -14,6 +14,7 @@ from tests.zoo import CASES, Case
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 LEARNING_RATE = 0.1
 
@@ -78,13 +79,21 @@ def train_on_rank(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) 
             wh.annotate(model, {"|".join(glob): wh.replicate(d) for glob, d in zip(globs, plan.stages, strict=True)})
         data = batches(case, plan.one_tensor, num_steps)
         prepared = None if plan.one_tensor else subject.prepared
-        engine = wh.parallelize(model, data[0], optimizer=make_optimizer, loss=case.loss, prepared=prepared)
+        engine = wh.parallelize(model, data[0], optimizer=make_optimizer, loss=case.loss, prepared=prepared, cluster=cluster_of(plan))
         losses, gradients = [], {}
         for batch in data:
             losses.append(engine.step(batch).loss)
             if not gradients:
                 gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         return RankTrace(losses, gradients, engine.full_state_dict(), [name for name, _ in engine.named_parameters()])
+
+
+def cluster_of(plan: PlanCase) -> wh.Cluster | None:
+    """The kinds that the ranks are taken for; all on this machine."""
+    if not plan.kinds:
+        return None
+    devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(plan.kinds))
+    return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G)
 
 
 def merge(ranks: list[RankTrace], model: torch.nn.Module) -> Trace:

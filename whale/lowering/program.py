@@ -99,6 +99,9 @@ class Lowered:
         wanted = {stage for stage, chunk in self.chunks.items() if any(place >= num_inputs for place in chunk.inputs)}
         if whole is None or not wanted:
             return here
+        if not here:  # no sample for this device; it takes part in the sums all the same
+            inputs_without_rows = [(given.shape[1:], given.dtype) for given in self.prepared.captured.inputs]
+            here = [torch.empty((0, *shape), dtype=dtype, device=self.ranks.device) for shape, dtype in inputs_without_rows]
         stage_ranks = self.plan.ranks_of_stage(min(wanted))
         group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         inputs: list[Tensor] = []
@@ -106,7 +109,7 @@ class Lowered:
             if not self.prepared.captured.inputs[len(inputs)].batched:
                 inputs.append(tensor)
             elif all(user.target is torch.ops.aten.sym_size.int for user in node.users):
-                inputs.append(tensor[:1].expand(batch_size, *tensor.shape[1:]))  # only its size is read
+                inputs.append(tensor.new_empty((1, *tensor.shape[1:])).expand(batch_size, *tensor.shape[1:]))  # only its size is read
             else:
                 inputs.append(_whole_rows(tensor, intervals, batch_size, group))
         with torch.no_grad():

@@ -15,6 +15,7 @@ from whale import scheduling
 from whale.annotation import Strategy
 from whale.capture.kinds import Kind
 from whale.config import Config
+from whale.planning.cuts import Floats
 from whale.planning.plan import Crossing, Stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts
 from whale.planning.virtual_devices import Placement
@@ -43,15 +44,18 @@ def cut_into_chunks(
     placement: Placement,
     count: int,
     config: Config,
-    seconds: Callable[[Node], float],
+    times: Callable[[Sequence[Node], Sequence[int]], Floats],
     crossing_seconds: Callable[[Node], float],
 ) -> tuple[TaskGraphs, Placement]:
-    """`count` chunks on each VirtualDevice, each chunk a TaskGraph of its own; raises ValueError where the model has too few points."""
+    """`count` chunks on each VirtualDevice, each chunk a TaskGraph of its own; raises ValueError where the model has too few points.
+
+    `times(operations, virtual_devices)`: seconds, (VirtualDevices, operations).
+    """
     num_devices = len(placement.virtual_devices)
     is_loop = config.schedule == "interleaved"
     devices = loop(num_devices, count) if is_loop else zigzag(num_devices, count)
     try:
-        cut = from_cuts(operations, kinds, num_devices * count, seconds, crossing_seconds)
+        cut = from_cuts(operations, kinds, num_devices * count, lambda nodes: times(nodes, devices), crossing_seconds)
     except ValueError as error:
         said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
         needed = f"{count} chunks on each of {num_devices} VirtualDevices, {num_devices * count} in all"

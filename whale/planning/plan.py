@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from whale.planning.shares import UNLIMITED, Load
 from whale.planning.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule, check
 
@@ -82,6 +83,36 @@ class LossTerm:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one device at the fullest moment of a step."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    """buffers of the model, and the mini-batch"""
+    fixed_bytes: int
+    """activations that do not depend on the samples, of all micro-batches in flight"""
+    sample_bytes: float
+    """activations for each sample of a micro-batch, of all micro-batches in flight, and room to work on one of them"""
+    capacity_bytes: int
+
+    @property
+    def static_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.fixed_bytes
+
+    def total_bytes(self, num_samples: int) -> float:
+        return self.static_bytes + num_samples * self.sample_bytes
+
+    def most_samples(self) -> int:
+        """Samples of a micro-batch that fit; -1: not even the weights do."""
+        room = self.capacity_bytes - self.static_bytes
+        if room < 0:
+            return -1
+        return int(room // self.sample_bytes) if self.sample_bytes else UNLIMITED
+
+
+@dataclass(frozen=True)
 class Plan:
     """What runs where, and why."""
 
@@ -98,7 +129,7 @@ class Plan:
     virtual_devices: tuple[VirtualDevice, ...]
     num_replicas: int
     device_seconds: tuple[float, ...]
-    """by rank: relative time for one sample, the weight behind batch shares"""
+    """by rank: time of forward and backward for one sample of a micro-batch, all stages of the device"""
     stages: tuple[Stage, ...]
     stage_of_operation: tuple[int, ...]
     """by position in the graph; -1 = recomputed wherever it is used"""
@@ -109,6 +140,20 @@ class Plan:
     loss_terms: tuple[LossTerm, ...]
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
+    device_fixed_seconds: tuple[float, ...] = ()
+    """by rank: time of a micro-batch that does not depend on its samples"""
+    device_flop_per_s: tuple[float, ...] = ()
+    """by rank, in the precision of the job"""
+    memory: tuple[DeviceMemory, ...] = ()
+    """by rank; empty: no limits"""
+    least_samples: int = 1
+    """0: a device may be left without samples; 1: every device must take part (batch statistics, values without samples)"""
+
+    def loads(self) -> tuple[Load, ...]:
+        """By rank: what samples cost there and how many fit."""
+        fixed = self.device_fixed_seconds or (0.0,) * self.num_devices
+        most = [memory.most_samples() for memory in self.memory] or [UNLIMITED] * self.num_devices
+        return tuple(Load(*values) for values in zip(self.device_seconds, fixed, most, strict=True))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -148,7 +193,8 @@ class Plan:
         places = [*self.stage_of_operation, *(stage for stages in self.holders.values() for stage in stages)]
         if any(not -1 <= stage < len(self.stages) for stage in places):
             return f"an operation or weight names a stage beyond its {len(self.stages)}"
-        if len(self.device_kinds) != self.num_devices or len(self.device_seconds) != self.num_devices:
+        by_rank = (self.device_kinds, self.device_seconds, self.device_fixed_seconds, self.device_flop_per_s, self.memory)
+        if any(len(values) not in ((0, self.num_devices) if place > 1 else (self.num_devices,)) for place, values in enumerate(by_rank)):
             return f"it describes {len(self.device_kinds)} devices of {self.num_devices}"
         try:
             check(Schedule.from_json(self.schedule))

@@ -1,41 +1,39 @@
 """Captured graph, cluster and config in, `Plan` out. Every choice leaves a `Decision` with its numbers.
 
-Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> schedule. Pure: no process group, no weights.
+Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> schedule -> shares. Pure: no process group, no weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.fx import Node
 
 from whale import scheduling
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, named_args, op_name
+from whale.capture.kinds import Kind, named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, make_assignment, state_behind
+from whale.planning.balance import Order, Situation, device_orders, explain_shares, refuse_unless_it_fits
 from whale.planning.chunks import chunk_counts, cut_into_chunks, schedule_costs
-from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph
-from whale.planning.shares import check_batch
-from whale.planning.stages import (
-    RECOMPUTED,
-    StageSlice,
-    assign_stages,
-    live_operations,
-    move_free_operations,
-    place_weights,
-    slice_stage,
-    slice_stages,
-)
+from whale.planning.cuts import Floats, NoRoom
+from whale.planning.describe import crossings, describe_stages, describe_task_graphs, holders, tie_decisions
+from whale.planning.pipeline_cuts import CutProblem
+from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, DeviceMemory, LossTerm, Plan, Stage
+from whale.planning.shares import DoesNotFit, Load, check_batch, micro_batch_sizes
+from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
-from whale.profiling.costs import NodeCost, node_costs, seconds, value_bytes
+from whale.planning.workload import ADAM_STATE, Workload
+from whale.profiling.costs import seconds, value_bytes
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,15 @@ class Problem:
     cluster: Cluster
     config: Config
     batch_size: int
+    optimizer_ratio: float = ADAM_STATE
+    """bytes of optimizer state for each byte of trainable parameters"""
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """A plan applied to one captured graph: what lowering needs beside the plan itself."""
+class _Draft:
+    """Everything that follows from one order of the devices."""
 
-    stage_of: Mapping[Node, int]
-    result_stage: Mapping[Node, int]
-    """stage of every result (loss term, output, buffer update)"""
-    slices: tuple[StageSlice, ...]
-    crossings: tuple[tuple[Node, int, int], ...]
-    """(value, stage that has it, stage that needs it)"""
-    gradients: frozenset[Node]
-    """values that carry a gradient"""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A model cut and placed in one way, with its schedule."""
-
+    order: Order
     task_graphs: TaskGraphs
     why_task_graphs: str
     placement: Placement
@@ -81,96 +68,71 @@ class _Candidate:
     crossings: tuple[Crossing, ...]
     schedule: scheduling.Schedule
     predicted_s: float
-    """of forwards and backwards, by the schedule's own costs"""
+    """of forwards and backwards, by the costs that the schedule was made for"""
+    situation: Situation
+    slowest_s: float
+    """of the device that takes longest for the largest micro-batch"""
+    why_chunks: str = ""
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
+    captured, config = problem.captured, problem.config
+    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio)
+    drafts, errors = [], []
+    for order in device_orders(problem.cluster, _width(problem), config.dtype):
+        try:
+            drafts.append(_draft(problem, workload, order))
+        except (DoesNotFit, NoRoom) as error:
+            errors.append(error)
+    if not drafts:
+        raise errors[0]
+    best = min(drafts, key=lambda draft: draft.slowest_s)
+    return _plan(problem, workload, best, drafts), best.assignment
+
+
+def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
+    """The best number of chunks for this order of the devices; raises where memory is too small."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
-    costs = node_costs(captured, problem.batch_size)
     operations = live_operations(captured)
-    task_graphs, why_task_graphs = _task_graphs(problem, operations, costs)
+    task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
     _refuse_split(task_graphs, cluster.num_devices)
     widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
-    chosen, why_chunks = _best_candidate(problem, operations, costs, task_graphs, why_task_graphs, placement)
-    task_graphs, placement, assignment = chosen.task_graphs, chosen.placement, chosen.assignment
-    decisions = (
-        Decision("TaskGraphs", f"{len(task_graphs.strategies)}", chosen.why_task_graphs),
-        Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
-        *_tie_decisions(captured, assignment),
-        Decision("schedule", config.schedule, "; ".join(filter(None, (_schedule_reason(chosen.schedule), why_chunks)))),
-    )
-    kinds_by_rank = [device.kind for device in cluster.devices]
-    plan = Plan(
-        format=PLAN_FORMAT,
-        model=fingerprint(captured),
-        config=config.to_dict(),
-        num_devices=cluster.num_devices,
-        device_kinds=tuple(kind.name for kind in kinds_by_rank),
-        batch_size=problem.batch_size,
-        num_micro_batch=config.num_micro_batch,
-        task_graphs=_describe_task_graphs(problem, task_graphs, placement, costs),
-        virtual_devices=placement.virtual_devices,
-        num_replicas=placement.num_replicas,
-        device_seconds=tuple(max(kind.flop_per_s for kind in kinds_by_rank) / kind.flop_per_s for kind in kinds_by_rank),
-        stages=chosen.stages,
-        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
-        crossings=chosen.crossings,
-        holders=_holders(captured, assignment),
-        schedule=chosen.schedule.to_json(),
-        loss_terms=tuple(
-            LossTerm(assignment.result_stage[node], text)
-            for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
-        ),
-        decisions=decisions,
-        notes=tuple(captured.notes),
-    )
-    return plan, assignment
-
-
-def _best_candidate(
-    problem: Problem,
-    operations: list[Node],
-    costs: Mapping[Node, NodeCost],
-    task_graphs: TaskGraphs,
-    why: str,
-    placement: Placement,
-) -> tuple[_Candidate, str]:
-    """The number of chunks on each VirtualDevice that takes least time, and why."""
-    node_seconds, crossing_seconds = _clock(problem, costs)
-    candidates: dict[int, _Candidate] = {}
-    counts = chunk_counts(problem.config, len(placement.virtual_devices))
-    for count in counts:
+    placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
+    drafts: dict[int, _Draft] = {}
+    for count in chunk_counts(config, len(placement.virtual_devices)):
         try:
-            parts, where = (
-                (task_graphs, placement)
-                if count == 1
-                else cut_into_chunks(operations, problem.kinds, placement, count, problem.config, node_seconds, crossing_seconds)
-            )
+            if count == 1:
+                drafts[count] = _draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
+            else:
+                times, crossing_s = _stage_times(problem, workload, placement), _crossing_seconds(problem)
+                chunks, over = cut_into_chunks(operations, problem.kinds, placement, count, config, times, crossing_s)
+                drafts[count] = _draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
-            if candidates:
-                break  # "auto" asked for more chunks than the model has points
-            raise
-        candidates[count] = _candidate(problem, operations, costs, parts, why if count == 1 else parts.reason, where, count > 1)
-    best = min(candidates, key=lambda count: candidates[count].predicted_s)
-    if len(candidates) == 1:
-        return candidates[best], ""
-    times = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in candidates.items())
-    return candidates[best], f"{best} chunks on each VirtualDevice take least time ({times})"
+            if not drafts:
+                raise
+            break  # "auto": more chunks than the model has points, or than memory has room for
+    best = min(drafts, key=lambda count: drafts[count].predicted_s)
+    if len(drafts) == 1:
+        return drafts[best]
+    compared = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in drafts.items())
+    return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
 
 
-def _candidate(
+def _draft_stages(
     problem: Problem,
+    workload: Workload,
     operations: list[Node],
-    costs: Mapping[Node, NodeCost],
+    order: Order,
     task_graphs: TaskGraphs,
     why: str,
     placement: Placement,
     is_chunked: bool,
-) -> _Candidate:
+) -> _Draft:
+    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of its own."""
     captured, config = problem.captured, problem.config
     if is_chunked:
         stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
@@ -178,114 +140,154 @@ def _candidate(
         virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
         stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
     move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
-    assignment = _assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
-    stages = _describe_stages(problem, task_graphs, assignment, device_of_stage, placement, costs)
-    crossings = _crossings(problem, assignment, stages, placement)
-    edges = tuple(sorted({(c.source, c.destination) for c in crossings}))
-    gradient_edges = tuple(sorted({(c.source, c.destination) for c in crossings if c.gradient}))
+    assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    micro_batch = problem.batch_size / config.num_micro_batch
+    found = crossings(captured, assignment, placement, device_of_stage, problem.cluster, micro_batch)
+    edges = tuple(sorted({(c.source, c.destination) for c in found}))
+    gradient_edges = tuple(sorted({(c.source, c.destination) for c in found if c.gradient}))
     stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
-    schedule_cost = schedule_costs(stage_graph, stages, crossings, config.num_micro_batch)
-    schedule = scheduling.build(config.schedule, stage_graph, config.num_micro_batch, schedule_cost)
-    predicted_s = scheduling.simulate(schedule, schedule_cost).step_s
-    return _Candidate(task_graphs, why, placement, assignment, stages, crossings, schedule, predicted_s)
+    forward_s = _forward_seconds(problem, workload, placement, assignment, device_of_stage)
+    stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, forward_s)
+
+    def schedule_with(num_micro_batch: int) -> scheduling.Schedule:
+        costs = schedule_costs(stage_graph, stages, found, num_micro_batch)
+        return scheduling.build(config.schedule, stage_graph, num_micro_batch, costs)
+
+    def situation_with(num_micro_batch: int) -> Situation:
+        peaks = scheduling.check(schedule_with(num_micro_batch)).peak_in_flight
+        return _situation(problem, workload, placement, assignment, device_of_stage, peaks)
+
+    schedule = schedule_with(config.num_micro_batch)
+    situation = situation_with(config.num_micro_batch)
+    refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
+    slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
+    predicted_s = scheduling.simulate(schedule, schedule_costs(stage_graph, stages, found, config.num_micro_batch)).step_s
+    return _Draft(order, task_graphs, why, placement, assignment, stages, found, schedule, predicted_s, situation, slowest_s)
 
 
-def _clock(problem: Problem, costs: Mapping[Node, NodeCost]) -> tuple[Callable[[Node], float], Callable[[Node], float]]:
-    """Seconds of an operation, and of sending its result, for one mini-batch."""
-    kind, link = problem.cluster.devices[0].kind, problem.cluster.intra_host
-    symbol, batch_size = problem.captured.batch_symbol, problem.batch_size
-
-    def crossing_seconds(node: Node) -> float:
-        return value_bytes(node, symbol, batch_size) / link.bytes_per_s
-
-    return lambda node: seconds(costs[node], kind), crossing_seconds
-
-
-def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
-    """The assignment of a plan that was made for this very graph."""
-    nodes = list(captured.compute_nodes())
-    if len(nodes) != len(plan.stage_of_operation):
-        raise ValueError(f"the plan places {len(plan.stage_of_operation)} operations, the model has {len(nodes)}: make the plan again")
-    stage_of = {node: stage for node, stage in zip(nodes, plan.stage_of_operation, strict=True) if stage != RECOMPUTED}
-    results = dict(zip(captured.output.all_input_nodes, (term.stage for term in plan.loss_terms), strict=True))
-    return _finish(captured, stage_of, results, len(plan.stages))
-
-
-def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
-    """An assignment for another graph of the same model (evaluation, another sequence length): operations go where their weights are."""
-    stage_of: dict[Node, int] = {}
-    for node in live_operations(captured):
-        if kinds[node] is not Kind.ACTIVATION:
-            continue
-        latest = max((stage_of[p] for p in node.all_input_nodes if p in stage_of), default=0)
-        for name, is_direct in _state_behind(node, kinds):
-            holders = [stage for stage in plan.holders.get(name, ()) if stage >= latest]
-            if not holders and is_direct and name in plan.holders:
-                raise ValueError(
-                    f"{name} is on stage {plan.holders[name]}, but this graph uses it after stage {latest} ({user_line(node)}): "
-                    f"the model calls its parts in another order here than in training"
-                )
-            latest = min(holders, default=latest)
-        stage_of[node] = latest
-    return _assignment(captured, kinds, stage_of, len(plan.stages), plan.num_micro_batch, plan.holders)
+def _situation(
+    problem: Problem,
+    workload: Workload,
+    placement: Placement,
+    assignment: Assignment,
+    device_of_stage: list[int],
+    peak_in_flight: Sequence[int],
+) -> Situation:
+    """Load and memory of every rank."""
+    kinds = [device.kind for device in problem.cluster.devices]
+    loads: dict[int, Load] = {}
+    memory: dict[int, DeviceMemory] = {}
+    for device in placement.virtual_devices:
+        stages = [stage for stage, index in enumerate(device_of_stage) if index == device.index]
+        slices = [assignment.slices[stage] for stage in stages]
+        crossing = [[node for node, source, destination in assignment.crossings if stage in (source, destination)] for stage in stages]
+        work = workload.work([node for part in slices for node in part.operations])
+        needed = workload.memory(slices, crossing, [peak_in_flight[stage] for stage in stages])
+        for rank in (rank for replica in device.ranks for rank in replica):
+            loads[rank] = work.load(kinds[rank], problem.config.dtype)
+            memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
+    ranks = range(problem.cluster.num_devices)
+    return Situation(
+        placement.virtual_devices,
+        tuple(loads[rank] for rank in ranks),
+        tuple(memory[rank] for rank in ranks),
+        tuple(kind.name for kind in kinds),
+        _least_samples(problem.captured, assignment),
+    )
 
 
-def _state_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[tuple[str, bool]]:
-    """(parameter or buffer, whether it must be on the same stage) that an operation reads, also through values that are not ACTIVATION.
-
-    A parameter behind a WEIGHT value need not be there: the value may be sent.
-    """
-    names: dict[str, bool] = {}
-    waiting = [(source, True) for source in node.all_input_nodes]
-    seen: set[Node] = set()
-    while waiting:
-        source, is_direct = waiting.pop()
-        if source in seen:
-            continue
-        seen.add(source)
-        if source.op == "get_attr":
-            names[str(source.target)] = names.get(str(source.target), False) or is_direct
-        elif source.op == "call_function" and kinds[source] is not Kind.ACTIVATION:
-            waiting.extend((each, is_direct and kinds[source] is not Kind.WEIGHT) for each in source.all_input_nodes)
-    return sorted(names.items())
+def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
+    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
+    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
+    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
+    return 1 if sums_inside or unbatched or captured.buffer_updates else 0
 
 
-def _assignment(
-    captured: CapturedGraph,
-    kinds: Mapping[Node, Kind],
-    stage_of: dict[Node, int],
-    num_stages: int,
-    num_micro_batch: int,
-    holders: Mapping[str, tuple[int, ...]] | None = None,
-) -> Assignment:
-    def micro_batch_bytes(node: Node) -> int:
-        return value_bytes(node, captured.batch_symbol, captured.batch_size)
+def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_Draft]) -> Plan:
+    captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
+    kinds = [device.kind for device in cluster.devices]
+    placement, situation = draft.placement, draft.situation
+    return Plan(
+        format=PLAN_FORMAT,
+        model=fingerprint(captured),
+        config=config.to_dict(),
+        num_devices=cluster.num_devices,
+        device_kinds=situation.kinds,
+        batch_size=problem.batch_size,
+        num_micro_batch=config.num_micro_batch,
+        task_graphs=describe_task_graphs(captured, draft.task_graphs, placement, workload.costs),
+        virtual_devices=placement.virtual_devices,
+        num_replicas=placement.num_replicas,
+        device_seconds=tuple(load.sample_s for load in situation.loads),
+        stages=draft.stages,
+        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
+        crossings=draft.crossings,
+        holders=holders(captured, assignment),
+        schedule=draft.schedule.to_json(),
+        loss_terms=tuple(
+            LossTerm(assignment.result_stage[node], text)
+            for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
+        ),
+        decisions=(
+            Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
+            Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+            *_balance_decisions(problem, draft, tried),
+            *tie_decisions(captured, assignment),
+            Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
+        ),
+        notes=tuple(captured.notes),
+        device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
+        device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
+        memory=situation.memory,
+        least_samples=situation.least,
+    )
 
-    results = place_weights(captured, kinds, stage_of, micro_batch_bytes, num_micro_batch, holders)
-    return _finish(captured, stage_of, results, num_stages)
+
+def _forward_seconds(
+    problem: Problem, workload: Workload, placement: Placement, assignment: Assignment, device_of_stage: Sequence[int]
+) -> list[float]:
+    """Of each stage, for a mini-batch that its devices, in all replicas, share by their speed."""
+    times = _stage_times(problem, workload, placement)
+    return [float(times(part.operations, [device_of_stage[stage]]).sum()) for stage, part in enumerate(assignment.slices)]
 
 
-def _finish(captured: CapturedGraph, stage_of: dict[Node, int], results: dict[Node, int], num_stages: int) -> Assignment:
-    for value in captured.buffer_updates.values():
-        results.setdefault(value, stage_of.get(value, 0))
-    slices = slice_stages(num_stages, results, stage_of)
-    crossings = tuple((node, stage_of[node], stage) for stage, part in enumerate(slices) for node in part.received)
-    return Assignment(stage_of, results, slices, crossings, carries_gradient(captured))
+def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> Callable[[Sequence[Node], Sequence[int]], Floats]:
+    """Seconds of operations for a mini-batch, (VirtualDevices, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
+    kinds = [device.kind for device in problem.cluster.devices]
+
+    def times(operations: Sequence[Node], virtual_devices: Sequence[int]) -> Floats:
+        rows = {}
+        for index in set(virtual_devices):
+            ranks = [rank for replica in placement.virtual_devices[index].ranks for rank in replica]
+            row = np.zeros(len(operations))
+            for kind in {kinds[rank] for rank in ranks}:
+                alone = np.array([seconds(workload.costs[node], kind, problem.config.dtype) for node in operations])
+                number = sum(kinds[rank] == kind for rank in ranks)
+                row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
+            rows[index] = 1.0 / row
+        return np.array([rows[index] for index in virtual_devices])
+
+    return times
 
 
-def carries_gradient(captured: CapturedGraph) -> frozenset[Node]:
-    """Floating-point values that depend on a trainable parameter other than through `detach`."""
-    found: set[Node] = set()
-    for node in captured.graph.nodes:
-        if node.op == "get_attr":
-            if captured.state[str(node.target)].trainable:
-                found.add(node)
-        elif node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
-            value = node.meta.get("val")
-            first = value[0] if isinstance(value, (list, tuple)) and value else value
-            if isinstance(first, torch.Tensor) and first.is_floating_point() and any(a in found for a in node.all_input_nodes):
-                found.add(node)
-    return frozenset(found)
+def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
+    """Of sending a value for a mini-batch over the slower kind of link that the cluster has."""
+    cluster, symbol = problem.cluster, problem.captured.batch_symbol
+    link = cluster.intra_host if len(cluster.hosts) == 1 else cluster.inter_host
+    return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
+
+
+def _balance_decisions(problem: Problem, draft: _Draft, tried: Sequence[_Draft]) -> list[Decision]:
+    """Why unlike devices do what they do."""
+    found = []
+    if len(tried) > 1:
+        times = ", ".join(f"{other.order.name} {other.slowest_s:.4g} s" for other in tried)
+        found.append(Decision("order of devices", draft.order.name, f"the slowest device for one micro-batch: {times}"))
+    if not problem.cluster.is_uniform:
+        size = max(micro_batch_sizes(problem.batch_size, problem.config.num_micro_batch))
+        choice, why = explain_shares(draft.situation, size)
+        found.append(Decision("samples by rank", choice, why))
+    return found
 
 
 def fingerprint(captured: CapturedGraph) -> str:
@@ -301,8 +303,18 @@ def fingerprint(captured: CapturedGraph) -> str:
     return state.hexdigest()
 
 
-def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, NodeCost]) -> tuple[TaskGraphs, str]:
-    wanted = problem.config.num_task_graph
+def _width(problem: Problem) -> int:
+    """Devices of one model replica, as far as that is known before the TaskGraphs are: 1 where order makes no difference."""
+    if problem.cluster.num_devices == 1 or problem.config.colocate:
+        return 1
+    if problem.config.num_task_graph is not None:
+        return problem.config.num_task_graph
+    strategies = from_marks(live_operations(problem.captured), problem.kinds, problem.marks, problem.default_strategy).strategies
+    return sum(strategy.num_devices for strategy in strategies)
+
+
+def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], order: Order) -> tuple[TaskGraphs, str]:
+    config, wanted = problem.config, problem.config.num_task_graph
     if wanted is None or problem.cluster.num_devices == 1:
         found = from_marks(operations, problem.kinds, problem.marks, problem.default_strategy)
         return found, found.reason
@@ -310,8 +322,19 @@ def _task_graphs(problem: Problem, operations: list[Node], costs: Mapping[Node, 
         raise ValueError(
             f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out'
         )
+    if problem.cluster.num_devices % wanted:
+        place([1] * wanted, problem.cluster.num_devices, colocate=config.colocate)  # says what would fit
+    cuts = CutProblem(workload, problem.cluster, order, wanted, config.num_micro_batch, config.schedule, config.dtype)
+
+    def names_behind(node: Node) -> list[str]:
+        return [name for name, _ in state_behind(node, problem.kinds)]
+
     try:
-        found = from_cuts(operations, problem.kinds, wanted, *_clock(problem, costs))
+        found = from_cuts(
+            operations, problem.kinds, wanted, cuts.times, cuts.crossing_seconds, lambda nodes: cuts.memory(nodes, names_behind)
+        )
+    except NoRoom:
+        raise
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
@@ -351,117 +374,12 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
             )
 
 
-def _crossings(problem: Problem, assignment: Assignment, stages: Sequence[Stage], placement: Placement) -> tuple[Crossing, ...]:
-    captured, cluster = problem.captured, problem.cluster
-    samples = problem.batch_size / problem.config.num_micro_batch / placement.num_replicas
-    crossings = []
-    for node, source, destination in assignment.crossings:
-        batched = batch_dim(node, captured.batch_symbol) is not None
-        sample_bytes = value_bytes(node, captured.batch_symbol, 1)
-        ends = [placement.virtual_devices[stages[stage].virtual_device] for stage in (source, destination)]
-        narrowest = min(device.num_devices for device in ends)  # its devices send or receive the largest part each
-        link = cluster.link(ends[0].ranks[0][0], ends[1].ranks[0][0])
-        crossings.append(
-            Crossing(
-                value=node.name,
-                source=source,
-                destination=destination,
-                sample_bytes=sample_bytes,
-                batched=batched,
-                gradient=node in assignment.gradients,
-                message_s=link.seconds(sample_bytes * samples / narrowest if batched else sample_bytes),
-                line=user_line(node),
-            )
-        )
-    return tuple(crossings)
-
-
-def _holders(captured: CapturedGraph, assignment: Assignment) -> dict[str, tuple[int, ...]]:
-    """Stages that hold each parameter and buffer. What nothing uses stays on stage 0, so that checkpoints are complete."""
-    holders: dict[str, list[int]] = {name: [] for name, tensor in captured.state.items() if tensor.kind != "constant"}
-    for stage, part in enumerate(assignment.slices):
-        for node in part.state:
-            if str(node.target) in holders:
-                holders[str(node.target)].append(stage)
-    for name, value in captured.buffer_updates.items():
-        stage = assignment.result_stage[value]
-        if stage not in holders[name]:
-            holders[name].append(stage)
-    return {name: tuple(sorted(stages)) or (0,) for name, stages in holders.items()}
-
-
-def _describe_task_graphs(
-    problem: Problem, task_graphs: TaskGraphs, placement: Placement, costs: Mapping[Node, NodeCost]
-) -> tuple[TaskGraph, ...]:
-    described = []
-    for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
-        own = [node for node, tg in task_graphs.of_operation.items() if tg == index]
-        weights = {str(a.target) for node in own for a in node.all_input_nodes if a.op == "get_attr"}
-        described.append(
-            TaskGraph(
-                index=index,
-                label=label,
-                strategy=str(strategy),
-                num_devices=placement.virtual_devices[placement.of_task_graph[index]].num_devices,
-                virtual_device=placement.of_task_graph[index],
-                num_operations=len(own),
-                forward_flop=float(sum(costs[node].flop for node in own)),
-                parameter_bytes=_parameter_bytes(problem.captured, weights),
-            )
-        )
-    return tuple(described)
-
-
-def _describe_stages(
-    problem: Problem,
-    task_graphs: TaskGraphs,
-    assignment: Assignment,
-    device_of_stage: list[int],
-    placement: Placement,
-    costs: Mapping[Node, NodeCost],
-) -> tuple[Stage, ...]:
-    described = []
-    for index, part in enumerate(assignment.slices):
-        device = placement.virtual_devices[device_of_stage[index]]
-        kind = problem.cluster.devices[device.ranks[0][0]].kind
-        share = placement.num_replicas * device.num_devices
-        names = sorted(str(node.target) for node in part.state if problem.captured.state[str(node.target)].kind == "parameter")
-        own = {task_graphs.of_operation[node] for node in part.operations if node in task_graphs.of_operation}
-        described.append(
-            Stage(
-                index=index,
-                virtual_device=device_of_stage[index],
-                task_graphs=tuple(sorted(own)),
-                num_operations=len(part.operations),
-                forward_flop=float(sum(costs[node].flop for node in part.operations)),
-                forward_s=sum(seconds(costs[node], kind) for node in part.operations) / share,
-                parameters=tuple(names),
-                parameter_bytes=_parameter_bytes(problem.captured, names),
-            )
-        )
-    return tuple(described)
-
-
-def _parameter_bytes(captured: CapturedGraph, names: set[str] | list[str]) -> int:
-    return sum(captured.state[name].num_bytes for name in names if captured.state[name].kind == "parameter")
-
-
-def _tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decision]:
-    tied = {name: stages for name, stages in _holders(captured, assignment).items() if len(stages) > 1}
-    return [
-        Decision(
-            f"tied {name}",
-            f"held by stages {', '.join(map(str, stages))}",
-            f"these stages use it; its gradient is summed over them ({captured.state[name].num_bytes} bytes)",
-        )
-        for name, stages in tied.items()
-        if captured.state[name].kind == "parameter"
-    ]
-
-
 def _schedule_reason(schedule: scheduling.Schedule) -> str:
     proof = scheduling.check(schedule)
     return (
         f"{schedule.num_micro_batch} micro-batches over {schedule.stage_graph.num_stages} stages; proved complete and free of deadlock; "
         f"at most {max(proof.peak_in_flight)} in flight on a stage"
     )
+
+
+__all__ = ["Assignment", "Problem", "apply_plan", "check_loss_and_buffers", "fingerprint", "follow_plan", "make_plan"]

@@ -6,12 +6,60 @@ Cuts are contiguous and in order, so a micro-batch is the same set of samples wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.planning.plan import Plan
-from whale.planning.shares import check_batch, even_shares, fair_shares, intervals, micro_batch_sizes
+from whale.planning.shares import (
+    UNLIMITED,
+    DoesNotFit,
+    Load,
+    best_shares,
+    check_batch,
+    intervals,
+    micro_batch_sizes,
+    shares_of_series,
+    slowest_times,
+)
 from whale.planning.slices import Interval
+from whale.planning.virtual_devices import VirtualDevice
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many samples of one micro-batch go where."""
+
+    replicas: tuple[int, ...]
+    devices: tuple[tuple[tuple[int, ...], ...], ...]
+    """[replica][VirtualDevice][place]"""
+    slowest_s: float
+    """of the device that takes longest"""
+
+
+def divide(size: int, virtual_devices: Sequence[VirtualDevice], loads: Sequence[Load], least: int) -> Division:
+    """The best division of a micro-batch of that size; raises `DoesNotFit` where memory is too small."""
+    num_replicas = len(virtual_devices[0].ranks)
+    groups = [[[loads[rank] for rank in device.ranks[replica]] for device in virtual_devices] for replica in range(num_replicas)]
+    known: dict[tuple[tuple[Load, ...], ...], list[float]] = {}
+    series = []
+    for group in groups:  # a replica takes as long as the slowest of its VirtualDevices; many replicas are alike
+        key = tuple(map(tuple, group))
+        if key not in known:
+            known[key] = [max(times) for times in zip(*(slowest_times(size, devices, least) for devices in group), strict=True)]
+        series.append(known[key])
+    widest = max(device.num_devices for device in virtual_devices)
+    replicas = shares_of_series(size, series, least * widest)
+    inside: dict[tuple[int, tuple[Load, ...]], tuple[int, ...]] = {}
+    devices = []
+    for share, group in zip(replicas, groups, strict=True):
+        parts = []
+        for members in group:
+            place = (share, tuple(members))
+            if place not in inside:
+                inside[place] = best_shares(share, members, least)
+            parts.append(inside[place])
+        devices.append(tuple(parts))
+    return Division(replicas, tuple(devices), max(series[replica][share] for replica, share in enumerate(replicas)))
 
 
 @dataclass(frozen=True)
@@ -30,32 +78,32 @@ class SampleMap:
     def micro_batches(self) -> tuple[Interval, ...]:
         return intervals(micro_batch_sizes(self.batch_size, self.num_micro_batch))
 
-    def replicas(self, micro_batch: int) -> tuple[Interval, ...]:
-        """The part of a micro-batch that each model replica gets, by the speed of its slowest VirtualDevice."""
+    @cached_property
+    def _divisions(self) -> dict[int, Division]:
+        """By size of the micro-batch."""
+        return {size: self._divide(size) for size in {stop - start for start, stop in self.micro_batches}}
+
+    def _divide(self, size: int) -> Division:
+        loads = self.plan.loads()
+        try:
+            return divide(size, self.plan.virtual_devices, loads, self.plan.least_samples)
+        except DoesNotFit:
+            # larger than what was planned for: an evaluation, which keeps nothing for backward. Speed alone decides
+            free = [replace(load, most=UNLIMITED) for load in loads]
+            return divide(size, self.plan.virtual_devices, free, self.plan.least_samples)
+
+    def division(self, micro_batch: int) -> Division:
         start, stop = self.micro_batches[micro_batch]
-        replica_seconds = []
-        least = 1
-        for replica in range(self.plan.num_replicas):
-            rates = [sum(1 / self.plan.device_seconds[rank] for rank in device.ranks[replica]) for device in self.plan.virtual_devices]
-            replica_seconds.append(1 / min(rates))
-            least = max(least, *(len(device.ranks[replica]) for device in self.plan.virtual_devices))
-        return _shift(intervals(_shares(stop - start, replica_seconds, least)), start)
+        return self._divisions[stop - start]
+
+    def replicas(self, micro_batch: int) -> tuple[Interval, ...]:
+        """The part of a micro-batch that each model replica gets."""
+        return _shift(intervals(self.division(micro_batch).replicas), self.micro_batches[micro_batch][0])
 
     def devices(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
         """The part that each device of a VirtualDevice gets."""
-        start, stop = self.replicas(micro_batch)[replica]
-        seconds = [self.plan.device_seconds[rank] for rank in self.plan.virtual_devices[virtual_device].ranks[replica]]
-        return _shift(intervals(_shares(stop - start, seconds, 1)), start)
-
-
-def _shares(total: int, seconds: Sequence[float], least: int) -> tuple[int, ...]:
-    """Fair shares of at least `least` each; even ones for equal devices."""
-    if len(set(seconds)) == 1:
-        return even_shares(total, len(seconds))
-    shares = fair_shares(total, seconds)
-    if min(shares) >= least:
-        return shares
-    return tuple(least + share for share in fair_shares(total - least * len(seconds), seconds))
+        start = self.replicas(micro_batch)[replica][0]
+        return _shift(intervals(self.division(micro_batch).devices[replica][virtual_device]), start)
 
 
 def _shift(parts: Sequence[Interval], start: int) -> tuple[Interval, ...]:

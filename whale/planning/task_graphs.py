@@ -12,7 +12,7 @@ from torch.fx import Node
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import module_name
 from whale.capture.kinds import Kind
-from whale.planning.cuts import cut
+from whale.planning.cuts import Floats, StageMemory, cut
 
 _WHERE = {"construction": 0, "glob": 1, "forward": 2}  # order of TaskGraphs that were said in different places
 
@@ -73,13 +73,17 @@ def from_cuts(
     operations: Sequence[Node],
     kinds: Mapping[Node, Kind],
     num_task_graph: int,
-    seconds: Callable[[Node], float],
+    times_of: Callable[[Sequence[Node]], Floats],
     crossing_seconds: Callable[[Node], float],
+    memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
 ) -> TaskGraphs:
-    """An unannotated model cut into `num_task_graph` TaskGraphs of equal time, each `replicate(1)`."""
+    """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
+
+    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold.
+    """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     place = {node: index for index, node in enumerate(activations)}
-    times = np.array([seconds(node) for node in activations])
+    times = times_of(activations)
     # a value is live between the operation that makes it and the last one that reads it
     change = np.zeros(len(activations) + 1)
     for node, index in place.items():
@@ -88,7 +92,8 @@ def from_cuts(
         change[index + 1] += cost
         change[last + 1] -= cost
     crossing = np.cumsum(change)[: len(activations)]
-    cuts = cut(times, crossing, num_task_graph, allowed=_cuttable(activations, times, crossing))
+    memory = memory_of(activations) if memory_of is not None else None
+    cuts = cut(times, crossing, num_task_graph, allowed=_cuttable(activations, times.max(axis=0), crossing), memory=memory)
     bounds = [*cuts.starts, len(activations)]
     of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]

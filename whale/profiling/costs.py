@@ -53,9 +53,9 @@ class NodeCost:
     output_bytes: int
 
 
-def seconds(cost: NodeCost, kind: DeviceKind) -> float:
-    """Line (1): how long the forward of a node takes on such a device."""
-    return cost.flop / kind.flop_per_s + cost.moved_bytes / kind.bytes_per_s
+def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
+    """Line (1): how long the forward of a node takes on such a device; `dtype`: in which its products are computed."""
+    return cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
 
 
 def backward_seconds(cost: NodeCost, kind: DeviceKind) -> float:

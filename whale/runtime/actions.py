@@ -111,8 +111,14 @@ class Forward:
         self.inputs = [(place, program.batched[place]) for place in chunk.inputs]
         self.num_sent, self.num_results = len(chunk.sent), len(chunk.sent) + chunk.num_outputs
         self.num_consumers = len(program.consumers_of[action.stage])
+        self.is_idle = _is_idle(program, action)
 
     def run(self, this: Pass) -> None:
+        if self.is_idle:
+            self._hold(this, [], ())
+            for source in self.sources:
+                this.used(source)
+            return
         received = [self._received(this, argument) for argument in self.arguments]
         for source in self.sources:
             this.used(source)
@@ -132,7 +138,7 @@ class Forward:
         return tensor.requires_grad_() if argument.gradient and this.gradients is not None else tensor
 
     def _keep(self, this: Pass, received: list[Tensor], results: tuple[Tensor, ...]) -> None:
-        chunk, outcome, stage = self.chunk, this.outcome, self.stage
+        chunk, outcome = self.chunk, this.outcome
         kept = results[: self.num_sent]
         if chunk.num_outputs:
             outcome.outputs[self.slot] = results[self.num_sent : self.num_results]
@@ -143,6 +149,10 @@ class Forward:
         for name, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
             with torch.no_grad():
                 chunk.module.get_buffer(name).copy_(value)
+        self._hold(this, received, kept)
+
+    def _hold(self, this: Pass, received: list[Tensor], kept: tuple[Tensor, ...]) -> None:
+        outcome, stage = this.outcome, self.stage
         this.kept[self.slot] = (received, kept)
         this.num_kept[stage] = this.num_kept.get(stage, 0) + 1
         outcome.peak_in_flight[stage] = max(outcome.peak_in_flight.get(stage, 0), this.num_kept[stage])
@@ -163,6 +173,7 @@ class Backward:
         chunk = program.chunks[action.stage]
         self.stage, self.slot, self.has_loss = action.stage, (action.stage, action.micro_batch), chunk.has_loss
         self.is_last, self.deferred = is_last, deferred
+        self.is_idle = _is_idle(program, action)
         self.sent = [(*self.slot, value.index) for value in chunk.sent]
         # (place among the received tensors, where its gradient goes, whether that is a stage of this rank)
         self.returned: list[tuple[int, ValueKey, bool]] = []
@@ -175,6 +186,8 @@ class Backward:
     def run(self, this: Pass) -> None:
         received, results = this.kept.pop(self.slot)
         this.num_kept[self.stage] -= 1
+        if self.is_idle:
+            return  # its gradients, if there are any, are final when the stage is closed
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
         for key, result in zip(self.sent, results, strict=False):
@@ -209,7 +222,7 @@ class WeightBackward:
         self.slot = (action.stage, action.micro_batch)
 
     def run(self, this: Pass) -> None:
-        run_products(this.products.pop(self.slot))
+        run_products(this.products.pop(self.slot, []))  # none where this device has no samples of the micro-batch
 
 
 class Synchronise:
@@ -301,6 +314,12 @@ class Receive:
                 this.add_incoming(key, tensor)
             else:
                 this.received[key] = tensor
+
+
+def _is_idle(program: Program, action: Action) -> bool:
+    """The plan gives this device no sample of the micro-batch, so it does nothing for it: no message has a part of it either."""
+    start, stop = program.samples[action.micro_batch]
+    return start == stop
 
 
 def _place(program: Program, stage: int, value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle
-from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
@@ -228,7 +228,7 @@ class Engine:
             if self._job.config.tensorboard:
                 raise ValueError('"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run')
             return None
-        peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)
+        peak = sum(self.plan.device_flop_per_s) or math.inf
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
 
     def _note(self, result: StepResult, num_samples: int) -> None:

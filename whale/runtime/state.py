@@ -68,17 +68,22 @@ def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, tot
 def _gather_output(
     lowered: Lowered, outcome: StepOutcome, samples: SampleMap, stage: int, place: int, dim: int | None, ranks: Ranks
 ) -> Tensor | None:
-    """One output tensor: parts in order of micro-batch, replica, device; a value without samples is taken from the first device."""
+    """One output tensor: parts in order of micro-batch, replica, device; a value without samples is taken from the first."""
     plan = lowered.plan
     device = plan.virtual_devices[plan.stages[stage].virtual_device]
+    owners = [
+        (micro_batch, rank)
+        for micro_batch in range(samples.num_micro_batch)
+        for replica in range(plan.num_replicas)
+        for rank, (start, stop) in zip(device.ranks[replica], samples.devices(micro_batch, replica, device.index), strict=True)
+        if start < stop
+    ]
     parts = []
-    for micro_batch in range(samples.num_micro_batch if dim is not None else 1):
-        for replica in range(plan.num_replicas if dim is not None else 1):
-            for rank in device.ranks[replica] if dim is not None else device.ranks[0][:1]:
-                mine = outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None
-                part = _exchange(mine, rank, ranks)
-                if part is not None:
-                    parts.append(part)
+    for micro_batch, rank in owners if dim is not None else owners[:1]:
+        mine = outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None
+        part = _exchange(mine, rank, ranks)
+        if part is not None:
+            parts.append(part)
     if ranks.rank != 0:
         return None
     return torch.cat(parts, dim) if dim is not None else parts[0]

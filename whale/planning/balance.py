@@ -1,0 +1,185 @@
+"""Unlike devices: which of them take which part, how many samples each gets, and what to do when memory is too small.
+
+The order of the devices decides who runs which stage of which replica (`virtual_devices.py` takes them in order). Three are tried
+where devices differ, and the one whose slowest device is fastest is taken (the first, where they tie):
+
+    as given        rank order
+    stage by stage  sorted by memory, then speed; the R fastest run stage 0 of the R replicas, the next stage 1, ...
+                    Early stages hold more micro-batches, so they get the larger memories
+    replica by replica   sorted the same way; the first s devices are replica 0, ...: like devices in one replica, whose share follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whale.cluster.cluster import Cluster
+from whale.planning.plan import DeviceMemory
+from whale.planning.samples import Division, divide
+from whale.planning.shares import UNLIMITED, DoesNotFit, Load, even_shares, micro_batch_sizes
+from whale.planning.virtual_devices import VirtualDevice
+
+SHOWN = 8
+"""devices whose figures are written out in a message"""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A way to hand out the devices."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def of(self, device: VirtualDevice) -> VirtualDevice:
+        """The VirtualDevice with the ranks that stand at its places."""
+        return VirtualDevice(device.index, tuple(tuple(self.ranks[place] for place in replica) for replica in device.ranks))
+
+
+def device_orders(cluster: Cluster, width: int, dtype: str) -> tuple[Order, ...]:
+    """`width`: devices of one model replica."""
+    number = cluster.num_devices
+    given = Order("rank order", tuple(range(number)))
+    if cluster.is_uniform or width < 2 or number % width:
+        return (given,)
+    kinds = [device.kind for device in cluster.devices]
+    best_first = sorted(range(number), key=lambda rank: (-kinds[rank].memory_bytes, -kinds[rank].rate(dtype), rank))
+    num_replicas = number // width
+    by_stage = tuple(best_first[stage * num_replicas + replica] for replica in range(num_replicas) for stage in range(width))
+    orders = (given, Order("stage by stage, larger memory first", by_stage), Order("replica by replica, like devices", tuple(best_first)))
+    return tuple(order for place, order in enumerate(orders) if order.ranks not in [other.ranks for other in orders[:place]])
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Devices with their loads and memories, and the micro-batches that they are to share."""
+
+    virtual_devices: tuple[VirtualDevice, ...]
+    loads: tuple[Load, ...]
+    """by rank, without limits"""
+    memory: tuple[DeviceMemory, ...]
+    """by rank"""
+    kinds: tuple[str, ...]
+    """by rank"""
+    least: int
+
+    def divide(self, size: int) -> Division:
+        limited = [Load(load.sample_s, load.fixed_s, memory.most_samples()) for load, memory in zip(self.loads, self.memory, strict=True)]
+        return divide(size, self.virtual_devices, limited, self.least)
+
+    def fits(self, batch_size: int, num_micro_batch: int) -> bool:
+        if any(memory.most_samples() < 0 for memory in self.memory):
+            return False
+        try:
+            self.divide(max(micro_batch_sizes(batch_size, num_micro_batch)))
+        except (DoesNotFit, ValueError):
+            return False
+        return True
+
+
+def refuse_unless_it_fits(
+    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
+) -> None:
+    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight."""
+    full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
+    if full:
+        rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
+        memory = situation.memory[rank]
+        raise DoesNotFit(
+            f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {_gb(memory.capacity_bytes)} and needs "
+            f"{_gb(memory.static_bytes)} before the first sample ({_gb(memory.parameter_bytes)} parameters, {_gb(memory.gradient_bytes)} "
+            f"gradients, {_gb(memory.optimizer_bytes)} optimizer state, {_gb(memory.buffer_bytes)} buffers and mini-batch). "
+            f'Cut the model into more stages ("num_task_graph"), or use devices with more memory'
+        )
+    if situation.fits(batch_size, num_micro_batch):
+        return
+    size = max(micro_batch_sizes(batch_size, num_micro_batch))
+    raise DoesNotFit(
+        f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: "
+        + "; ".join(_ways_out(situation, batch_size, num_micro_batch, with_micro_batches))
+    )
+
+
+def _room(situation: Situation) -> str:
+    """Samples that fit on each device, with the numbers behind them."""
+    lines = []
+    for rank, memory in enumerate(situation.memory[:SHOWN]):
+        lines.append(
+            f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({_gb(memory.capacity_bytes)} less "
+            f"{_gb(memory.static_bytes)} for weights and the like, {_gb(memory.sample_bytes)} a sample)"
+        )
+    more = len(situation.memory) - SHOWN
+    return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
+
+
+def _ways_out(
+    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
+) -> list[str]:
+    """The smallest changes, each alone, that make it fit."""
+    ways = []
+    widest = max(len(device.ranks) * device.num_devices for device in situation.virtual_devices)
+    trials = range(num_micro_batch + 1, batch_size // widest + 1)
+    more = next((number for number in trials if with_micro_batches(number).fits(batch_size, number)), None)
+    if more is not None:
+        ways.append(f'"num_micro_batch": {more} instead of {num_micro_batch}')
+    smaller = _largest(lambda size: situation.fits(size, num_micro_batch), num_micro_batch, batch_size)
+    if smaller is not None:
+        ways.append(f"a batch of {smaller} instead of {batch_size}")
+    if len(situation.virtual_devices) == 1:
+        rooms = [max(0, memory.most_samples()) for memory in situation.memory]
+        size = max(micro_batch_sizes(batch_size, num_micro_batch))
+        best = max(range(len(rooms)), key=rooms.__getitem__)
+        if rooms[best]:
+            missing = -(-(size - sum(rooms)) // rooms[best])
+            if missing > 0:
+                ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
+    ways.append("layers under torch.utils.checkpoint, whose activations are then computed again and not kept")
+    return ways
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest number from `low` to `high` that fits, given that smaller ones fit better."""
+    if not fits(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
+    """(choice, why) for the largest micro-batch."""
+    division = situation.divide(size)
+    by_rank = {
+        rank: share
+        for device in situation.virtual_devices
+        for replica, ranks in enumerate(device.ranks)
+        for rank, share in zip(ranks, division.devices[replica][device.index], strict=True)
+    }
+    shares = [by_rank[rank] for rank in sorted(by_rank)]
+    idle = [rank for rank in sorted(by_rank) if not by_rank[rank]]
+    even = _even_time(situation, size)
+    why = f"of {size} samples in a micro-batch; the slowest device takes {division.slowest_s:.4g} s"
+    if even is not None and even > division.slowest_s * (1 + 1e-9):
+        why += f", {even / division.slowest_s:.3g} times less than with even shares"
+    limited = [rank for rank, share in by_rank.items() if share and share == situation.memory[rank].most_samples() < UNLIMITED]
+    if limited:
+        why += f"; memory of rank {', '.join(map(str, sorted(limited)[:SHOWN]))} is full"
+    if idle:
+        why += f"; rank {', '.join(map(str, idle[:SHOWN]))} gets nothing: its first sample would take longer than all of the step"
+    shown = "+".join(map(str, shares[:SHOWN])) + (f" and {len(shares) - SHOWN} more" if len(shares) > SHOWN else "")
+    return shown, why
+
+
+def _even_time(situation: Situation, size: int) -> float | None:
+    """Seconds of the slowest device when all get the same, whether it fits or not."""
+    slowest = 0.0
+    for device in situation.virtual_devices:
+        for ranks, share in zip(device.ranks, even_shares(size, len(device.ranks)), strict=True):
+            for rank, part in zip(ranks, even_shares(share, len(ranks)), strict=True):
+                slowest = max(slowest, situation.loads[rank].seconds(part))
+    return slowest
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

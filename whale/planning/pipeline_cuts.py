@@ -1,0 +1,86 @@
+"""Numbers for cutting an unannotated model into stages on unlike devices: times, crossings and memory of every operation on every stage.
+
+Stage k runs on one device of each of R replicas. Replica r is taken to do the share x_r of the samples, in proportion to the summed speed
+of its devices (the shares that are planned afterwards are exact). With t_i(d) the time of operation i for a mini-batch on device d:
+
+    time of operation i on stage k    max over r of  R * x_r * t_i(device of stage k in replica r)
+    bytes of operation i on stage k   weights, gradients, optimizer state that it is the first to read
+                                      + micro-batches in flight on stage k * largest x_r * micro-batch * bytes that it keeps a sample
+
+The factor R leaves equal devices with the times of the whole mini-batch, whatever R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Node
+
+from whale.cluster.cluster import Cluster, Link
+from whale.planning.balance import Order
+from whale.planning.cuts import Floats, StageMemory
+from whale.planning.workload import Workload
+from whale.profiling.costs import seconds, value_bytes
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """An order of the devices, and what is to be cut for it."""
+
+    workload: Workload
+    cluster: Cluster
+    order: Order
+    num_stages: int
+    num_micro_batch: int
+    schedule: str
+    dtype: str
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """[stage][replica]"""
+        return [list(self.order.ranks[stage :: self.num_stages]) for stage in range(self.num_stages)]
+
+    def shares(self) -> Floats:
+        """x_r"""
+        rates = np.array([[self.cluster.devices[rank].kind.rate(self.dtype) for rank in stage] for stage in self.ranks]).sum(axis=0)
+        shares: Floats = rates / rates.sum()
+        return shares
+
+    def times(self, operations: Sequence[Node]) -> Floats:
+        """(stages, operations)"""
+        shares, known = self.shares(), {}
+        for kind in {device.kind for device in self.cluster.devices}:
+            known[kind] = np.array([seconds(self.workload.costs[node], kind, self.dtype) for node in operations])
+        rows = []
+        for stage in self.ranks:
+            by_replica = [len(shares) * x * known[self.cluster.devices[rank].kind] for x, rank in zip(shares, stage, strict=True)]
+            rows.append(np.max(by_replica, axis=0))
+        return np.array(rows)
+
+    def crossing_seconds(self, node: Node) -> float:
+        symbol = self.workload.captured.batch_symbol
+        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link().bytes_per_s
+
+    def slowest_link(self) -> Link:
+        """Of all links between neighbouring stages; one stage sends nothing."""
+        pairs = [(a, b) for here, there in zip(self.ranks, self.ranks[1:]) for a, b in zip(here, there, strict=True)]
+        links = [self.cluster.link(a, b) for a, b in pairs] or [self.cluster.intra_host]
+        return min(links, key=lambda link: link.bytes_per_s)
+
+    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]]) -> StageMemory:
+        kept = self.workload.kept_by_operation(operations)
+        static = np.array(self.workload.static_by_operation(operations, names_behind))
+        fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
+        micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
+        samples = np.ceil(float(self.shares().max()) * micro_batch)
+        rows = [static + in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) * (fixed + samples * per_sample)
+                for k in range(self.num_stages)]  # fmt: skip
+        capacities = [min(self.cluster.devices[rank].kind.memory_bytes for rank in stage) for stage in self.ranks]
+        return StageMemory(np.array(rows), np.array(capacities, dtype=np.float64) - self.workload.batch_bytes)
+
+
+def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:
+    """Micro-batches that a stage keeps, before the schedule is made: 1f1b keeps as many as there are stages from it on."""
+    return min(num_stages - stage, num_micro_batch) if schedule == "1f1b" else num_micro_batch
