@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from whale.scheduling.action import Orders, Schedule, StageGraph, require_micro_batches
 from whale.scheduling.check import check
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
@@ -90,7 +90,7 @@ def _rows(question: Question) -> Iterator[Row]:
     yield _row(question, "gpipe", one, gpipe(one, count))
     yield _row(question, "1f1b", one, one_f_one_b(one, count))
     yield _row(question, "interleaved", looped, interleaved_orders(looped, count))
-    yield _row(question, "zero-bubble (ZB-H1)", one, zb_h1_orders(one, count))
+    yield _row(question, "zero-bubble (ZB-H1)", one, zero_bubble_orders(one, count))
     yield _row(question, "wave (Hanayo)", waved, wave_orders(waved, count))
     for name, graph in (("auto, loop", looped), ("auto, wave", waved)):
         costs = replace(question.costs(graph), memory_cap=(question.cap,) * num_devices)

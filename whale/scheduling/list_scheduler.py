@@ -1,6 +1,6 @@
 """Orders made for given costs: many passes of list scheduling, then changes along the critical path, within a budget that is counted.
 
-1. Known orders (1F1B, and the wave, interleaved and ZB-H1 where the placement is theirs), if memory allows them: the result is never worse.
+1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as memory allows: never worse than these.
 2. Passes (`list_pass`) with different keys and policies (`policies`).
 3. From the best orders, passes whose keys are the latest starts that would not make the step longer: what has slack goes back, and what
    had to wait behind it goes ahead.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whale.scheduling.action import Orders, StageGraph
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, lower_bound
 from whale.scheduling.exchanges import improve, latest_starts
 from whale.scheduling.list_pass import Policy, list_pass
@@ -85,8 +85,8 @@ class Search:
                 yield "wave", wave_orders(graph, count)
             elif num_loops_of(graph.device_of_stage):
                 yield "interleaved", interleaved_orders(graph, count)
-        if self.split is not False and graph.device_of_stage == tuple(range(graph.num_devices)):
-            yield "zb-h1", zb_h1_orders(graph, count, self.problem.costs.unsplit)
+        if self.split is not False and num_loops_of(graph.device_of_stage):
+            yield "zero-bubble", zero_bubble_orders(graph, count, self.problem.costs.unsplit)
 
     def add(self, name: str, jobs: Jobs, whole: bytearray) -> None:
         """Keep these orders if they hold."""
