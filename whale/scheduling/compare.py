@@ -42,6 +42,9 @@ class Question:
 
     def __post_init__(self) -> None:
         require_micro_batches(self.num_micro_batch)
+        for name, value in (("devices", self.num_devices), ("waves", self.num_waves)):
+            if value < 1:
+                raise ValueError(f"{value} {name}: at least 1 is needed")
         if not 0 <= self.input_share <= 1:
             raise ValueError(f"input_share is {self.input_share}; the input part is between 0 and 1 of a backward")
         if self.forward_s <= 0 or self.backward_s <= 0:
