@@ -10,7 +10,7 @@ from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageG
 from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
 from whale.scheduling.check import Proof, ScheduleError, check, start_times
 from whale.scheduling.choose import Candidate, Choice, choose
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
@@ -53,5 +53,5 @@ __all__ = [
     "stages_without_input_part",
     "start_times",
     "wave_orders",
-    "zb_h1_orders",
+    "zero_bubble_orders",
 ]

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from whale.scheduling.action import Orders, Schedule, StageGraph
 from whale.scheduling.check import check
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs, stages_without_input_part
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
 from whale.scheduling.orders import forward_only, gpipe, one_f_one_b
+from whale.scheduling.placement import num_loops_of
 
 ORDERS: dict[str, Callable[[StageGraph, int], Orders]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 """the orders that take any stage graph and need no costs"""
@@ -28,7 +29,7 @@ def build(name: str, stage_graph: StageGraph, num_micro_batch: int, costs: Costs
 
     - `gpipe`, `1f1b`: any stage graph.
     - `interleaved`: stages placed in a loop. `wave`: stages placed in waves, in Hanayo's order.
-    - `zero-bubble`: backwards split. ZB-H1 for one stage on each device when there are no costs, else list scheduled.
+    - `zero-bubble`: backwards split. ZB-H1 (in a loop of several chunks its interleaved form) when there are no costs, else list scheduled.
     - `auto`: list scheduled, backwards split where it helps.
 
     Without costs, `zero-bubble` and `auto` take like devices, a backward twice as long as its forward, and 1F1B's memory. `tries` bounds
@@ -64,9 +65,8 @@ def _orders(name: str, graph: StageGraph, num_micro_batch: int, costs: Costs | N
     if name == "wave":
         return wave_orders(graph, num_micro_batch)
     unsplit = stages_without_input_part(graph)
-    is_one_each = graph.device_of_stage == tuple(range(graph.num_devices))
-    if name == "zero-bubble" and costs is None and is_one_each:
-        return zb_h1_orders(graph, num_micro_batch, unsplit)
+    if name == "zero-bubble" and costs is None and num_loops_of(graph.device_of_stage):
+        return zero_bubble_orders(graph, num_micro_batch, unsplit)
     if costs is None:
         costs = even_costs(graph, memory_cap=graph.num_devices, unsplit=unsplit)
     return list_orders(graph, costs, num_micro_batch, split=True if name == "zero-bubble" else None, tries=tries)

@@ -162,10 +162,10 @@ def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: 
 
 def _check_order(schedule: Schedule, device: int, order: tuple[Action, ...]) -> None:
     position = {action: index for index, action in enumerate(order)}
-    for action in order:
+    for index, action in enumerate(order):
         for earlier, why in _needs(schedule, action):
             # what stands on another device is reached through a receive, which is checked by walking all devices together
-            if earlier in position and position[earlier] > position[action]:
+            if position.get(earlier, -1) > index:
                 raise ScheduleError(f"`{action}` on device {device} stands before `{earlier}`: {why}")
     update = position.get(Action(Kind.UPDATE))
     if update is not None and update != len(order) - 1:
@@ -179,14 +179,18 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
         if micro_batch > 0:
             yield forward(stage, micro_batch - 1), "the micro-batches of a stage run in ascending order"
         for producer in graph.producers(stage):
-            yield forward(producer, micro_batch), f"stage {stage} reads the activation of stage {producer}"
-            yield receive(producer, stage, micro_batch), "the activation has not arrived"
+            if graph.crosses_devices((producer, stage)):
+                yield receive(producer, stage, micro_batch), "the activation has not arrived"
+            else:
+                yield forward(producer, micro_batch), f"stage {stage} reads the activation of stage {producer}"
     elif action.kind in GIVES_GRADIENT:
         yield forward(stage, micro_batch), "a backward follows its forward"
         for consumer in graph.gradient_consumers(stage):
+            if graph.crosses_devices((stage, consumer)):
+                yield receive(consumer, stage, micro_batch), "the gradient has not arrived"
+                continue
             for kind in GIVES_GRADIENT:
                 yield Action(kind, consumer, micro_batch), f"the gradient of stage {stage} comes from stage {consumer}"
-            yield receive(consumer, stage, micro_batch), "the gradient has not arrived"
     elif action.kind is Kind.WEIGHT:
         yield Action(Kind.INPUT, stage, micro_batch), "the weight part follows the input part"
     elif action.kind is Kind.SEND:

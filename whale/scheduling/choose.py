@@ -20,6 +20,8 @@ CHUNKS = (1, 2, 4, 8)
 """chunks on each device that are tried; 2, 4 and 8 as loop and as 1, 2 and 4 waves"""
 AS_GOOD = 1.005
 """a simpler candidate within this of the best time is taken instead"""
+SCREEN_TRIES, NUM_FINALISTS = 40, 3
+"""every candidate is searched with so few tries at first, and only so many of the best with all of them"""
 
 StagesFor = Callable[[Placement], tuple[StageGraph, Costs] | None]
 """the stages of the model and their costs when they are cut for this placement; None when the model cannot be cut so"""
@@ -58,9 +60,13 @@ def choose(
 ) -> Choice:
     """The best schedule among loops and waves of these chunk counts, with split and with whole backwards."""
     require_micro_batches(num_micro_batch)
-    candidates = tuple(_candidates(num_devices, num_micro_batch, stages_for, chunks, tries))
+    candidates = list(_candidates(num_devices, num_micro_batch, stages_for, chunks, tries))
     if not candidates:
         raise ValueError(f"the model can be cut into stages for none of {list(chunks)} chunks on each of {num_devices} devices")
+    for finalist in sorted(candidates, key=lambda candidate: candidate.timeline.step_s)[:NUM_FINALISTS]:
+        plain = finalist.timeline.schedule
+        searched = _candidate(finalist.placement, plain.stage_graph, finalist.costs, num_micro_batch, finalist.is_split, tries)
+        candidates[candidates.index(finalist)] = searched
     least = min(candidate.timeline.step_s for candidate in candidates)
     good = [candidate for candidate in candidates if candidate.timeline.step_s <= least * AS_GOOD]
     best = min(good, key=lambda candidate: (candidate.num_chunks, candidate.is_split, candidate.timeline.step_s))
@@ -68,7 +74,7 @@ def choose(
     orders = add_messages(plain.stage_graph, num_micro_batch, plain.orders)
     schedule = Schedule("auto", plain.stage_graph, num_micro_batch, orders)
     check(schedule, costs=best.costs, require_channel_order=True)
-    return Choice(schedule, best.costs, best, candidates, _reason(best, candidates))
+    return Choice(schedule, best.costs, best, tuple(candidates), _reason(best, candidates))
 
 
 def _candidates(
@@ -84,9 +90,14 @@ def _candidates(
                 continue
             graph, costs = cut
             for is_split in (False, True):
-                orders = list_orders(graph, costs, num_micro_batch, split=is_split, tries=tries)
-                timeline = simulate(Schedule(name, graph, num_micro_batch, orders), costs)
-                yield Candidate(name, count, is_split, timeline, costs)
+                screen = SCREEN_TRIES if tries is None else min(SCREEN_TRIES, tries)
+                yield _candidate(name, graph, costs, num_micro_batch, is_split, screen)
+
+
+def _candidate(name: str, graph: StageGraph, costs: Costs, num_micro_batch: int, is_split: bool, tries: int | None) -> Candidate:
+    orders = list_orders(graph, costs, num_micro_batch, split=is_split, tries=tries)
+    timeline = simulate(Schedule(name, graph, num_micro_batch, orders), costs)
+    return Candidate(name, len(graph.stages_of(0)), is_split, timeline, costs)
 
 
 def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:

@@ -14,8 +14,8 @@ Interleaved 1F1B. Micro-batches go in groups of P; a group passes chunk after ch
 then one forward and one backward in turn. A last group that is not full is ordered as if it were, and what is not there is left out: an
 order without deadlock has none when all actions of some micro-batches are taken away.
 
-ZB-H1. 1F1B with the input part in the place of the backward; weight parts follow d micro-batches behind, so that all devices keep at most P
-micro-batches, and then fill the end.
+ZB-H1. 1F1B with the input part in the place of the backward; weight parts follow d actions behind, so that all devices keep at most P
+micro-batches, and then fill the end. With C chunks the same on the lanes of interleaved 1F1B, (C - 1) P + P - d forwards ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, zip_longest
 
-from whale.scheduling.action import Action, Orders, StageGraph, backward, forward, input_backward, require_micro_batches, weight_backward
+from whale.scheduling.action import (
+    Action,
+    Kind,
+    Orders,
+    StageGraph,
+    backward,
+    forward,
+    input_backward,
+    require_micro_batches,
+    weight_backward,
+)
 from whale.scheduling.placement import num_loops_of, num_waves_of
 
 Lane = list[Action]
@@ -64,12 +74,9 @@ def interleaved_orders(graph: StageGraph, num_micro_batch: int) -> Orders:
     if num_chunks is None:
         raise ValueError(_wrong_placement("interleaved", graph, "stage s on device s modulo the number of devices"))
     num_devices = graph.num_devices
-    groups = [range(first, first + num_devices) for first in range(0, num_micro_batch, num_devices)]
     orders = []
     for device in range(num_devices):
-        stages = graph.stages_of(device)
-        forwards = [forward(stage, m) for group in groups for stage in stages for m in group]
-        backwards = [backward(stage, m) for group in groups for stage in stages[::-1] for m in group]
+        forwards, backwards = _grouped(graph, device, num_micro_batch)
         per_device = 2 if num_chunks > 1 else 1
         num_ahead = (num_chunks - 1) * num_devices + per_device * (num_devices - device - 1)
         order = chain(forwards[:num_ahead], _in_turn(forwards[num_ahead:], backwards))
@@ -77,29 +84,52 @@ def interleaved_orders(graph: StageGraph, num_micro_batch: int) -> Orders:
     return tuple(orders)
 
 
-def zb_h1_orders(graph: StageGraph, num_micro_batch: int, unsplit: Collection[int] = ()) -> Orders:
-    """ZB-H1 for one stage on each device; the backward of stages in `unsplit` stays whole."""
+def zero_bubble_orders(graph: StageGraph, num_micro_batch: int, unsplit: Collection[int] = ()) -> Orders:
+    """ZB-H1, with several chunks on each device its interleaved form; the backward of stages in `unsplit` stays whole."""
     require_micro_batches(num_micro_batch)
-    if graph.device_of_stage != tuple(range(graph.num_devices)):
-        raise ValueError(_wrong_placement("ZB-H1", graph, "one stage on each device, in the order of the devices"))
+    num_chunks = num_loops_of(graph.device_of_stage)
+    if num_chunks is None:
+        raise ValueError(_wrong_placement("zero-bubble", graph, "stage s on device s modulo the number of devices"))
+    num_devices = graph.num_devices
     orders = []
-    for stage in range(graph.num_stages):
-        num_ahead = min(graph.num_devices - stage, num_micro_batch)
-        order = [forward(stage, m) for m in range(num_ahead)]
-        split = stage not in unsplit
-        num_weights = 0
-        for m in range(num_micro_batch):
-            order.append(input_backward(stage, m) if split else backward(stage, m))
-            is_over = num_ahead + m >= num_micro_batch
-            if split and (m >= stage or is_over):
-                order.append(weight_backward(stage, num_weights))
-                num_weights += 1
+    for device in range(num_devices):
+        forwards, backwards = _grouped(graph, device, num_micro_batch)
+        num_ahead = (num_chunks - 1) * num_devices + num_devices - device
+        order = forwards[:num_ahead]
+        weights = iter(backwards)
+        for index, action in enumerate(backwards):
+            is_over = num_ahead + index >= len(forwards)
+            order.append(action)
+            if index >= device or is_over:
+                order.append(_weight_part(next(weights)))
             if not is_over:
-                order.append(forward(stage, num_ahead + m))
-        if split:
-            order += [weight_backward(stage, m) for m in range(num_weights, num_micro_batch)]
-        orders.append(tuple(order))
+                order.append(forwards[num_ahead + index])
+        order += map(_weight_part, weights)
+        orders.append(tuple(_split(order, num_micro_batch, unsplit)))
     return tuple(orders)
+
+
+def _grouped(graph: StageGraph, device: int, num_micro_batch: int) -> tuple[Lane, Lane]:
+    """Forwards and whole backwards of a device, in groups of as many micro-batches as there are devices, the last one filled up."""
+    size = graph.num_devices
+    groups = [range(first, first + size) for first in range(0, num_micro_batch, size)]
+    stages = graph.stages_of(device)
+    forwards = [forward(stage, m) for group in groups for stage in stages for m in group]
+    backwards = [backward(stage, m) for group in groups for stage in stages[::-1] for m in group]
+    return forwards, backwards
+
+
+def _weight_part(action: Action) -> Action:
+    return weight_backward(action.stage, action.micro_batch)
+
+
+def _split(order: Lane, num_micro_batch: int, unsplit: Collection[int]) -> Iterator[Action]:
+    """Whole backwards become input parts, or stay and lose their weight part; what only fills up a group is left out."""
+    for action in order:
+        if action.micro_batch >= num_micro_batch or (action.kind is Kind.WEIGHT and action.stage in unsplit):
+            continue
+        is_input = action.kind is Kind.BACKWARD and action.stage not in unsplit
+        yield input_backward(action.stage, action.micro_batch) if is_input else action
 
 
 def _in_turn(first: Lane, second: Lane) -> Iterator[Action]:

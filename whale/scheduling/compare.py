@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from whale.scheduling.action import Orders, Schedule, StageGraph, require_micro_batches
 from whale.scheduling.check import check
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
@@ -42,6 +42,9 @@ class Question:
 
     def __post_init__(self) -> None:
         require_micro_batches(self.num_micro_batch)
+        for name, value in (("devices", self.num_devices), ("waves", self.num_waves)):
+            if value < 1:
+                raise ValueError(f"{value} {name}: at least 1 is needed")
         if not 0 <= self.input_share <= 1:
             raise ValueError(f"input_share is {self.input_share}; the input part is between 0 and 1 of a backward")
         if self.forward_s <= 0 or self.backward_s <= 0:
@@ -90,7 +93,7 @@ def _rows(question: Question) -> Iterator[Row]:
     yield _row(question, "gpipe", one, gpipe(one, count))
     yield _row(question, "1f1b", one, one_f_one_b(one, count))
     yield _row(question, "interleaved", looped, interleaved_orders(looped, count))
-    yield _row(question, "zero-bubble (ZB-H1)", one, zb_h1_orders(one, count))
+    yield _row(question, "zero-bubble (ZB-H1)", one, zero_bubble_orders(one, count))
     yield _row(question, "wave (Hanayo)", waved, wave_orders(waved, count))
     for name, graph in (("auto, loop", looped), ("auto, wave", waved)):
         costs = replace(question.costs(graph), memory_cap=(question.cap,) * num_devices)

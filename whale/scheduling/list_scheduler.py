@@ -1,6 +1,6 @@
 """Orders made for given costs: many passes of list scheduling, then changes along the critical path, within a budget that is counted.
 
-1. Known orders (1F1B, and the wave, interleaved and ZB-H1 where the placement is theirs), if memory allows them: the result is never worse.
+1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as memory allows: never worse than these.
 2. Passes (`list_pass`) with different keys and policies (`policies`).
 3. From the best orders, passes whose keys are the latest starts that would not make the step longer: what has slack goes back, and what
    had to wait behind it goes ahead.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whale.scheduling.action import Orders, StageGraph
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zb_h1_orders
+from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, lower_bound
 from whale.scheduling.exchanges import improve, latest_starts
 from whale.scheduling.list_pass import Policy, list_pass
@@ -29,8 +29,11 @@ BUDGET = 300_000
 """job visits of a search, one or two microseconds each: divided by the number of jobs, the tries when none are given"""
 PASS_SHARE, PASS_VISITS = 0.65, 5
 """this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
-LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 4, 120, 6, 3000
+LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 5, 120, 6, 3000
+NUM_STARTS, MANY_EXCHANGES = 4, 600
 NEAR = 1e-9
+AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
+"""of passes that start from known orders: their keys are good enough to place weight parts too"""
 
 
 @dataclass
@@ -72,10 +75,10 @@ class Search:
             self.add(name, *self.problem.jobs(orders))
         self.passes()
         self.justify()
-        best = min(self.found, key=lambda found: found.rank)
-        if best.time > self.bound * (1 + NEAR):
-            best = self.exchange(best)
-        return best if self.split else self.join(best)
+        if not self.found:
+            raise ValueError("no order was found that stays within the memory caps; raise them or take more micro-batches")
+        self.exchange()
+        return self.join(min(self.found, key=lambda found: found.rank))
 
     def known_orders(self) -> Iterator[tuple[str, Orders]]:
         graph, count = self.problem.graph, self.problem.num_micro_batch
@@ -85,8 +88,8 @@ class Search:
                 yield "wave", wave_orders(graph, count)
             elif num_loops_of(graph.device_of_stage):
                 yield "interleaved", interleaved_orders(graph, count)
-        if self.split is not False and graph.device_of_stage == tuple(range(graph.num_devices)):
-            yield "zb-h1", zb_h1_orders(graph, count, self.problem.costs.unsplit)
+        if self.split is not False and num_loops_of(graph.device_of_stage):
+            yield "zero-bubble", zero_bubble_orders(graph, count, self.problem.costs.unsplit)
 
     def add(self, name: str, jobs: Jobs, whole: bytearray) -> None:
         """Keep these orders if they hold."""
@@ -126,24 +129,34 @@ class Search:
         """Passes keyed by the latest starts of the best orders so far."""
         num_left = min(self.num_passes // 4, MOST_AGAIN)
         seen: set[float] = set()
-        while num_left > 0 and not self.is_at_bound():
+        while num_left >= len(AGAIN) and not self.is_at_bound():
             fresh = [found for found in self.found if found.time not in seen]
             if not fresh:
                 return
             best = min(fresh, key=lambda found: found.rank)
             seen.add(best.time)
             keys = latest_starts(self.problem, best.jobs, self.problem.durations(best.whole), self.needs)
-            for policy in (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5)):
-                num_left -= 1
+            num_left -= len(AGAIN)
+            for policy in AGAIN:
                 self.try_pass(f"{best.name}, again", keys, best.whole, policy)
 
-    def exchange(self, best: Found) -> Found:
-        jobs = improve(self.problem, best.jobs, best.whole, self.needs, self.num_exchanges, self.bound)
-        self.add(f"{best.name}, exchanged", jobs, best.whole)
-        return min(self.found, key=lambda found: found.rank)
+    def exchange(self) -> None:
+        """Exchanges from the best orders; where tries are many, also from others of the best, which may lie nearer to better ones."""
+        starts: list[Found] = []
+        for found in sorted(self.found, key=lambda found: found.rank):
+            if all(found.time != other.time or found.name != other.name for other in starts):
+                starts.append(found)
+        starts = starts[: NUM_STARTS if self.num_exchanges >= MANY_EXCHANGES else 1]
+        for found in starts:
+            if not self.is_at_bound():
+                jobs = improve(self.problem, found.jobs, found.whole, self.needs, self.num_exchanges // len(starts), self.bound)
+                self.add(f"{found.name}, exchanged", jobs, found.whole)
 
     def join(self, best: Found) -> Found:
-        """Whole backwards where the weight part follows at once and that delays nothing."""
+        """Whole backwards where the weight part follows at once and that delays nothing.
+
+        A gradient that leaves later than it could makes a run less robust, so stages that send one are only joined where actions cost.
+        """
         problem, size = self.problem, self.problem.size
         durations = problem.durations(best.whole)
         ends, _ = problem.run(best.jobs, durations, self.needs)
@@ -157,7 +170,8 @@ class Search:
                 if place >= 0 and joined and joined[-1] == job - size:
                     stage = place // problem.num_micro_batch
                     slack = latest[job - size] + durations[job - size] - ends[job - size]
-                    if not problem.gradient_producers[stage] or slack >= problem.weight_s[stage] * (1 - NEAR):
+                    has_slack = problem.costs.action_s > 0 and slack >= problem.weight_s[stage] * (1 - NEAR)
+                    if has_slack or not problem.gradient_producers[stage]:
                         whole[place] = 1
                         continue
                 joined.append(job)
