@@ -25,10 +25,8 @@ def main() -> None:
         config = transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
         model = transformers.GPT2LMHeadModel(config)
     words = torch.zeros(NUM_STAGES, LENGTH, dtype=torch.long)
-    cluster = wh.Cluster.uniform(NUM_STAGES, "V100-32GB")
-    plan = wh.plan(
-        model, {"input_ids": words, "labels": words}, cluster=cluster, config={"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_STAGES}
-    )
+    settings = {"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_STAGES}
+    plan = wh.plan(model, {"input_ids": words, "labels": words}, cluster=NUM_STAGES, config=settings)
     seconds = time.perf_counter() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     times = [stage.forward_s for stage in plan.stages]

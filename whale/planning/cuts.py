@@ -39,6 +39,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
+SHOWN = 8
+"""stages whose memory is written out in a message"""
 SAME_TIME = 1e-9
 """relative; prefix sums of 4,000 doubles are good to about 1e-13"""
 BISECTION_WIDTH = 1e-12
@@ -172,8 +174,10 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
             break
     done = max(reached, default=0)
     rest = float(used[-1, -1] - used[-1, done])
+    sizes = [f"{most / 1e9:.3g}" for most in limit]
+    room = f"{sizes[0]} GB each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)} GB"
     raise NoRoom(
-        f"no cut into {chain.num_stages} stages fits into memory: stages of {', '.join(f'{most / 1e9:.3g}' for most in limit)} GB leave "
+        f"no cut into {chain.num_stages} stages fits into memory: stages of {room} leave "
         f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {rest / 1e9:.3g} GB more"
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch.fx import Node
@@ -37,7 +38,7 @@ class CutProblem:
     schedule: str
     dtype: str
 
-    @property
+    @cached_property
     def ranks(self) -> list[list[int]]:
         """[stage][replica]"""
         return [list(self.order.ranks[stage :: self.num_stages]) for stage in range(self.num_stages)]
@@ -61,8 +62,9 @@ class CutProblem:
 
     def crossing_seconds(self, node: Node) -> float:
         symbol = self.workload.captured.batch_symbol
-        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link().bytes_per_s
+        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link.bytes_per_s
 
+    @cached_property
     def slowest_link(self) -> Link:
         """Of all links between neighbouring stages; one stage sends nothing."""
         pairs = [(a, b) for here, there in zip(self.ranks, self.ranks[1:]) for a, b in zip(here, there, strict=True)]

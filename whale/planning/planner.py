@@ -153,12 +153,15 @@ def _draft_stages(
         costs = schedule_costs(stage_graph, stages, found, num_micro_batch)
         return scheduling.build(config.schedule, stage_graph, num_micro_batch, costs)
 
-    def situation_with(num_micro_batch: int) -> Situation:
-        peaks = scheduling.check(schedule_with(num_micro_batch)).peak_in_flight
+    def situation_of(schedule: scheduling.Schedule) -> Situation:
+        peaks = scheduling.peaks_in_flight(schedule)
         return _situation(problem, workload, placement, assignment, device_of_stage, peaks)
 
+    def situation_with(num_micro_batch: int) -> Situation:
+        return situation_of(schedule_with(num_micro_batch))
+
     schedule = schedule_with(config.num_micro_batch)
-    situation = situation_with(config.num_micro_batch)
+    situation = situation_of(schedule)
     refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
     slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
     predicted_s = scheduling.simulate(schedule, schedule_costs(stage_graph, stages, found, config.num_micro_batch)).step_s
@@ -375,10 +378,9 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
 
 
 def _schedule_reason(schedule: scheduling.Schedule) -> str:
-    proof = scheduling.check(schedule)
     return (
         f"{schedule.num_micro_batch} micro-batches over {schedule.stage_graph.num_stages} stages; proved complete and free of deadlock; "
-        f"at most {max(proof.peak_in_flight)} in flight on a stage"
+        f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )
 
 

@@ -8,7 +8,7 @@ predicted time), `picture` (the schedule as text).
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action
 from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
-from whale.scheduling.check import Proof, ScheduleError, check, start_times
+from whale.scheduling.check import Proof, ScheduleError, check, peaks_in_flight, start_times
 from whale.scheduling.choose import Candidate, Choice, choose
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
@@ -47,6 +47,7 @@ __all__ = [
     "lower_bound",
     "one_f_one_b",
     "parse_action",
+    "peaks_in_flight",
     "require_name",
     "simulate",
     "stages_to_end",

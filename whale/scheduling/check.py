@@ -274,6 +274,14 @@ def _first_out_of_channel_order(schedule: Schedule) -> str | None:
     return None
 
 
+def peaks_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """`Proof.peak_in_flight` of a training schedule that is known to hold."""
+    of_stage: dict[int, int] = {}
+    for device in range(schedule.stage_graph.num_devices):
+        of_stage.update(_peaks(schedule, device)[0])
+    return tuple(of_stage[stage] for stage in range(schedule.stage_graph.num_stages))
+
+
 def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
     """Peak in flight for each stage of this device, and for the device; exact, because a stage runs on one device only."""
     in_flight = dict.fromkeys(schedule.stage_graph.stages_of(device), 0)
