@@ -26,7 +26,7 @@ SLOWER, BYTES = 1.05, 1.05
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         times, read = run_ranks(measure, 2, folder)
-    details: dict[str, Any] = times.details()
+    details: dict[str, Any] = {"cpu ratio": round(times.cpu_ratio("saving", "plain"), 4), **times.details()}
     report(
         "checkpoint",
         [

@@ -90,6 +90,10 @@ class Times:
         """Seconds of a step."""
         return statistics.median(self.seconds[name][number] for number in self.rounds)
 
+    def cpu_ratio(self, above: str, below: str) -> float:
+        """The same of CPU time on rank 0: less disturbed by other processes, and blind to waiting."""
+        return statistics.median(self.cpu_seconds[above][number] / self.cpu_seconds[below][number] for number in self.rounds)
+
     def details(self) -> dict[str, Any]:
         """Medians in milliseconds, and how far the figures can be trusted."""
         found: dict[str, Any] = {}

@@ -34,6 +34,8 @@ DAMAGE = ("tear", "truncate", "lose", "tear index")
 """kinds that damage the latest checkpoint while the job is down"""
 
 
+REMOUNT_S = 30.0
+
 _open = os.open  # the real one
 
 
@@ -208,7 +210,12 @@ def _fill(ballast: Path) -> None:
 
 
 def remount(folder: Path, mode: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+    """Waits while a file is open for writing there: the save before may still be under way, on any rank."""
+    deadline = time.monotonic() + REMOUNT_S
+    while (done := subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], capture_output=True, text=True)).returncode:
+        if time.monotonic() > deadline:
+            raise OSError(f"{folder} cannot be mounted {mode}: {done.stderr.strip()}")
+        time.sleep(0.02)
 
 
 def write_faults(state: Path, faults: list[Fault]) -> None:

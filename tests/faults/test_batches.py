@@ -43,8 +43,7 @@ print("it went on", engine.step_count)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param("data parallel", marks=pytest.mark.slow), "stages", "known shapes", pytest.param("evaluation", marks=pytest.mark.slow)],
+    "how", ["known shapes", *(pytest.param(how, marks=pytest.mark.slow) for how in ("data parallel", "stages", "evaluation"))]
 )
 def test_unlike_shapes_are_named(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"

@@ -86,15 +86,27 @@ def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
     [
         (Fault("raise", 1, step=3, place=2), r"rank 1 failed at step 3, action \d+ of \d+, .*: InjectedError: step 3, action 2"),
         (Fault("raise outside", 1, step=3), r"rank 1 failed at step 2, its end: InjectedError: the data of step 3 cannot be read"),
-        (Fault("kill", 1, step=3, place=2), r"rank 1 died without a word \(killed, or crashed\). It was last heard of .* at step \d, "),
-        (Fault("kill", 0, step=3, place=2), r"rank 0 died without a word \(killed, or crashed\). It was last heard of at step \d, "),
-        (Fault("vanish", 1, step=3, place=2), r"rank 1 died without a word \(killed, or crashed\). It was last heard of .* at step \d, "),
+        (
+            Fault("kill", 1, step=3, place=2),
+            r"rank 1 died without a word \(killed, or crashed\). It was last heard of .* at (step \d, |the start)",
+        ),
+        (
+            Fault("kill", 0, step=3, place=2),
+            r"rank 0 died without a word \(killed, or crashed\). It was last heard of at (step \d, |the start)",
+        ),
+        (
+            Fault("vanish", 1, step=3, place=2),
+            r"rank 1 died without a word \(killed, or crashed\). It was last heard of .* at (step \d, |the start)",
+        ),
         (Fault("stop", 1, step=3, place=2), r"rank 1 has been silent for \d+ s: it hangs, is stopped or is cut off. It was last heard of "),
     ],
     ids=lambda value: f"{value.kind} {value.rank}" if isinstance(value, Fault) else "",
 )
 def test_one_fault_ends_the_job_everywhere(jobs: Jobs, tmp_path: Path, fault: Fault, told: str) -> None:
-    """One message that names rank, action and peer; every rank ends, with an error; nothing is left over."""
+    """One message that names rank, action and peer; every rank ends, with an error; nothing is left over.
+
+    Where a dead rank stood is known from its last beat: on a busy machine, ten steps of a few milliseconds ago.
+    """
     outcome = jobs.run(tmp_path, [fault], restarts=0)
     assert outcome.exit_code != 0 and 0 in outcome.fired
     assert len(outcome.verdicts) == 1, outcome.output[-3000:]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from whale import scheduling
@@ -213,3 +216,30 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path, content: str,
     with pytest.raises(ValueError, match=r"some\.json") as refused:
         Plan.load(file)
     assert named in str(refused.value)
+
+
+class _Trap:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "yaml"])
+def test_a_crafted_plan_file_executes_nothing(tmp_path: Path, kind: str) -> None:
+    mark, file = tmp_path / "executed", tmp_path / "plan.json"
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps(_Trap(str(mark))))
+    elif kind == "torch":
+        torch.save({"plan": _Trap(str(mark))}, file)
+    else:
+        file.write_text(f"!!python/object/apply:os.mkdir [{mark}]")
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+        Plan.load(file)
+    assert not mark.exists()
+    if kind == "pickle":  # the trap itself works
+        pickle.loads(file.read_bytes())
+        assert mark.exists()

@@ -192,7 +192,8 @@ class Watch:
         if "verdict" in message:
             self._ends.set()
             verdict = message["verdict"]
-            self._end(verdict["text"], verdict["cause"] == self.rank, Process(**verdict["standing"]) if verdict["standing"] else None)
+            has_raised = verdict["cause"] == self.rank and self._reported is not None
+            self._end(verdict["text"], has_raised, Process(**verdict["standing"]) if verdict["standing"] else None)
             return False
         if "alike" in message:
             self._may_raise.set()
