@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch.fx import Node
@@ -61,8 +62,9 @@ class CutProblem:
 
     def crossing_seconds(self, node: Node) -> float:
         symbol = self.workload.captured.batch_symbol
-        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link().bytes_per_s
+        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link.bytes_per_s
 
+    @cached_property
     def slowest_link(self) -> Link:
         """Of all links between neighbouring stages; one stage sends nothing."""
         pairs = [(a, b) for here, there in zip(self.ranks, self.ranks[1:]) for a, b in zip(here, there, strict=True)]
@@ -77,7 +79,8 @@ class CutProblem:
         samples = np.ceil(float(self.shares().max()) * micro_batch)
         rows = [static + in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) * (fixed + samples * per_sample)
                 for k in range(self.num_stages)]  # fmt: skip
-        capacities = [min(self.cluster.devices[rank].kind.memory_bytes for rank in stage) for stage in self.ranks]
+        # 0 is not known, so no limit
+        capacities = [min(self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage) for stage in self.ranks]
         return StageMemory(np.array(rows), np.array(capacities, dtype=np.float64) - self.workload.batch_bytes)
 
 

@@ -63,7 +63,7 @@ class _Draft:
     placement: Placement
     assignment: Assignment
     device_of_stage: list[int]
-    stage_graph: scheduling.StageGraph
+    schedule: scheduling.Schedule
     situation: Situation
     slowest_s: float
     """of the device that takes longest for the largest micro-batch"""
@@ -105,15 +105,18 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
 
-    def situation_with(num_micro_batch: int) -> Situation:
-        schedule = scheduling.build(config.schedule, stage_graph, num_micro_batch)
+    def situation_with(schedule: scheduling.Schedule) -> Situation:
         peaks = scheduling.check(schedule).peak_in_flight
         return _situation(problem, workload, placement, assignment, device_of_stage, peaks)
 
-    situation = situation_with(config.num_micro_batch)
-    refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
+    def schedule_of(num_micro_batch: int) -> scheduling.Schedule:
+        return scheduling.build(config.schedule, stage_graph, num_micro_batch)
+
+    schedule = schedule_of(config.num_micro_batch)
+    situation = situation_with(schedule)
+    refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, lambda number: situation_with(schedule_of(number)))
     slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
-    return _Draft(order, task_graphs, why_task_graphs, placement, assignment, device_of_stage, stage_graph, situation, slowest_s)
+    return _Draft(order, task_graphs, why_task_graphs, placement, assignment, device_of_stage, schedule, situation, slowest_s)
 
 
 def _situation(
@@ -157,7 +160,6 @@ def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
 
 def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_Draft]) -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
-    schedule = scheduling.build(config.schedule, draft.stage_graph, config.num_micro_batch)
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
     return Plan(
@@ -178,7 +180,7 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
         crossings=crossings(captured, assignment),
         holders=holders(captured, assignment),
-        schedule=schedule.to_json(),
+        schedule=draft.schedule.to_json(),
         loss_terms=tuple(
             LossTerm(assignment.result_stage[node], text)
             for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
@@ -188,7 +190,7 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
             *_balance_decisions(problem, draft, tried),
             *tie_decisions(captured, assignment),
-            Decision("schedule", config.schedule, _schedule_reason(schedule)),
+            Decision("schedule", config.schedule, _schedule_reason(draft.schedule)),
         ),
         notes=tuple(captured.notes),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from whale.planning.plan import Plan
+from whale.planning.plan import DeviceMemory, Plan
 from whale.planning.samples import SampleMap
 from whale.planning.shares import Load
 from whale.report.units import human_bytes, human_seconds
@@ -39,12 +39,19 @@ def device_table(plan: Plan) -> Table | None:
             human_bytes(memory.optimizer_bytes),
             human_bytes(memory.fixed_bytes + largest * memory.sample_bytes),
             human_bytes(memory.buffer_bytes),
-            f"{memory.total_bytes(largest) / memory.capacity_bytes:.1%} of {human_bytes(memory.capacity_bytes)}",
+            _of_memory(memory, largest),
         )
         table.add_row(*map(Text, cells))
     if plan.num_devices > SHOWN_DEVICES:
         table.add_row(f"... {plan.num_devices - SHOWN_DEVICES} more")
     return table
+
+
+def _of_memory(memory: DeviceMemory, num_samples: int) -> str:
+    total = memory.total_bytes(num_samples)
+    if not memory.capacity_bytes:
+        return f"{human_bytes(total)} of ?"
+    return f"{total / memory.capacity_bytes:.1%} of {human_bytes(memory.capacity_bytes)}"
 
 
 def samples_by_rank(plan: Plan) -> list[list[int]]:

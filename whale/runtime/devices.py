@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,7 +56,8 @@ def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cl
     """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of this process."""
     if given is not None and not isinstance(given, int):
         return read_cluster(given)
-    kind = this_kind("cuda:0" if torch.cuda.is_available() else "cpu")
+    # what memory the CPUs of a cluster have that nobody described is not known
+    kind = this_kind("cuda:0") if torch.cuda.is_available() else replace(DEVICE_KINDS["CPU"], memory_bytes=0)
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     return Cluster.uniform(num_devices if given is None else given, kind, devices_per_host=per_host)
 
