@@ -214,3 +214,18 @@ def test_more_ranks_than_devices_are_refused_before_anything_starts(words: list[
     script.write_text("raise SystemExit('the script ran')")
     done = CliRunner().invoke(app, [*words, "--cluster", str(file), str(script)])
     assert done.exit_code == 2 and message in done.output and "the script ran" not in done.output
+
+
+def train_from_loader(file: str) -> list[float]:
+    """Each rank loads its own samples only: the idle one loads nothing."""
+    wh.init({"cluster": file})
+    samples = torch.cat(mini_batches())
+    engine = wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square)
+    return [engine.step(batch).loss for batch in engine.loader(list(samples), batch_size=10, shuffle=False)]
+
+
+@pytest.mark.parametrize("cluster", [UNEVEN, IDLE], ids=["uneven", "idle"])
+def test_ranks_load_what_their_share_needs(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    for losses in run_ranks(train_from_loader, 2, str(tmp_path / "cluster.yaml")):
+        assert losses == pytest.approx(local_losses(), rel=1e-12)
