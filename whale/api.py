@@ -24,6 +24,8 @@ from whale.config import Config
 from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
+from whale.planning.workload import ADAM_STATE
+from whale.profiling.optimizer_state import state_ratio
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.devices import ClusterLike, chosen_cluster, cluster_of_ranks, cluster_to_plan_for, read_cluster
 from whale.runtime.engine import Engine
@@ -101,16 +103,19 @@ def plan(
     loss: Loss | None = None,
     cluster: ClusterLike | int | None = None,
     config: Config | dict[str, Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> Plan:
     """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may be on `meta`.
 
     `cluster`: a `Cluster`, the path of a cluster file (its devices in its order), a number of devices, or None for the devices of this job.
+    `optimizer`: as for `parallelize`, for the memory of its state; without one, that of Adam is counted.
     """
     checked = _config(config)
     built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
-    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout)
+    ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
+    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio)
 
 
 def parallelize(
@@ -136,7 +141,7 @@ def parallelize(
     """
     config = _session.config
     if _session.num_devices is not None:
-        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster, config=config))
+        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster, config=config, optimizer=optimizer))
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
@@ -170,7 +175,8 @@ def parallelize(
             if plan is not None:
                 chosen = _given_plan(plan, prepared, ranks)
             else:
-                chosen = _plan(built, prepared, devices, config, layout)
+                ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
+                chosen = _plan(built, prepared, devices, config, layout, ratio)
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -208,7 +214,14 @@ def _prepare(
     return prepared
 
 
-def _plan(model: torch.nn.Module, prepared: Prepared, cluster: Cluster, config: Config, layout: BatchLayout) -> Plan:
+def _plan(
+    model: torch.nn.Module,
+    prepared: Prepared,
+    cluster: Cluster,
+    config: Config,
+    layout: BatchLayout,
+    optimizer_ratio: float | None = None,
+) -> Plan:
     made, _ = make_plan(
         Problem(
             captured=prepared.captured,
@@ -220,6 +233,7 @@ def _plan(model: torch.nn.Module, prepared: Prepared, cluster: Cluster, config: 
             cluster=cluster,
             config=config,
             batch_size=layout.batch_size,
+            optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
         )
     )
     return made

@@ -1,6 +1,4 @@
-"""The command `whale`: run, plan, show, diff, schedule, top, config.
-
-torch is imported by those that need it, so that `whale --help` answers at once.
+"""The command `whale`. torch is imported by the commands that need it, so that `whale --help` answers at once.
 
 Exit codes: 0 all is well; 1 the job failed, the plan cannot be made, or the plans differ; 2 the command line is wrong. `whale run` ends
 with the exit code of the rank that failed first.
@@ -189,6 +187,35 @@ def _comes_from_whale(error: BaseException) -> bool:
     launching = (str(own / "cli.py"), str(own / "launcher.py"))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return any(Path(file).is_relative_to(own) and file not in launching for file in files)
+
+
+@app.command()
+def profile(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
+    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: as for whale run]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Measure the devices and links of this machine, or of all ranks of torchrun, and write a cluster file.
+
+    On several hosts: torchrun ... -m whale profile -o cluster.yaml
+    """
+    if not output.absolute().parent.is_dir():
+        _stop(f"whale profile: -o {output}: there is no folder {output.parent}")
+    if device not in ("auto", "cpu", "cuda"):
+        _stop(f"whale profile: --device {device}: it may be auto, cpu or cuda")
+    if "RANK" in os.environ:  # under a launcher
+        from whale.profiling.profile_command import profile_ranks
+
+        profile_ranks(output, device)
+        return
+    from whale import launcher
+
+    if num_ranks is not None and num_ranks < 1:
+        _stop(f"whale profile: -n {num_ranks}: at least 1 rank is needed")
+    script = Path(__file__).parent / "profiling" / "profile_command.py"
+    failure = launcher.launch(script, [str(output), device], num_ranks or launcher.default_num_ranks())
+    if failure is not None:
+        _stop(f"whale profile: {failure}", failure.exit_code)
 
 
 @app.command()

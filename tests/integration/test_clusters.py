@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import whale as wh
 from tests.ranks import preload, run_ranks
+from whale.cli import app
+from whale.report.device_table import samples_by_rank
 
 preload("torch", "whale", "tests.integration.test_clusters", "torch.export.experimental")
 
+ROOT = Path(__file__).parents[2]
 TWO_HOSTS = "hosts: [{name: big1, kind: V100-32GB, count: 2}, {name: small1, kind: P100}]\n"
 
 
@@ -158,3 +164,68 @@ def trained_locally() -> nn.Module:
         mean_square(model(batch), batch).backward()
         optimizer.step()
     return model
+
+
+SCRIPT = """
+import os
+from tests.integration.test_clusters import mean_square, mini_batches, net, sgd
+import whale as wh
+
+wh.init({"num_micro_batch": 2})
+engine = wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square)
+for batch in mini_batches():
+    loss = engine.step(batch).loss
+    if os.environ.get("RANK", "0") == "0":
+        print("loss", repr(loss), engine.plan.device_kinds, flush=True)
+"""
+
+
+def whale(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "whale", *words], capture_output=True, text=True, timeout=110, env=environment)
+
+
+def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
+    file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
+    file.write_text("hosts: [{name: localhost, devices: [{kind: V100-32GB}, {kind: P100}]}]")
+    script.write_text(SCRIPT)
+    planned = whale("plan", str(script), "--cluster", str(file), "--save", str(tmp_path / "plan.json"))
+    assert planned.returncode == 0, planned.stderr
+    assert "1 x V100-32GB, 1 x P100" in planned.stdout
+    shares = [sum(each) for each in samples_by_rank(wh.Plan.load(tmp_path / "plan.json"))]
+    assert sum(shares) == 10 and shares[0] > shares[1]
+    done = whale("run", "--cluster", str(file), str(script))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert [float(loss) for _, loss, _ in lines] == pytest.approx(local_losses(), rel=1e-12)
+    assert lines[0][2] == "('V100-32GB', 'P100')"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "-n", "3"], "gives this host 2 devices; ask for at most 2"),
+        (["plan", "-n", "3"], "the cluster has 2 devices, 3 were asked for"),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
+    file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
+    file.write_text("hosts: [{name: localhost, kind: T4, count: 2}]")
+    script.write_text("raise SystemExit('the script ran')")
+    done = CliRunner().invoke(app, [*words, "--cluster", str(file), str(script)])
+    assert done.exit_code == 2 and message in done.output and "the script ran" not in done.output
+
+
+def train_from_loader(file: str) -> list[float]:
+    """Each rank loads its own samples only: the idle one loads nothing."""
+    wh.init({"cluster": file})
+    samples = torch.cat(mini_batches())
+    engine = wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square)
+    return [engine.step(batch).loss for batch in engine.loader(list(samples), batch_size=10, shuffle=False)]
+
+
+@pytest.mark.parametrize("cluster", [UNEVEN, IDLE], ids=["uneven", "idle"])
+def test_ranks_load_what_their_share_needs(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    for losses in run_ranks(train_from_loader, 2, str(tmp_path / "cluster.yaml")):
+        assert losses == pytest.approx(local_losses(), rel=1e-12)

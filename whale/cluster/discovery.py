@@ -67,6 +67,18 @@ def host_memory_bytes() -> int:
     return memory
 
 
+def free_memory_bytes(device: str) -> int:
+    """What is free now on the device, or on the host of a CPU rank."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            figures = dict(line.split(":") for line in file)
+        return min(int(figures["MemAvailable"].split()[0]) * 1024, host_memory_bytes())
+    except (OSError, KeyError, ValueError):
+        return host_memory_bytes()  # not Linux
+
+
 def _properties(device: str) -> GpuProperties:
     found = torch.cuda.get_device_properties(device)
     clock_hz = float(getattr(found, "clock_rate", 0)) * 1e3  # the driver tells kHz, and newer versions of torch pass it on

@@ -30,6 +30,7 @@ class DeviceKind:
     flop_per_s: float
     """float32 multiply-adds on the ordinary cores (no tensor cores, no TF32), two FLOP each"""
     memory_bytes: int
+    """0: not known, so nothing is refused for want of memory"""
     bytes_per_s: float
     """memory bandwidth"""
     tf32_flop_per_s: float | None = None

@@ -12,7 +12,7 @@ where devices differ, and the one whose slowest device is fastest is taken (the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster
 from whale.planning.plan import DeviceMemory
@@ -62,6 +62,13 @@ class Situation:
     kinds: tuple[str, ...]
     """by rank"""
     least: int
+    batch_sample_bytes: float = 0.0
+    """of the mini-batch itself, for each of its samples, on every device"""
+
+    def with_smaller_batch(self, num_samples: int) -> Situation:
+        """The same with a mini-batch of so many samples less."""
+        less = int(num_samples * self.batch_sample_bytes)
+        return replace(self, memory=tuple(replace(memory, buffer_bytes=memory.buffer_bytes - less) for memory in self.memory))
 
     def divide(self, size: int) -> Division:
         limited = [Load(load.sample_s, load.fixed_s, memory.most_samples()) for load, memory in zip(self.loads, self.memory, strict=True)]
@@ -122,7 +129,9 @@ def _ways_out(
     more = next((number for number in trials if with_micro_batches(number).fits(batch_size, number)), None)
     if more is not None:
         ways.append(f'"num_micro_batch": {more} instead of {num_micro_batch}')
-    smaller = _largest(lambda size: situation.fits(size, num_micro_batch), num_micro_batch, batch_size)
+    smaller = _largest(
+        lambda size: situation.with_smaller_batch(batch_size - size).fits(size, num_micro_batch), num_micro_batch * widest, batch_size
+    )
     if smaller is not None:
         ways.append(f"a batch of {smaller} instead of {batch_size}")
     if len(situation.virtual_devices) == 1:
@@ -139,7 +148,7 @@ def _ways_out(
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """The largest number from `low` to `high` that fits, given that smaller ones fit better."""
-    if not fits(low):
+    if low >= high or not fits(low):
         return None
     while high - low > 1:
         middle = (low + high) // 2

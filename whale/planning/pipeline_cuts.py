@@ -79,7 +79,8 @@ class CutProblem:
         samples = np.ceil(float(self.shares().max()) * micro_batch)
         rows = [static + in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) * (fixed + samples * per_sample)
                 for k in range(self.num_stages)]  # fmt: skip
-        capacities = [min(self.cluster.devices[rank].kind.memory_bytes for rank in stage) for stage in self.ranks]
+        # 0 is not known, so no limit
+        capacities = [min(self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage) for stage in self.ranks]
         return StageMemory(np.array(rows), np.array(capacities, dtype=np.float64) - self.workload.batch_bytes)
 
 

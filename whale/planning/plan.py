@@ -96,6 +96,7 @@ class DeviceMemory:
     sample_bytes: float
     """activations for each sample of a micro-batch, of all micro-batches in flight, and room to work on one of them"""
     capacity_bytes: int
+    """0: not known"""
 
     @property
     def static_bytes(self) -> int:
@@ -106,6 +107,8 @@ class DeviceMemory:
 
     def most_samples(self) -> int:
         """Samples of a micro-batch that fit; -1: not even the weights do."""
+        if not self.capacity_bytes:
+            return UNLIMITED
         room = self.capacity_bytes - self.static_bytes
         if room < 0:
             return -1

@@ -196,6 +196,7 @@ def _situation(
         tuple(memory[rank] for rank in ranks),
         tuple(kind.name for kind in kinds),
         _least_samples(problem.captured, assignment),
+        workload.batch_bytes / problem.batch_size,
     )
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from whale.planning.plan import Crossing, Plan
 from whale.planning.samples import SampleMap
 from whale.planning.shares import micro_batch_sizes
+from whale.report.device_table import device_table
 from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
@@ -51,7 +52,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def render_plan(plan: Plan) -> Group:
     """All parts of the plan, as something that rich can print."""
     parts: list[RenderableType] = [Text(summary(plan), style="bold"), _task_graphs(plan), _devices(plan)]
-    for part in (_crossings(plan), _tied(plan), _losses(plan)):
+    for part in (device_table(plan), _crossings(plan), _tied(plan), _losses(plan)):
         if part is not None:
             parts.append(part)
     parts += [_Picture(Schedule.from_json(plan.schedule)), _decisions(plan)]

@@ -19,8 +19,6 @@ from whale.runtime.ranks import Ranks
 logger = logging.getLogger("whale")
 
 ClusterLike = Cluster | str | Path
-UNKNOWN_MEMORY = 2**60
-"""bytes of a device that a plan pretends to have: everything fits"""
 
 
 def read_cluster(given: ClusterLike) -> Cluster:
@@ -58,8 +56,8 @@ def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cl
     """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of this process."""
     if given is not None and not isinstance(given, int):
         return read_cluster(given)
-    # N CPUs stand for devices of which nothing is known: nobody would want a refusal because N ranks do not fit on this host
-    kind = this_kind("cuda:0") if torch.cuda.is_available() else replace(this_kind("cpu"), memory_bytes=UNKNOWN_MEMORY)
+    # what memory the CPUs of a cluster have that nobody described is not known
+    kind = this_kind("cuda:0") if torch.cuda.is_available() else replace(DEVICE_KINDS["CPU"], memory_bytes=0)
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     return Cluster.uniform(num_devices if given is None else given, kind, devices_per_host=per_host)
 

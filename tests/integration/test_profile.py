@@ -1,0 +1,99 @@
+"""`whale profile` on real ranks: it measures something true, and its file is read by everything that takes a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import whale as wh
+from tests.ranks import preload, run_ranks
+from whale.cli import app
+from whale.cluster.cluster import Link, device_kind
+from whale.cluster.kinds import MatmulRate
+from whale.cluster.matching import Place
+from whale.profiling.measure import Figures, _cluster, _pairs
+from whale.profiling.profile_command import describe, profile_ranks
+
+preload("torch", "whale", "tests.integration.test_profile")
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+
+
+def profile_on(hosts: list[str], path: str) -> wh.Cluster:
+    rank = int(os.environ["RANK"])
+    os.environ["WHALE_HOST"] = hosts[rank]
+    os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
+    return profile_ranks(Path(path), "cpu")
+
+
+def test_two_ranks_write_a_file_that_plans_and_matches(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    found = run_ranks(profile_on, 2, ["here", "here"], str(path))
+    assert found[0] == found[1]
+    cluster = wh.Cluster.load(path)
+    assert [(device.host, device.local_rank) for device in cluster.devices] == [("here", 0), ("here", 1)]
+    for device in cluster.devices:
+        kind = device.kind
+        assert {(point.dtype, point.size) for point in kind.matmul_rates} >= {("fp32", 64), ("fp32", 256), ("bf16", 64)}
+        largest = [point.flop_per_s for point in kind.matmul_rates if point.dtype == "fp32"][-1]
+        assert kind.flop_per_s == pytest.approx(largest, rel=1e-5)
+        # any computer made in this century, and none to come soon: units are right
+        assert 1e8 < kind.flop_per_s < 1e13 and 1e8 < kind.bytes_per_s < 1e13
+        assert 2**26 < kind.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    assert cluster.all_reduce is not None
+    for link in (cluster.intra_host, cluster.all_reduce):
+        assert 1e6 < link.bytes_per_s < 1e12 and 1e-8 < link.latency_s < 1
+    done = CliRunner().invoke(app, ["plan", "--cluster", str(path), str(QUICKSTART)])
+    assert done.exit_code == 0, done.output
+    assert "2 devices (" in done.output and "CPU-measured" in done.output
+
+
+def test_hosts_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    run_ranks(profile_on, 3, ["a", "b", "b"], str(path))
+    cluster = wh.Cluster.load(path)
+    assert [(device.host, device.local_rank) for device in cluster.devices] == [("a", 0), ("b", 0), ("b", 1)]
+    assert "between hosts" in describe(cluster) and "inside a host" in describe(cluster)
+
+
+def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    words = [sys.executable, "-m", "whale", "profile", "-n", "1", "-o", str(path), "--device", "cpu"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "products of 256 x 256 in fp32" in done.stderr and f"written to {path}" in done.stdout
+    assert wh.Cluster.load(path).num_devices == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["-o", "no/such/folder.yaml"], "there is no folder"), (["-n", "0"], "at least 1 rank"), (["--device", "tpu"], "auto, cpu or cuda")],
+)
+def test_wrong_words_are_refused(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["profile", *words])
+    assert done.exit_code == 2 and message in done.output
+
+
+def test_nearly_equal_devices_are_one_kind() -> None:
+    base = replace(device_kind("CPU"), matmul_rates=(MatmulRate("fp32", 64, 1e10),))
+    fast = replace(base, flop_per_s=base.flop_per_s * 1.06, matmul_rates=(MatmulRate("fp32", 64, 2e10),))
+    slow = replace(base, flop_per_s=base.flop_per_s / 2)
+    figures = [Figures(Place("h", place), kind) for place, kind in enumerate((base, fast, slow))]
+    cluster = _cluster(figures, Link(1e9, 1e-5), Link(1e9, 1e-5), None)
+    names = [device.kind.name for device in cluster.devices]
+    assert names == ["CPU-measured", "CPU-measured", "CPU-measured-2"]
+    assert cluster.devices[0].kind.flop_per_s == pytest.approx(base.flop_per_s * 1.03)
+    assert cluster.devices[0].kind.matmul_rates == (MatmulRate("fp32", 64, 1.5e10),)
+
+
+def test_pairs_cover_every_host_and_stay_few() -> None:
+    places = [Place(host, local) for host in "abc" for local in range(4)]
+    assert _pairs(places) == [(0, 1), (4, 5), (8, 9), (0, 4), (4, 8)]
+    assert _pairs([Place("a", 0)]) == []

@@ -1,0 +1,166 @@
+"""Memory and order of unlike devices: predictions against what autograd keeps, refusals with numbers, and the ways out that they name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale as wh
+from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
+from whale.cluster.file import loads
+from whale.planning.balance import device_orders
+from whale.planning.plan import Plan
+from whale.planning.shares import DoesNotFit
+from whale.report.device_table import samples_by_rank
+
+WIDTH, NUM_LAYERS = 32, 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)  # type: ignore[arg-type]
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def plan_of(cluster: Cluster, batch_size: int = 16, optimizer: object = adam, **config: object) -> Plan:
+    return wh.plan(Net(), torch.randn(batch_size, WIDTH), cluster=cluster, config=dict(config), optimizer=optimizer)  # type: ignore[arg-type]
+
+
+def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:
+    """Devices of so many bytes; nothing to read or send, so that FLOP alone count."""
+    kinds = [DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18) for i, memory in enumerate(memories)]
+    return Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e18, 0.0), Link(1e18, 0.0))
+
+
+PARAMETERS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+
+
+def kept_by_eager(batch_size: int) -> int:
+    """Bytes that autograd keeps in the model itself, beside weights and batch."""
+    model, batch = Net(), torch.randn(batch_size, WIDTH)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), batch)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(batch)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [(adam, 2), (sgd, 0), (None, 2)])
+def test_predicted_memory_is_what_autograd_and_optimizer_keep(optimizer: object, states: int) -> None:
+    memory = plan_of(devices(10**9), 16, optimizer).memory[0]
+    assert (memory.parameter_bytes, memory.gradient_bytes) == (PARAMETERS, PARAMETERS)
+    assert memory.optimizer_bytes == states * PARAMETERS
+    assert memory.buffer_bytes == 16 * WIDTH * 4 + 8  # the mini-batch, and the number of samples that the mean divides by
+    working = 2 * WIDTH * 4  # two of the largest result
+    assert 16 * (memory.sample_bytes - working) == kept_by_eager(16)
+
+
+def test_early_stages_keep_more_micro_batches() -> None:
+    plan = plan_of(devices(10**9, 10**9, 10**9), num_micro_batch=4, num_task_graph=3)
+    value = WIDTH * 4
+    # 3, 2 and 1 in flight: the results of 2 layers each, and what came in (the batch itself is there anyway); 2 to work with
+    assert [plan.memory[rank].sample_bytes / value for rank in range(3)] == [3 * 2 + 2, 2 * 3 + 2, 1 * 3 + 2]
+
+
+def test_shares_follow_speed_and_stop_at_memory() -> None:
+    assert [sum(s) for s in samples_by_rank(plan_of(devices(10**9, 10**9, rates=(3e12, 1e12))))] == [12, 4]
+    free = plan_of(devices(10**9, 10**9, rates=(3e12, 1e12))).memory[0]
+    tight = int(free.static_bytes + 9.5 * free.sample_bytes)  # room for 9
+    plan = plan_of(devices(tight, 10**9, rates=(3e12, 1e12)))
+    assert [sum(s) for s in samples_by_rank(plan)] == [9, 7]
+    why = next(decision.why for decision in plan.decisions if decision.what == "samples by rank")
+    assert "memory of rank 0 is full" in why
+
+
+def test_a_device_without_samples_is_said() -> None:
+    plan = plan_of(devices(10**9, 10**9, rates=(1e12, 1e9)))
+    assert [sum(s) for s in samples_by_rank(plan)] == [16, 0]
+    assert any("rank 1 gets nothing" in decision.why for decision in plan.decisions)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
+    with pytest.raises(DoesNotFit) as error:
+        plan_of(devices(10**5, 10**5))
+    text = str(error.value)
+    assert "rank 0 (k0) has 0.1 MB and needs 0.103 MB before the first sample" in text or "before the first sample" in text
+    assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text and '"num_task_graph"' in text
+
+
+def test_every_way_out_works_and_one_less_does_not() -> None:
+    free = plan_of(devices(10**9)).memory[0]
+    memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
+    with pytest.raises(DoesNotFit, match=r"a micro-batch of 16 samples does not fit: rank 0 .k0. has room for 5") as error:
+        plan_of(devices(memory, memory))
+    text = str(error.value)
+    found = re.search(r'"num_micro_batch": (\d+) instead of 1; a batch of (\d+) instead of 16; (\d+) more devices? like rank 0', text)
+    assert found is not None, text
+    micro_batches, batch, more = map(int, found.groups())
+    plan_of(devices(memory, memory), num_micro_batch=micro_batches)
+    assert micro_batches == 2  # the next above 1
+    plan_of(devices(memory, memory), batch)
+    with pytest.raises(DoesNotFit):
+        plan_of(devices(memory, memory), batch + 1)
+    plan_of(devices(*[memory] * (2 + more)))
+    with pytest.raises(DoesNotFit):
+        plan_of(devices(*[memory] * (1 + more)))
+
+
+def test_cuts_follow_speed() -> None:
+    """Layers are alike: a stage on a device of twice the speed gets twice the layers."""
+    plan = plan_of(devices(10**9, 10**9, rates=(2e12, 1e12)), num_micro_batch=4, num_task_graph=2)
+    assert [stage.forward_flop for stage in plan.stages] == [4 * 2 * 16 * WIDTH * WIDTH, 2 * 2 * 16 * WIDTH * WIDTH]
+
+
+def test_cuts_follow_memory() -> None:
+    """Equal speed, but the first device has room for two layers only."""
+    layer = (WIDTH * WIDTH + WIDTH) * 4 * 4  # with gradient and two states
+    plan = plan_of(devices(int(2.9 * layer), 10**9), batch_size=2, num_micro_batch=2, num_task_graph=2)
+    assert plan.memory[0].total_bytes(1) <= plan.memory[0].capacity_bytes
+    small = plan.place_of_rank(0)[0]
+    layers = [stage.parameter_bytes / (PARAMETERS / NUM_LAYERS) for stage in plan.stages]
+    assert layers == ([2, 4] if small == 0 else [4, 2])
+
+
+MIXED = loads("hosts: [{name: a, devices: [{kind: P100}, {kind: V100-32GB}, {kind: P100}, {kind: V100-32GB}]}]")
+
+
+def test_orders_of_four_devices_in_two_stages() -> None:
+    orders = {order.name: order.ranks for order in device_orders(MIXED, 2, "fp32")}
+    assert orders == {
+        "rank order": (0, 1, 2, 3),
+        "stage by stage, larger memory first": (1, 0, 3, 2),  # replica 0: V100 then P100, replica 1 the same
+        "replica by replica, like devices": (1, 3, 0, 2),
+    }
+    assert len(device_orders(MIXED, 1, "fp32")) == len(device_orders(Cluster.uniform(4, "T4"), 2, "fp32")) == 1
+
+
+def test_the_order_with_the_fastest_slowest_device_is_taken() -> None:
+    plan = wh.plan(Net(), torch.randn(16, WIDTH), cluster=MIXED, config={"num_micro_batch": 2, "num_task_graph": 2})
+    decision = next(decision for decision in plan.decisions if decision.what == "order of devices")
+    times = {name: float(seconds) for name, seconds in re.findall(r"(?:: |, )([a-z][a-z ,]*?) ([0-9.e-]+) s", decision.why)}
+    assert times[decision.choice] == min(times.values())
+    assert device_kind("V100-32GB").name in plan.device_kinds

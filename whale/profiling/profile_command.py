@@ -1,0 +1,60 @@
+"""The program of each rank of `whale profile`: measures, and rank 0 writes the cluster file.
+
+    python profile_command.py cluster.yaml [device]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from whale.cluster.cluster import Cluster
+from whale.profiling.measure import measure
+from whale.report.units import human_bytes, human_flop, human_seconds
+from whale.runtime.ranks import Ranks
+
+
+def profile_ranks(path: Path, device: str = "auto") -> Cluster:
+    """Measures the running ranks and writes the file; says on rank 0 what it does and what it found."""
+    ranks = Ranks(device)
+    ranks.start_watch()
+    start = time.monotonic()
+
+    def progress(what: str) -> None:
+        if ranks.rank == 0:
+            print(f"{time.monotonic() - start:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    cluster = measure(ranks, progress)
+    error: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            cluster.save(path)
+            print(describe(cluster))
+            print(f"written to {path} in {time.monotonic() - start:.1f} s")
+        except (OSError, ValueError) as problem:
+            error = problem
+    ranks.together(error)
+    return cluster
+
+
+def describe(cluster: Cluster) -> str:
+    """What was found, one line for each device and link."""
+    lines = []
+    for device in cluster.devices:
+        kind = device.kind
+        measured = dict.fromkeys(point.dtype for point in kind.matmul_rates)
+        rates = ", ".join(f"{human_flop(kind.rate(dtype))}/s {dtype}" for dtype in measured)
+        where = f"rank {device.rank}  {device.host} local rank {device.local_rank}"
+        lines.append(f"{where}  {kind.name}: {rates}; {human_bytes(kind.memory_bytes)} free, {human_bytes(kind.bytes_per_s)}/s")
+    named = [("inside a host", cluster.intra_host)] if len(cluster.hosts) < cluster.num_devices else []
+    named += [("between hosts", cluster.inter_host)] if len(cluster.hosts) > 1 else []
+    named += [("sum over all", cluster.all_reduce)] if cluster.all_reduce is not None else []
+    for name, link in named:
+        assert link is not None
+        lines.append(f"{name}: {human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} latency")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    profile_ranks(Path(sys.argv[1]), *sys.argv[2:3])
