@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -652,6 +653,25 @@ def test_a_read_only_folder_says_so(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"read-only.*Save to a folder that you can write to"):
         saver.save(2, {"w": torch.ones(3)}).wait()
     assert read_all(small_disk)["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["read-only", "disk is full"])
+def test_a_disk_that_fails_before_another_rank_has_written_ends_the_save(small_disk: Path, how: str) -> None:
+    """The other rank cannot even leave a note: rank 0 finds out by itself, long before its patience is over."""
+    saver = AsyncSaver(small_disk, job_id="job", rank=0, num_ranks=2, timeout_s=3600.0)
+    handle = saver.save(1, {"w": torch.ones(3)})
+    reports = small_disk / ".tmp_00000001_job_1" / "rank_00000.json"
+    while not reports.exists():
+        time.sleep(0.01)
+    if how == "read-only":
+        while subprocess.run(["mount", "-o", "remount,ro", small_disk], capture_output=True).returncode:
+            time.sleep(0.01)
+    else:
+        with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    with pytest.raises(CheckpointError, match=how):
+        handle.wait(60.0)
 
 
 def test_a_folder_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

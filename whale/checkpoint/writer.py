@@ -46,16 +46,13 @@ from whale.checkpoint.format import (
     report_bytes,
 )
 from whale.checkpoint.json_values import encode
+from whale.checkpoint.patience import PROGRESS_S, Patience, try_to_write
 from whale.checkpoint.tensor_files import BLOCK_BYTES, dtype_name, sync_folder, write_bytes, write_tensors
 
 logger = logging.getLogger("whale")
 
 TIMEOUT_S = 300.0
 """how long ranks wait for each other without any sign of progress"""
-EXIT_TIMEOUT_S = 60.0
-"""the same once the script has ended: a job with a dead rank must not hang for long"""
-POLL_S = 0.05
-PROGRESS_S = 1.0  # how often sizes are looked at for progress
 AHEAD_BYTES = 96  # the save id stands in these first bytes of an index, after its checksum
 OLD = ".old"
 
@@ -193,7 +190,7 @@ def give_up(target: Target, timeout_s: float = TIMEOUT_S) -> None:
 
 def await_outcome(target: Target, timeout_s: float = TIMEOUT_S) -> Path:
     """The other ranks, after `write_rank`: returns when rank 0 has put the checkpoint into place, raises when it gave up."""
-    patience = _Patience(target.temporary, 2 * timeout_s)  # rank 0 may itself be waiting for another rank
+    patience = Patience(target.temporary, 2 * timeout_s)  # rank 0 may itself be waiting for another rank
     while target.temporary.exists():
         if patience.looks_now():
             with _plain_errors("finishing", target.temporary), contextlib.suppress(FileNotFoundError):
@@ -214,49 +211,10 @@ def await_outcome(target: Target, timeout_s: float = TIMEOUT_S) -> Path:
 # ---- inside
 
 
-class _Patience:
-    """Waiting for other ranks, for as long as files in a folder appear or grow."""
-
-    def __init__(self, folder: Path, limit_s: float) -> None:
-        self.folder = folder
-        self._limit_s = limit_s
-        self._last_progress = self._last_look = time.monotonic()
-        self._seen: object = None
-
-    @property
-    def limit_s(self) -> float:
-        return self._limit_s if threading.main_thread().is_alive() else min(self._limit_s, EXIT_TIMEOUT_S)
-
-    def pause(self) -> None:
-        time.sleep(POLL_S)
-
-    def looks_now(self) -> bool:
-        """Whether `is_over` will look at the folder: not each time, file systems can be slow."""
-        return time.monotonic() - self._last_look >= PROGRESS_S
-
-    def is_over(self) -> bool:
-        now = time.monotonic()
-        if now - self._last_look >= PROGRESS_S:
-            self._last_look = now
-            seen = _sizes(self.folder)
-            if seen != self._seen:
-                self._seen, self._last_progress = seen, now
-        return now - self._last_progress > self.limit_s
-
-
-def _sizes(folder: Path) -> list[tuple[str, int]]:
-    found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as items:
-        for item in items:
-            with contextlib.suppress(OSError):
-                found.append((item.name, item.stat().st_size))
-    return sorted(found)
-
-
 def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[RankReport]:
     """All ranks' reports, in order. Waits until every rank has reported or failed: then nobody writes there any more."""
     folder = target.temporary
-    patience = _Patience(folder, timeout_s)
+    patience = Patience(folder, timeout_s)
     while True:
         try:
             names = set(os.listdir(folder))
@@ -268,6 +226,9 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
         missing = [rank for rank in range(num_ranks) if rank_report(rank) not in names and rank not in failed]
         if not missing:
             break
+        if patience.looks_now():
+            with _plain_errors("finishing", folder):
+                try_to_write(folder)  # on a disk that can no longer be written to, the others cannot even say so
         if patience.is_over():
             raise CheckpointError(
                 f"{target.final} was not finished: rank{'s' if len(missing) > 1 else ''} {_list(missing)} of {num_ranks} did not write "
