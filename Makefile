@@ -19,7 +19,7 @@ test: lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_OPTIONS)
 
 test-all: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
+	WHALE_THOROUGH=1 $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -15,14 +15,28 @@ from tests.zoo import CASES, MAIN
 preload("torch", "transformers", "whale", "tests.integration.training")
 
 
+Subject = tuple[str, ModelServer, dict[object, Trace]]
+"""a model of the zoo, the server that has it captured, and its local training"""
+
+
 @pytest.fixture(scope="module", params=[case.name for case in MAIN])
-def subject(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelServer, dict[object, Trace]]]:
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with ModelServer(prepare_subject, request.param) as server:
         yield request.param, server, {}
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-def test_trains_like_local(subject: tuple[str, ModelServer, dict[object, Trace]], plan: PlanCase) -> None:
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if not plan.kinds], ids=lambda plan: plan.name)
+def test_trains_like_local(subject: Subject, plan: PlanCase) -> None:
+    _compare_with_local(subject, plan)
+
+
+@pytest.mark.slow  # tests/integration/test_clusters.py has the quick ones
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.kinds], ids=lambda plan: plan.name)
+def test_trains_like_local_on_unlike_devices(subject: Subject, plan: PlanCase) -> None:
+    _compare_with_local(subject, plan)
+
+
+def _compare_with_local(subject: Subject, plan: PlanCase) -> None:
     name, server, references = subject
     case = CASES[name]
     batch = case.batch(0, 2)

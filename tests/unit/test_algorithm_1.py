@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import many
 from whale.cluster.cluster import device_kind
 from whale.planning.algorithm_1 import algorithm_1
 from whale.planning.shares import DoesNotFit, Load, best_shares
@@ -47,7 +48,7 @@ def test_a_valley_without_enough_room_is_passed_over() -> None:
     assert all(load * 40 <= memory + 1e-9 for load, memory in zip(found.load_ratios, [10.0, 11.0, 30.0], strict=True))
 
 
-@settings(max_examples=2000)
+@settings(max_examples=many(2000))
 @given(
     devices=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=4),
     memory=st.integers(1, 60),

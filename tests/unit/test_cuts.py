@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 from itertools import combinations, pairwise
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import many
 from whale.planning.cuts import NoRoom, StageMemory, cut
 
 
@@ -85,14 +85,12 @@ def test_numbers_far_apart() -> None:
 
 
 @pytest.mark.parametrize("one_long", [False, True])
-def test_4000_positions_64_stages_in_time(one_long: bool) -> None:
+def test_4000_positions_64_stages(one_long: bool) -> None:
     random = np.random.default_rng(0)
     times, crossing_times = random.random(4000), random.random(4000)
     if one_long:  # nearly every cut is as good for the slowest stage: most work for the second objective
         times[2000] = 3000.0
-    start = time.perf_counter()
     found = cut(times, crossing_times, 64)
-    assert time.perf_counter() - start < 5
     assert found.slowest >= times.max()
 
 
@@ -116,7 +114,7 @@ def problems_with_memory(draw: st.DrawFn) -> tuple[list[list[int]], list[int], l
 memory_outcomes = {"free": 0, "tight": 0, "refused": 0}
 
 
-@settings(max_examples=3000)
+@settings(max_examples=many(3000))
 @given(problem=problems_with_memory())
 def test_equals_brute_force_under_memory(problem: tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]) -> None:
     times, crossing_times, allowed, num_bytes, capacities = problem
@@ -169,7 +167,8 @@ def test_4000_positions_16_stages_tight_memory() -> None:
 
 def test_no_room_says_how_much_is_missing() -> None:
     memory = StageMemory(np.full((2, 5), 1e9), np.array([2e9, 2e9]))
-    with pytest.raises(NoRoom, match=r"no cut into 2 stages fits into memory: stages of 2 GB each leave operations 4 to 4 .* need 1 GB more"):
+    said = r"no cut into 2 stages fits into memory: stages of 2 GB each leave operations 4 to 4 .* need 1 GB more"
+    with pytest.raises(NoRoom, match=said):
         cut(np.ones(5), np.zeros(5), 2, memory=memory)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import many
 from whale.planning.shares import (
     DoesNotFit,
     Load,
@@ -74,7 +75,7 @@ def slowest_of(shares: tuple[int, ...], loads: list[Load]) -> float:
 any_load = st.builds(Load, st.integers(0, 6).map(float), st.integers(0, 4).map(float), st.integers(0, 5))
 
 
-@settings(max_examples=3000)
+@settings(max_examples=many(3000))
 @given(total=st.integers(0, 9), loads=st.lists(any_load, min_size=1, max_size=4), least=st.integers(0, 1))
 def test_best_shares_equal_brute_force_under_memory(total: int, loads: list[Load], least: int) -> None:
     allowed = [
@@ -97,7 +98,7 @@ def test_best_shares_equal_brute_force_under_memory(total: int, loads: list[Load
 any_replica = st.lists(st.lists(any_load, min_size=1, max_size=2), min_size=1, max_size=2)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=many(1000))
 @given(total=st.integers(1, 7), replicas=st.lists(any_replica, min_size=1, max_size=3))
 def test_shares_over_replicas_of_stages_equal_brute_force(total: int, replicas: list[list[list[Load]]]) -> None:
     """A replica is a list of VirtualDevices: it takes as long as the slowest of them, each shared best inside."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.exactness import EXACT_FLOAT64, Float64Mode, Trace, compare, local_training, micro_batches, run_loss
 from tests.ranks import ModelServer
-from tests.zoo import BREADTH, CASES, IGNORED, MAIN, NUM_CLASSES, Case, layer_cuts, uneven_batch
+from tests.zoo import BREADTH, CASES, DEEP, IGNORED, MAIN, NUM_CLASSES, Case, layer_cuts, uneven_batch
 
 BATCH_SIZE = 6
 
@@ -63,7 +63,7 @@ def test_a_breadth_case_trains(case: Case) -> None:
 
 
 def test_there_are_enough_families() -> None:
-    assert len(CASES) == len(MAIN) + len(BREADTH), "two cases have the same name"
+    assert len(CASES) == len(MAIN) + len(BREADTH) + len(DEEP), "two cases have the same name"
     assert sum(not case.layer_drop for case in BREADTH) >= 16 and any(case.layer_drop for case in BREADTH)
 
 
