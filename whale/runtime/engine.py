@@ -43,6 +43,7 @@ class Engine:
         for ranks in sorted({holders for holders in self._all_holders().values() if len(holders) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
+        self._gradients.clock = job.emulation.sums if job.emulation is not None else None
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
@@ -80,6 +81,10 @@ class Engine:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )
+        emulation = self._job.emulation
+        if emulation is not None:
+            batch = emulation.stand_in(batch)
+            emulation.begin_step()
         start = time.perf_counter()
         lowered, given, batch_size = self._read(batch)
         executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
@@ -93,6 +98,8 @@ class Engine:
         totals = self._totals(outcome, given.loss_scale)
         updating = time.perf_counter()
         update = self._updater.apply(self._held, totals, self.step_count)
+        if emulation is not None:
+            emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
