@@ -253,9 +253,8 @@ def _stub_job(emulation: Emulation, config: Config) -> Job:
     """The job of a rehearsal, which trains the stub in place of the model."""
     stub, held = emulation.stub, emulation.stub_weights()
     assert stub is not None
-    return Job(
-        stub.model, None, config, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation
-    )
+    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
+    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
 
 
 def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.load import Load, Times, load_of
-from whale.emulation.memory import Memory
+from whale.emulation.memory import EmulatedOutOfMemory, Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import Settings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
@@ -28,7 +28,7 @@ from whale.emulation.timeline import Recorder
 from whale.lowering.program import Program
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan
-from whale.report.units import human_bytes
+from whale.report.units import human_bytes, human_seconds
 from whale.runtime.ranks import Ranks
 from whale.scheduling import Action, check
 
@@ -82,15 +82,27 @@ class Emulation:
         own = plan.stages_of_rank(ranks.rank)
         self.sums = SumClock(sums, ranks, own)
         shared = sum(s.trained_bytes for s in told.load.states if set(s.stages) & set(own) and len(_ranks_of(plan, s.stages)) > 1)
-        self.memory = Memory(cluster.devices[ranks.rank], told.load, own, shared)
+        self.memory = self._place_weights(own, shared)
+        self.run_folder = str(Path(settings.folder).parent)
         self.recorder = Recorder(Path(settings.folder), self.times, sums, self.factor, ranks.rank, self.stub is not None, self.memory)
         self._paces: dict[int, Pace] = {}
         wake_up_on_time()
         if ranks.rank == 0:
             self._announce()
 
+    def _place_weights(self, own_stages: Sequence[int], shared_bytes: int) -> Memory:
+        """All ranks refuse together what does not fit from the start."""
+        memory, error = Memory(self.cluster.devices[self.ranks.rank], self.load, own_stages, shared_bytes), None
+        try:
+            memory.place_weights()
+        except EmulatedOutOfMemory as problem:
+            error = problem
+        self.ranks.together(error)
+        return memory
+
     def _announce(self) -> None:
-        text = f"emulating {self.cluster.num_devices} devices; times are stretched by {self.factor:.4g}"
+        text = f"emulating {self.cluster.num_devices} devices; times are stretched by {self.factor:.4g}, "
+        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.step_s)}"
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"
         print(f"whale: {text}", flush=True)

@@ -19,6 +19,9 @@ from whale.profiling.costs import node_costs, seconds
 from whale.profiling.saved import Kept, saved_for_backward
 from whale.scheduling import Action, Costs, Kind, Schedule
 
+NEXT_TO_NOTHING = 0.01
+"""an action that takes less than this part of the longest one does not set the stretch"""
+
 
 @dataclass(frozen=True)
 class StageLoad:
@@ -114,9 +117,9 @@ class Times:
 
     @cached_property
     def shortest_s(self) -> float:
-        """Of all compute actions of all ranks that take any time."""
+        """Of all compute actions of all ranks, but for those that take next to nothing: they would stretch a step to hours."""
         times = []
         for rank in range(self.plan.num_devices):
             samples, device = self.num_samples(rank), self.plan.place_of_rank(rank)[0]
             times += [self.seconds(a, rank, samples[a.micro_batch]) for a in self.schedule.orders[device] if a.is_compute]
-        return min((time for time in times if time > 0), default=0.0)
+        return min((time for time in times if time >= NEXT_TO_NOTHING * max(times)), default=0.0)

@@ -39,7 +39,8 @@ class Memory:
     """of every class at the moment at which most was used in all"""
     _with_gradients: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
+    def place_weights(self) -> None:
+        """What is there before the first step."""
         for state in self._held():
             self.take("weights", state.weight_bytes, "the start")
             self.take("buffers", state.buffer_bytes, "the start")

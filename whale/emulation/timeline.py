@@ -54,6 +54,7 @@ class Recorder:
         self._steps: list[tuple[float, float]] = []
         self._events: list[Event] = []
         self._paces: list[Pace] = []
+        self.prediction = predict(times, sums, factor)
         atexit.register(self.write)
 
     def add(self, events: Sequence[tuple[Action, float, float]], sums: tuple[float, float], paces: list[Pace]) -> None:
@@ -87,8 +88,7 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         _write(self._folder / f"rank_{self._rank:05d}.json", asdict(record))
         if self._rank == 0:
-            prediction = predict(self._times, self._sums, self._factor)
-            _write(self._folder / PREDICTION_FILE, asdict(prediction) | {"factor": self._factor, "is_stub": self._is_stub})
+            _write(self._folder / PREDICTION_FILE, asdict(self.prediction) | {"factor": self._factor, "is_stub": self._is_stub})
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

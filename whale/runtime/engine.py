@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
-from whale.checkpoint import Handle
+from whale.checkpoint import Handle, nothing_to_save
 from whale.cluster.cluster import device_kind
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
@@ -26,6 +28,8 @@ from whale.runtime.state import gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
+
+logger = logging.getLogger("whale")
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
@@ -51,6 +55,7 @@ class Engine:
         self._last_outcome: StepOutcome | None = None
         self._metrics = self._open_metrics()
         self._unwritten: tuple[int, StepResult, int] | None = None
+        self._told: set[str] = set()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -149,6 +154,8 @@ class Engine:
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
+        if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
+            return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         lowered = self._shapes.evaluation(layout, tensors)
@@ -164,6 +171,8 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
+        if self._leaves_out("engine.full_state_dict is empty"):
+            return {}
         return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
@@ -172,6 +181,8 @@ class Engine:
         `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns when the checkpoint is in place and
         raises when it could not be written; training goes on in both cases.
         """
+        if self._leaves_out("engine.save writes nothing"):
+            return nothing_to_save(self._checkpoint_folder(folder))
         return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
 
     def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
@@ -179,6 +190,8 @@ class Engine:
 
         Gives its step, or None when there is none to load. `data`: the loader to set to the saved position. All ranks must call it.
         """
+        if self._leaves_out("engine.load finds nothing"):
+            return None
         step = self._checkpoints.load(self._checkpoint_folder(folder), data)
         if step is not None:
             self.step_count = step
@@ -189,7 +202,8 @@ class Engine:
 
         All ranks must call it.
         """
-        self._checkpoints.export(Path(path), self.full_state_dict())
+        if not self._leaves_out("engine.export writes nothing"):
+            self._checkpoints.export(Path(path), self.full_state_dict())
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
@@ -211,8 +225,10 @@ class Engine:
         write_trace(path, self._last_outcome, self._job.ranks)
 
     def close(self) -> None:
-        """Waits for checkpoints under way and writes the last metrics line."""
+        """Waits for checkpoints under way and writes the last metrics line, or the timeline of an emulated run."""
         self._checkpoints.wait()
+        if self._job.emulation is not None:
+            self._job.emulation.recorder.write()
         if self._metrics is not None:
             self._flush_metrics()
             self._metrics.close()
@@ -224,7 +240,9 @@ class Engine:
             if self._job.config.tensorboard:
                 raise ValueError('"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run')
             return None
-        peak = sum(device_kind(name).flop_per_s for name in self.plan.device_kinds)
+        emulation = self._job.emulation
+        kinds = [device_kind(name) for name in self.plan.device_kinds] if emulation is None else [d.kind for d in emulation.cluster.devices]
+        peak = sum(kind.flop_per_s for kind in kinds)
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
 
     def _note(self, result: StepResult, num_samples: int) -> None:
@@ -238,6 +256,16 @@ class Engine:
             self._unwritten = None
 
     # ---- inside
+
+    def _leaves_out(self, consequence: str) -> bool:
+        """Whether stub chunks stand for the model, which then has no weights of its own; told once."""
+        emulation = self._job.emulation
+        if emulation is None or emulation.stub is None:
+            return False
+        if self._job.ranks.rank == 0 and consequence not in self._told:
+            self._told.add(consequence)
+            logger.warning("stub chunks stand for the model: %s", consequence)
+        return True
 
     def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:
         """The graph for this batch, and what this rank runs it on."""
