@@ -3,7 +3,9 @@
 Every set of stages that hold the same parameters gets one parameter of one number; every value that crosses becomes a [batch, 1] tensor,
 or [1, 1] where it has no batch dim; a value without gradient is detached. Stage s computes
 
-    h_s = batch + its parameters + all that it receives,        value_k = tanh(h_s + k),        loss term = mean(h_s).
+    h_s = batch + its parameters + all that it receives,        value_k = tanh(h_s + k) or tanh(mean(h_s) + k),
+
+and where the plan has a loss term, mean(h_s).
 
 The machinery of real models (capture, lowering, bridges, executor, gradient sums) runs it unchanged. Its losses mean nothing.
 """
@@ -18,15 +20,16 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from whale.capture.batch import BatchLayout, read_batch
-from whale.capture.capture import capture_training
+from whale.capture.capture import Capture, capture_training
 from whale.capture.export import Task
 from whale.capture.graph import module_name
-from whale.capture.prepare import Prepared, prepare
+from whale.capture.kinds import value_kinds
+from whale.capture.losses import LossPlan, TermInfo
+from whale.capture.prepare import Prepared
 from whale.emulation.load import Load
 from whale.lowering.chunk import crossing_values
 from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
-from whale.planning.stages import RECOMPUTED
 
 VALUE = "value_"
 STAGE = "stage_"
@@ -44,6 +47,11 @@ class _Value(nn.Module):
         return result if self.gradient else result.detach()
 
 
+class _Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 class _Stage(nn.Module):
     """One stage: [batch, 1] in, its crossing values and its loss term out."""
 
@@ -51,19 +59,19 @@ class _Stage(nn.Module):
         super().__init__()
         self.has_loss = has_loss
         self.weights = nn.ParameterList(weights)
+        self.loss = _Loss()
         self.batched = {number: each.batched for number, each in crossings}
         for number, each in crossings:
             self.add_module(f"{VALUE}{number}", _Value(number, each.gradient))
 
     def forward(self, x: Tensor, received: list[Tensor]) -> tuple[dict[int, Tensor], Tensor | None]:
-        alone = self.weights[0] + 0.0  # without samples
-        for weight in self.weights[1:]:
-            alone = alone + weight
-        whole = x + alone
-        for tensor in received:
+        whole = x
+        for tensor in (*self.weights, *received):
             whole = whole + tensor
-        values = {number: self.get_submodule(f"{VALUE}{number}")(whole if batched else alone) for number, batched in self.batched.items()}
-        return values, whole.mean() if self.has_loss else None
+        values = {}
+        for number, batched in self.batched.items():
+            values[number] = self.get_submodule(f"{VALUE}{number}")(whole if batched else whole.mean().reshape(1, 1))
+        return values, self.loss(whole) if self.has_loss else None
 
 
 class StubModel(nn.Module):
@@ -131,9 +139,9 @@ def make_stub(plan: Plan, load: Load) -> Stub:
     """The stub of a plan. The same on every rank."""
     model = StubModel(plan, load)
     layout, tensors = read_batch(batch_of(plan.batch_size))
-    prepared = prepare(capture_training(model, layout, tensors, Task(None, "cpu", None)), plan.num_micro_batch, False)
+    prepared = _prepare(capture_training(model, layout, tensors, Task(None, "cpu", None)))
     captured = prepared.captured
-    stage_of = _stages(prepared)
+    stage_of = {node: int(module_name(node).split(".")[0].removeprefix(STAGE)) for node in captured.compute_nodes()}
     holders: dict[str, list[int]] = {name: [] for name in captured.state}
     for node in captured.compute_nodes():
         for source in node.all_input_nodes:
@@ -153,14 +161,16 @@ def make_stub(plan: Plan, load: Load) -> Stub:
     return Stub(model, prepared, layout, small, plan)
 
 
-def _stages(prepared: Prepared) -> dict[Node, int]:
-    """Stage of every operation: by its module, else (what taking the loss apart added) where its inputs are."""
-    stage_of: dict[Node, int] = {}
-    for node in prepared.captured.compute_nodes():
-        top = module_name(node).split(".")[0]
-        before = [stage_of.get(source, RECOMPUTED) for source in node.all_input_nodes]
-        stage_of[node] = int(top.removeprefix(STAGE)) if top.startswith(STAGE) else max(before, default=RECOMPUTED)
-    return stage_of
+def _prepare(capture: Capture) -> Prepared:
+    """The means of the stages are the terms of the loss; there is nothing to divide by."""
+    captured = capture.captured
+    terms = [node for node in captured.compute_nodes() if module_name(node).endswith(".loss")]
+    captured.output.args = (tuple(terms),)
+    for node in reversed(list(captured.compute_nodes())):  # their sum, which no stage is to compute
+        if not node.users:
+            captured.graph.erase_node(node)
+    infos = tuple(TermInfo("stands for a loss", module_name(node), ()) for node in terms)
+    return Prepared(capture, value_kinds(captured), LossPlan(terms=infos), len(terms))
 
 
 def _number(node: Node) -> int:
