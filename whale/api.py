@@ -21,6 +21,8 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.emulation.emulation import Emulation, emulated_cluster
+from whale.emulation.settings import Settings
 from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
@@ -145,7 +147,12 @@ def parallelize(
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
-    devices = cluster_of_ranks(chosen_cluster(cluster, _session.cluster, config.cluster), ranks)
+    settings = Settings.of_this_job()
+    if settings is not None:
+        devices = emulated_cluster(settings, ranks)
+    else:
+        devices = cluster_of_ranks(chosen_cluster(cluster, _session.cluster, config.cluster), ranks)
+    captures = settings is None or not settings.stub or ranks.rank == 0  # stub chunks: one rank plans, nobody needs the model
     layout: BatchLayout | None = None
     built: torch.nn.Module | None = None
     error: BaseException | None = None
@@ -153,25 +160,22 @@ def parallelize(
     is_real = False
     try:
         layout, tensors = read_batch(sample_batch)
-        built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
-        is_real = has_real_weights(built)
-        device = torch.device(ranks.device).type
-        checked = is_real and config.check_capture and ranks.rank == 0
-        prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
+        if captures:
+            built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+            is_real = has_real_weights(built)
+            device = torch.device(ranks.device).type
+            checked = is_real and config.check_capture and ranks.rank == 0
+            prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
     except Exception as problem:
         error = problem
     ranks.together(error)
-    assert layout is not None and built is not None and prepared is not None
-    ranks.agree(
-        "a tensor attribute of the model that is neither parameter nor buffer",
-        digest([prepared.captured.constants[name] for name in sorted(prepared.captured.constants)]).hex(),
-        "Seed all ranks alike before building the model, or register it as a buffer",
-    )
-    ranks.agree(
-        "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
-    )
+    assert layout is not None
+    if settings is None or not settings.stub:
+        assert prepared is not None
+        _check_same_model(prepared, ranks)
     try:
         if ranks.rank == 0:
+            assert built is not None and prepared is not None
             if plan is not None:
                 chosen = _given_plan(plan, prepared, ranks)
             else:
@@ -183,11 +187,15 @@ def parallelize(
     chosen = ranks.from_first(chosen)
     assert chosen is not None
     _check_num_devices(chosen, ranks)
+    emulation = Emulation(settings, devices, chosen, prepared, ranks, config) if settings is not None else None
+    if emulation is not None and emulation.stub is not None:
+        return Engine(_stub_job(emulation, config), optimizer, scheduler)
+    assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
         load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks)
-    return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks), optimizer, scheduler)
+    return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
 
 
 def _prepare(
@@ -253,6 +261,25 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
     if chosen.num_devices != ranks.num_ranks:
         raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
+
+
+def _stub_job(emulation: Emulation, config: Config) -> Job:
+    """The job of a rehearsal, which trains the stub in place of the model."""
+    stub, held = emulation.stub, emulation.stub_weights()
+    assert stub is not None
+    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
+    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
+
+
+def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:
+    ranks.agree(
+        "a tensor attribute of the model that is neither parameter nor buffer",
+        digest([prepared.captured.constants[name] for name in sorted(prepared.captured.constants)]).hex(),
+        "Seed all ranks alike before building the model, or register it as a buffer",
+    )
+    ranks.agree(
+        "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
+    )
 
 
 def _check_same_job(ranks: Ranks, config: Config) -> None:

@@ -101,6 +101,9 @@ def run(
     num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]")] = None,
     restarts: Annotated[int, typer.Option(help="How often all ranks are started again after a failure.")] = 0,
     cluster: ClusterOption = None,
+    emulate: Annotated[Path | None, typer.Option(help="A cluster file: rehearse it here, one process for each device.")] = None,
+    stub: Annotated[bool, typer.Option("--stub", help="With --emulate: small stand-ins for the model, whatever its size.")] = False,
+    stretch: Annotated[float | None, typer.Option(help="With --emulate: times are stretched by this. [default: 5 ms at least]")] = None,
 ) -> None:
     """Run a training script on several ranks of this machine.
 
@@ -113,6 +116,10 @@ def run(
         _stop(f"whale run: -n {num_ranks}: at least 1 rank is needed")
     if restarts < 0:
         _stop(f"whale run: --restarts {restarts}: it cannot be negative")
+    if emulate is not None:
+        num_ranks = _ranks_of_emulation(script, emulate, stub, stretch, num_ranks, cluster)
+    elif stub or stretch is not None:
+        _stop("whale run: --stub and --stretch belong to --emulate CLUSTER.YAML, which is missing")
     if cluster is not None:
         num_ranks = _ranks_of_cluster(cluster, num_ranks)
     try:
@@ -126,6 +133,11 @@ def run(
         _stop(f"whale run: got {signal_number.name}, all ranks are ended", 128 + signal_number)
     if failure is not None:
         _stop(f"whale run: {failure}", failure.exit_code)
+    if emulate is not None:
+        from whale.report.rehearsal import print_rehearsal
+
+        if not print_rehearsal(_emulation_folder(), Console()):
+            raise typer.Exit(FAILED)
 
 
 @app.command(cls=_OptionsAroundScript, context_settings={"allow_interspersed_args": False})
@@ -330,6 +342,28 @@ def _load(file: Path, command: str) -> Plan:
         _stop(f"whale {command}: {file}: {error.strerror}")
     except ValueError as error:
         _stop(f"whale {command}: {error}")
+
+
+def _ranks_of_emulation(
+    script: Path, file: Path, stub: bool, stretch: float | None, num_ranks: int | None, cluster: Path | None
+) -> int:
+    """For `whale run --emulate`: one rank for each device of the file, whatever its host; the ranks find out that they are emulated."""
+    from whale.config import RUN_FOLDER_VARIABLE
+    from whale.emulation.settings import prepare
+
+    if cluster is not None:
+        _stop("whale run: --cluster says what is there, --emulate what is not; give one of them")
+    os.environ.setdefault(RUN_FOLDER_VARIABLE, str(Path("runs") / f"{script.stem}-emulated"))
+    try:
+        return prepare(file, _emulation_folder(), stub, stretch, num_ranks)
+    except ValueError as error:
+        _stop(f"whale run: {error}")
+
+
+def _emulation_folder() -> Path:
+    from whale.config import RUN_FOLDER_VARIABLE
+
+    return Path(os.environ[RUN_FOLDER_VARIABLE]) / "emulation"
 
 
 def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:

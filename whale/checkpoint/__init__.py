@@ -18,7 +18,7 @@ from whale.checkpoint.optimizer_state import merge_values, pack_optimizer, pack_
 from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
 from whale.checkpoint.random_state import pack_rng, unpack_rng
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
-from whale.checkpoint.saver import AsyncSaver, Handle
+from whale.checkpoint.saver import AsyncSaver, Handle, nothing_to_save
 from whale.checkpoint.writer import Part, Snapshot, assign_writers, await_outcome, finish, take_snapshot, write_rank
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "find_checkpoints",
     "finish",
     "merge_values",
+    "nothing_to_save",
     "pack_optimizer",
     "pack_rng",
     "pack_scheduler",

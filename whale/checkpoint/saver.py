@@ -49,6 +49,13 @@ class Handle:
             raise TimeoutError(f"{self.path} is still being written after {timeout_s} s") from None
 
 
+def nothing_to_save(path: Path) -> Handle:
+    """A save that is over and wrote nothing."""
+    future: Future[Path] = Future()
+    future.set_result(path)
+    return Handle(path, 0, future)
+
+
 class AsyncSaver:
     """Saves one rank's part of checkpoints into a folder. Each rank makes one, with the same `job_id`, and calls `save` at the same steps.
 

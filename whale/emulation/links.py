@@ -15,7 +15,7 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -56,22 +56,21 @@ class EmulatedTransport(Transport):
 
     def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], cluster: Cluster, cards: NetworkCards | None, factor: float) -> None:
         """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices are on one host."""
+        self.num_bytes: Callable[[Tensor, int], float] = lambda tensor, tag: tensor.numel() * tensor.element_size()
+        """of the message that a tensor with this tag stands for"""
         super().__init__(ranks, pairs)
         self._cluster, self._cards, self._factor = cluster, cards, factor
         self._host_number = {host: place for place, host in enumerate(cluster.hosts)}
         self._free: dict[int, float] = {}
         """for each peer on this host"""
-        self._bytes_of_tag: dict[int, float] = {}
         self._waiting: list[tuple[float, int, Tensor, int, int]] = []
         self._count = itertools.count()
         self._change = threading.Condition()
         self._failure: BaseException | None = None
         threading.Thread(target=self._deliver, name="whale-emulated-links", daemon=True).start()
 
-    def send(self, tensor: Tensor, peer: int, tag: int, num_bytes: float | None = None) -> None:
-        """`num_bytes`: of the message that this one stands for."""
-        size = tensor.numel() * tensor.element_size() if num_bytes is None else num_bytes
-        arrival = self._book(peer, size)
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        arrival = self._book(peer, self.num_bytes(tensor, tag))
         with self._change:
             if self._failure is not None:
                 raise self._failure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from whale.scheduling import Action
@@ -30,15 +30,26 @@ class Pace:
     num_overruns: int = 0
     worst_overrun: tuple[float, str] = field(default=(0.0, ""))
     """(seconds, action)"""
+    note: Callable[[Action], None] | None = None
+    """called for every action, before it is paced: the accounting of memory"""
 
     def finish(self, action: Action, start: float) -> None:
         """Sleeps until this compute action, begun at `start`, has taken its time."""
-        end = start + self.seconds[action]
+        if self.note is not None:
+            self.note(action)
+        seconds = self.seconds[action]
+        if not seconds:
+            return  # nothing to do on the emulated device: the weight part of a stage without weights
         self.num_actions += 1
-        late_s = sleep_until(end)
+        late_s = sleep_until(start + seconds)
         if late_s > LATE_S:
             self.num_overruns += 1
             self.worst_overrun = max(self.worst_overrun, (late_s, str(action)))
+
+    def forget(self) -> None:
+        """Counts from here on."""
+        self.num_actions = self.num_overruns = 0
+        self.worst_overrun = (0.0, "")
 
     @property
     def is_valid(self) -> bool:

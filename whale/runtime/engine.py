@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
-from whale.checkpoint import Handle
+from whale.checkpoint import Handle, nothing_to_save
 from whale.lowering.program import Lowered
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
@@ -26,6 +27,8 @@ from whale.runtime.state import gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
+
+logger = logging.getLogger("whale")
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
@@ -43,6 +46,7 @@ class Engine:
         for ranks in sorted({holders for holders in self._all_holders().values() if len(holders) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
+        self._gradients.clock = job.emulation.sums if job.emulation is not None else None
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
@@ -50,6 +54,7 @@ class Engine:
         self._last_outcome: StepOutcome | None = None
         self._metrics = self._open_metrics()
         self._unwritten: tuple[int, StepResult, int] | None = None
+        self._told: set[str] = set()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -80,6 +85,10 @@ class Engine:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )
+        emulation = self._job.emulation
+        if emulation is not None:
+            batch = emulation.stand_in(batch)
+            emulation.begin_step()
         start = time.perf_counter()
         lowered, given, batch_size = self._read(batch)
         executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
@@ -93,6 +102,8 @@ class Engine:
         totals = self._totals(outcome, given.loss_scale)
         updating = time.perf_counter()
         update = self._updater.apply(self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors))
+        if emulation is not None:
+            emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
@@ -142,6 +153,8 @@ class Engine:
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
+        if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
+            return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         self._note_batch(layout)
@@ -164,6 +177,8 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
+        if self._leaves_out("engine.full_state_dict is empty"):
+            return {}
         return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
@@ -172,6 +187,8 @@ class Engine:
         `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns when the checkpoint is in place and
         raises when it could not be written; training goes on in both cases.
         """
+        if self._leaves_out("engine.save writes nothing"):
+            return nothing_to_save(self._checkpoint_folder(folder))
         return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
 
     def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
@@ -179,6 +196,8 @@ class Engine:
 
         Gives its step, or None when there is none to load. `data`: the loader to set to the saved position. All ranks must call it.
         """
+        if self._leaves_out("engine.load finds nothing"):
+            return None
         step = self._checkpoints.load(self._checkpoint_folder(folder), data)
         if step is not None:
             self.step_count = step
@@ -189,7 +208,8 @@ class Engine:
 
         All ranks must call it.
         """
-        self._checkpoints.export(Path(path), self.full_state_dict())
+        if not self._leaves_out("engine.export writes nothing"):
+            self._checkpoints.export(Path(path), self.full_state_dict())
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
@@ -215,8 +235,10 @@ class Engine:
         write_trace(path, self._last_outcome, self._job.ranks)
 
     def close(self) -> None:
-        """Waits for checkpoints under way and writes the last metrics line."""
+        """Waits for checkpoints under way and writes the last metrics line, or the timeline of an emulated run."""
         self._checkpoints.wait()
+        if self._job.emulation is not None:
+            self._job.emulation.recorder.write()
         if self._metrics is not None:
             self._flush_metrics()
             self._metrics.close()
@@ -242,6 +264,16 @@ class Engine:
             self._unwritten = None
 
     # ---- inside
+
+    def _leaves_out(self, consequence: str) -> bool:
+        """Whether stub chunks stand for the model, which then has no weights of its own; told once."""
+        emulation = self._job.emulation
+        if emulation is None or emulation.stub is None:
+            return False
+        if self._job.ranks.rank == 0 and consequence not in self._told:
+            self._told.add(consequence)
+            logger.warning("stub chunks stand for the model: %s", consequence)
+        return True
 
     def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:
         """The graph for this batch, and what this rank runs it on."""

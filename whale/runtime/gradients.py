@@ -7,14 +7,19 @@ Nothing hides the last bucket, so a small model gets smaller buckets than the co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from whale.emulation.sums import SumClock
 
 MANY_BUCKETS = 4  # then about a quarter of the gradients goes out after the backward; more of them cost more than they hide: docs/log.md
 SMALL_BUCKET_BYTES = 1024**2  # below, the time of a sum is latency; DistributedDataParallel begins with as much
@@ -53,6 +58,8 @@ class GradientSynchroniser:
 
     def __init__(self, held: Sequence[Held], ranks: Ranks, bucket_bytes: int) -> None:
         self.held = held
+        self.clock: SumClock | None = None
+        """how long sums take on an emulated cluster; None: as long as they really take"""
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._pending: dict[str, set[int]] = {}
@@ -96,6 +103,8 @@ class GradientSynchroniser:
     def close_stage(self, stage: int) -> None:
         """SYNCHRONISE: parameters of the stage that got no gradient in its last backward are final too."""
         self._stage = None
+        if self.clock is not None:
+            self.clock.close_stage(stage, time.perf_counter())
         for parameter in self.held:
             if stage in self._pending.get(parameter.name, ()):
                 self._final(parameter, stage)
@@ -107,6 +116,8 @@ class GradientSynchroniser:
             for bucket in group.buckets:
                 if bucket.work is not None:
                     bucket.work.wait()
+        if self.clock is not None:
+            self.clock.finish()
 
     def _accumulated(self, parameter: Held) -> None:
         if self._stage is not None and self._stage in self._pending.get(parameter.name, ()):

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerpri
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from whale.emulation.emulation import Emulation
 
 logger = logging.getLogger("whale")
 
@@ -43,6 +46,8 @@ class Job:
     names: dict[str, str]
     """every tensor name of the model -> first name of the same tensor"""
     ranks: Ranks
+    emulation: Emulation | None = None
+    """None: the devices are real"""
 
     @property
     def task(self) -> Task:
@@ -54,7 +59,10 @@ class Shapes:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.transport = Transport(job.ranks, _pairs(job.plan)) if job.ranks.is_distributed else None
+        self.transport: Transport | None = None
+        if job.ranks.is_distributed:
+            pairs = _pairs(job.plan)
+            self.transport = Transport(job.ranks, pairs) if job.emulation is None else job.emulation.transport(pairs)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
@@ -114,6 +122,8 @@ class Shapes:
             schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
             self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch)
+            if job.emulation is not None:
+                self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]
 
 

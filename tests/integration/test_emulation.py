@@ -1,0 +1,172 @@
+"""Emulated jobs on real ranks: they train like local PyTorch, keep the times of their devices and links, and fill their memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whale as wh
+from tests.ranks import RankError, preload, run_ranks
+from whale.cluster.cluster import Cluster
+from whale.emulation.links import EmulatedTransport, NetworkCards
+from whale.emulation.settings import Settings
+from whale.runtime.ranks import Ranks
+from whale.scheduling import Schedule
+
+preload("torch", "whale", "tests.integration.test_emulation", "torch.export.experimental")
+
+NUM_STEPS = 3
+UNLIKE = """
+hosts: [{name: big, kind: V100-16GB, count: %d}, {name: small, kind: P100, count: %d}]
+links: {intra_host: {gb_per_s: 100}, inter_host: {gb_per_s: 10, latency_us: 0.1}}
+"""
+"""links are fast, as the model is small: a microsecond would be stretched to a second"""
+SMALL = """
+hosts: [{name: big, kind: V100-16GB}, {name: small, kind: mouse}]
+links: {inter_host: {gb_per_s: 10, latency_us: 0.1}}
+kinds: {mouse: {tflop_per_s: 10, memory_gb: %s, gb_per_s: 500}}
+"""
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.replicate(1):
+            self.first = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16))
+        with wh.replicate(1):
+            self.second = nn.Sequential(nn.Tanh(), nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Halves().double()
+
+
+def mini_batches() -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 32, generator=random, dtype=torch.float64) for _ in range(NUM_STEPS)]
+
+
+def mean_square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def local_losses() -> list[float]:
+    model, losses = net(), []
+    optimizer = adam(model.parameters())
+    for batch in mini_batches():
+        loss = mean_square(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(settings: Settings, config: dict[str, Any]) -> tuple[list[float], float]:
+    """Losses, and by how much times were stretched."""
+    settings.pass_on()
+    wh.init({"num_micro_batch": 2, **config})
+    engine = wh.parallelize(net(), mini_batches()[0], optimizer=adam, loss=mean_square)
+    losses = [engine.step(batch).loss for batch in mini_batches()]
+    engine.close()
+    emulation = engine._job.emulation
+    assert emulation is not None
+    return losses, emulation.factor
+
+
+def settings_for(folder: Path, cluster: str, stub: bool = False) -> Settings:
+    (folder / "cluster.yaml").write_text(cluster)
+    return Settings(str(folder / "cluster.yaml"), str(folder / "emulation"), stub)
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / "emulation" / name).read_text())
+
+
+def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp_path: Path) -> None:
+    results = run_ranks(train, 2, settings_for(tmp_path, UNLIKE % (1, 1)), {})
+    for losses, _ in results:
+        assert losses == pytest.approx(local_losses(), rel=1e-12)
+    factor = results[0][1]
+    records = [read(tmp_path, f"rank_{rank:05d}.json") for rank in range(2)]
+    assert [record["kind"] for record in records] == ["V100-16GB", "P100"]
+    measured = [{name: (start, end) for name, start, end in record["events"]} for record in records]
+    predicted = [{name: end - start for name, start, end in events} for events in read(tmp_path, "prediction.json")["events"]]
+    computed = [(rank, name) for rank in range(2) for name in predicted[rank] if name != "sums"]
+    assert len(computed) == 2 * 2 * 2
+    for rank, name in computed:
+        start, end = measured[rank][name]
+        assert end - start >= 0.999 * predicted[rank][name]
+    for micro_batch in range(2):  # 4 samples of 16 doubles over 10 GB/s, 0.1 microseconds on the way
+        sent, arrived = measured[0][f"send F 0>1.{micro_batch}"][0], measured[1][f"receive F 0>1.{micro_batch}"][1]
+        assert arrived - sent >= factor * (4 * 16 * 8 / 1e10 + 1e-7)
+
+
+def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_path: Path) -> None:
+    config = {"schedule": "wave", "num_micro_batch": 4}
+    settings = settings_for(tmp_path, UNLIKE % (2, 2), stub=True)
+    losses = [losses for losses, _ in run_ranks(train, 4, settings, config)]
+    assert all(each == losses[0] for each in losses)
+    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=settings.cluster, config=config)
+    schedule = Schedule.from_json(plan.schedule)
+    assert len(plan.stages) == 4
+    for rank in range(4):
+        done = [name for name, _, _ in read(tmp_path, f"rank_{rank:05d}.json")["events"]]
+        planned = [str(action) for action in schedule.orders[plan.place_of_rank(rank)[0]] if str(action) != "update"]
+        assert done == [*planned, "sums"]
+    peaks = read(tmp_path, "rank_00000.json")["peak_bytes"]
+    trained = sum(plan.stages[stage].parameter_bytes for stage in plan.stages_of_rank(0))
+    assert (peaks["weights"], peaks["gradients"], peaks["optimizer state"]) == (trained, trained, 2 * trained)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "message"),
+    [
+        ("1.0e-5", "is out of memory at the start: weights need 25.3 KB more, but only 10.0 KB of 10.0 KB are free"),
+        ("2.7e-5", "is out of memory at F1.0: activations need"),
+        ("6.0e-5", "is out of memory at update: optimizer state need 50.7 KB more"),
+    ],
+)
+def test_an_over_full_device_fails_as_a_real_one_would(gigabytes: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(train, 2, settings_for(tmp_path, SMALL % gigabytes), {})
+    assert "rank 1 (an emulated mouse on small) " + message in str(error.value)
+
+
+def arrivals(cluster_file: str, cards: str, num_bytes: float) -> list[float]:
+    """When messages of two ranks that were sent at the same time arrive at a third, in seconds from then."""
+    ranks = Ranks("cpu")
+    transport = EmulatedTransport(ranks, [(0, 2), (1, 2)], Cluster.load(cluster_file), NetworkCards(Path(cards), 2), 1.0)
+    transport.num_bytes = lambda tensor, tag: num_bytes
+    start: float = ranks.from_first(time.perf_counter())
+    if ranks.rank < 2:
+        transport.send(torch.ones(1), 2, ranks.rank)
+        transport.drain()
+        return []
+    posted = [transport.post(torch.zeros(1), source, source, "a message") for source in range(2)]
+    times = []
+    for arrival in posted:
+        transport.wait(arrival)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def test_messages_come_when_their_link_allows_and_share_the_card_of_their_host(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(UNLIKE % (2, 1))
+    NetworkCards.create(tmp_path / "cards", 2)
+    times = run_ranks(arrivals, 3, str(tmp_path / "cluster.yaml"), str(tmp_path / "cards"), 2e9)[2]
+    assert min(times) >= 0.2 and max(times) >= 0.4  # 0.2 s each over 10 GB/s, one after the other

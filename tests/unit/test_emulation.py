@@ -1,0 +1,249 @@
+"""The parts of an emulation, each against a formula or a hand-worked case. Times are bounded from below only: the machine may be busy."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from tests.zoo import MAIN
+from whale.api import _prepare
+from whale.capture.batch import read_batch
+from whale.cli import app
+from whale.cluster.cluster import Cluster, Device, Link
+from whale.cluster.kinds import DeviceKind
+from whale.config import Config
+from whale.emulation.links import NetworkCards
+from whale.emulation.load import Load, StageLoad, StateLoad, Times, load_of
+from whale.emulation.memory import EmulatedOutOfMemory, Memory, state_per_weight
+from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
+from whale.emulation.prediction import predict, replica_costs
+from whale.emulation.settings import RANK_BYTES, most_ranks
+from whale.emulation.stub import make_stub
+from whale.emulation.sums import Sum, ring_s, sums_of
+from whale.lowering.chunk import crossing_values
+from whale.lowering.messages import build_bridges
+from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
+from whale.planning.samples import SampleMap
+from whale.profiling.saved import Kept
+from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares
+from whale.scheduling import Action, Kind, Schedule
+from whale.scheduling.action import backward, forward
+
+MOUSE = DeviceKind("mouse", 1e12, 1000, 1e11)
+
+
+def test_an_action_takes_its_time_from_its_start() -> None:
+    action = forward(0, 0)
+    pace = Pace({action: 0.02})
+    start = time.perf_counter()
+    pace.finish(action, start)
+    assert time.perf_counter() - start >= 0.02
+    assert pace.is_valid and pace.num_actions == 1
+
+
+def test_more_than_one_overrun_in_a_hundred_is_invalid() -> None:
+    late, idle = backward(1, 2), Action(Kind.WEIGHT, 1, 2)
+    pace = Pace({late: 0.001, forward(0, 0): 1e-9, idle: 0.0})
+    pace.finish(late, time.perf_counter() - 0.5)
+    assert (pace.num_overruns, pace.worst_overrun[1], pace.is_valid) == (1, "B1.2", False) and pace.worst_overrun[0] > 0.4
+    pace.finish(idle, time.perf_counter() - 0.5)  # takes no time on the emulated device: nothing to be late for
+    assert pace.num_actions == 1
+
+
+def test_times_are_stretched_and_never_shrunk() -> None:
+    assert stretch_factor(1e-3) * 1e-3 == pytest.approx(SHORTEST_S)
+    assert stretch_factor(10.0) == 1.0
+
+
+def test_two_senders_of_a_host_share_its_card(tmp_path: Path) -> None:
+    NetworkCards.create(tmp_path / "cards", 2)
+    first, second = (NetworkCards(tmp_path / "cards", 2) for _ in range(2))  # as two processes open them
+    now = time.perf_counter()
+    ends = first.book(0, 5.0), second.book(0, 5.0), second.book(1, 5.0)
+    assert ends[0] >= now + 5 and ends[1] == pytest.approx(ends[0] + 5)
+    assert ends[2] < ends[0] + 5  # another host's card was free
+
+
+def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
+    fast, slow = Link(100.0, 0.1), Link(10.0, 0.5)
+    # 4 devices: 6 steps of a quarter of 80 bytes, 2 s each, and 0.5 s of latency each
+    assert ring_s(80, [fast, slow, fast, fast], 4) == pytest.approx(6 * (2 + 0.5))
+    assert ring_s(80, [fast], 1) == 0
+
+
+def test_sums_end_when_buckets_sent_one_by_one_would() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        start, length, free, seconds, count = draw.random(), draw.random(), 2 * draw.random(), draw.random(), draw.randint(1, 6)
+        clock = free
+        for bucket in range(count):
+            ready = start + length * (bucket + 1) / count
+            clock = max(clock, ready) + seconds / count
+        assert Sum((0,), (0, 1), seconds, count).end(start + length, length, free) == pytest.approx(clock)
+
+
+def small_memory(room: int = 1000) -> Memory:
+    load = Load((StageLoad({}, Kept(10.0, 50)),), (StateLoad((0,), 300, 200, 20),))
+    kind = DeviceKind("mouse", 1e12, room, 1e11)
+    return Memory(Device(3, "cellar", 0, kind), load, (0,), shared_bytes=0)
+
+
+def test_memory_is_taken_and_given_back_action_by_action() -> None:
+    memory = small_memory()
+    memory.place_weights()
+    for micro_batch in range(2):
+        memory.note(forward(0, micro_batch), 4)
+    assert memory.used == {"weights": 300, "gradients": 0, "optimizer state": 0, "activations": 2 * 90, "buffers": 20}
+    memory.note(Action(Kind.INPUT, 0, 0), 4)
+    assert memory.used["activations"] == 180 and memory.used["gradients"] == 200
+    memory.note(Action(Kind.WEIGHT, 0, 0), 4)
+    memory.note(backward(0, 1), 4)
+    assert memory.used["activations"] == 0 and memory.used["gradients"] == 200
+    assert sum(memory.peak.values()) == 300 + 200 + 180 + 20
+
+
+def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:
+    memory = small_memory(room=450)
+    memory.place_weights()
+    memory.note(forward(0, 0), 4)
+    with pytest.raises(torch.OutOfMemoryError) as error:  # what a real device raises
+        memory.note(forward(0, 1), 4)
+    assert isinstance(error.value, EmulatedOutOfMemory)
+    words = "rank 3 (an emulated mouse on cellar) is out of memory at F0.1: activations need 90 B more, but only 40 B of 450 B are free"
+    assert words in str(error.value)
+    with pytest.raises(EmulatedOutOfMemory, match=r"at B0\.0: gradients need 200 B more"):
+        memory.note(backward(0, 0), 4)
+    with pytest.raises(EmulatedOutOfMemory, match="at the start: weights need 300 B more"):
+        small_memory(room=100).place_weights()
+
+
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
+        (lambda p: torch.optim.AdamW(p), 2.0),
+    ],
+)
+def test_optimizer_state_is_measured(factory: object, expected: float) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = factory(layer.parameters())  # type: ignore[operator]
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert state_per_weight(optimizer) == expected
+
+
+# ---- stub chunks
+
+
+def planned(cluster: Cluster, **config: object) -> tuple[object, Times, Assignment]:
+    """A GPT-2 with two tied ends, cut into 4 stages."""
+    case = next(case for case in MAIN if case.name == "gpt2")
+    model, settings = case.build(), Config({"num_micro_batch": 3, "num_task_graph": 4, **config})
+    layout, tensors = read_batch(case.batch(0, 12))
+    prepared = _prepare(model, layout, tensors, case.loss, settings, "cpu")
+    plan, assignment = make_plan(
+        Problem(prepared.captured, prepared.kinds, {}, None, prepared.term_texts(), prepared.only_whole, cluster, settings, 12)
+    )
+    return prepared, Times(plan, load_of(plan, prepared.captured, assignment, cluster), cluster), assignment
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[object, Times, Assignment]:
+    return planned(Cluster.uniform(8, devices_per_host=4))
+
+
+def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[object, Times, Assignment]) -> None:
+    prepared, times, assignment = gpt2
+    plan, stub = times.plan, make_stub(times.plan, times.load)
+    assert Schedule.from_json(stub.plan.schedule) == Schedule.from_json(plan.schedule)
+    assert set(stub.plan.holders.values()) == {holders for name, holders in plan.holders.items()}
+    small = apply_plan(stub.plan, stub.prepared.captured, stub.prepared.kinds)
+    for rank in range(plan.num_devices):
+        found = []
+        for each, graph, one in ((plan, prepared.captured, assignment), (stub.plan, stub.prepared.captured, small)):  # type: ignore[attr-defined]
+            bridges = build_bridges(each, one, crossing_values(graph, one), SampleMap(each, 12, 3), rank)
+            messages = {}
+            for key, parts in [*bridges.sending.items(), *bridges.receiving.items()]:
+                messages[key] = sorted(
+                    (
+                        part.peer,
+                        part.num_samples,
+                        part.value.gradient,
+                        stub.num_bytes(torch.ones(part.value.shape_for(part.num_samples)), part.tag)
+                        if each is stub.plan
+                        else torch.Size(part.value.shape_for(part.num_samples)).numel() * part.value.dtype.itemsize,
+                    )
+                    for part in parts
+                )
+            found.append(messages)
+        assert found[0] == found[1] and found[0]
+
+
+def test_prediction_takes_the_planners_times(gpt2: tuple[object, Times, Assignment]) -> None:
+    _, times, _ = gpt2
+    costs = replica_costs(times, 1, factor=10.0)
+    assert costs.forward_s == pytest.approx([10 * stage.forward_s / 3 for stage in times.plan.stages])
+    prediction = predict(times, [], 10.0)
+    assert prediction.busy_s[0] == pytest.approx(3 * (costs.forward_s[0] + costs.backward_s(0)))
+    sums = sums_of(times.plan, times.load, times.cluster, 2**25, 10.0)
+    assert {each.ranks for each in sums} >= {(0, 4), (1, 5)}  # the same stage in both replicas
+    assert predict(times, sums, 10.0).step_s > prediction.step_s
+
+
+# ---- report and command line
+
+
+def test_shares_and_picture_of_a_hand_made_step() -> None:
+    events = [("F0.0", 0.0, 2.0), ("send F 0>1.0", 2.0, 2.0), ("receive B 1>0.0", 2.0, 5.0), ("B0.0", 5.0, 9.0), ("sums", 9.0, 9.5)]
+    found = shares(events, 10.0)
+    assert (found.busy, found.wait, found.idle) == pytest.approx((0.6, 0.35, 0.05))
+    assert picture([events], ["rank 0"], 10.0) == "rank 0  " + "0" * 20 + "." * 30 + "a" * 40 + "." * 5
+
+
+def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
+    record = {
+        "rank": 0, "kind": "V100", "host": "a", "memory_bytes": 1, "peak_bytes": {}, "steps": [[0.0, 2.0], [3.0, 4.0], [5.0, 6.5]],
+        "events": [["F0.0", 5.0, 6.0]], "num_actions": 50, "num_overruns": 2, "worst_overrun": [0.03, "F0.1"],
+    }  # fmt: skip
+    (tmp_path / "rank_00000.json").write_text(json.dumps(record))
+    prediction = {"events": [[["F0.0", 0.0, 1.0]]], "step_s": 1.0, "factor": 7.0, "is_stub": False}
+    (tmp_path / "prediction.json").write_text(json.dumps(prediction))
+    rehearsal = read_rehearsal(tmp_path)
+    assert isinstance(rehearsal, Rehearsal) and rehearsal.step_s == 1.5
+    words = _verdict(rehearsal)
+    assert words.startswith("INVALID: 2 of 50 actions (4.0 %)") and "F0.1 on rank 0, 30.0 ms late" in words and "--stretch 14" in words
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, ["run", *words])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_a_cluster_larger_than_the_machine_is_refused_with_the_limit(tmp_path: Path) -> None:
+    file, script = tmp_path / "c.yaml", tmp_path / "train.py"
+    script.write_text("")
+    file.write_text("hosts: [{name: a, kind: V100-16GB, count: 90000}]")
+    message = refused("--emulate", str(file), str(script))
+    assert "has 90000 devices, but this machine can start about" in message and "each rank takes about 0.3 GB" in message
+    assert most_ranks(10 * RANK_BYTES + 1) == 10
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    file, script = tmp_path / "c.yaml", tmp_path / "train.py"
+    script.write_text("")
+    file.write_text("hosts: [{name: a, kind: V100-16GB, count: 2}]")
+    emulate = ("--emulate", str(file))
+    assert "-n 3: --emulate starts one rank for each of the 2 devices" in refused(*emulate, "-n", "3", str(script))
+    assert "--stretch 0.5: times are stretched, never shrunk" in refused(*emulate, "--stretch", "0.5", str(script))
+    assert "--stub and --stretch belong to --emulate" in refused("--stub", str(script))
+    assert "give one of them" in refused(*emulate, "--cluster", str(file), str(script))
+    assert "no_such.yaml: No such file" in refused("--emulate", str(tmp_path / "no_such.yaml"), str(script))

@@ -1,0 +1,100 @@
+"""What one emulated rank did: times of every step, the actions of the last one, overruns, memory. Written when the script ends.
+
+All ranks of an emulation are processes of one machine, so they share the clock of `perf_counter`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whale.emulation.load import Times
+from whale.emulation.memory import Memory
+from whale.emulation.pace import Pace
+from whale.emulation.prediction import Event, predict
+from whale.emulation.sums import Sum
+from whale.scheduling import Action
+
+PREDICTION_FILE = "prediction.json"
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's file."""
+
+    rank: int
+    kind: str
+    host: str
+    memory_bytes: int
+    """that the device has"""
+    peak_bytes: dict[str, float]
+    """by class of tensors, when most was used"""
+    steps: list[tuple[float, float]]
+    """start and end of every step, gradient sums included"""
+    events: list[Event]
+    """of the last step"""
+    num_actions: int
+    num_overruns: int
+    worst_overrun: tuple[float, str]
+
+
+class Recorder:
+    """Notes steps and writes them down at the end of the process. The first step, in which much is made for the first time, is left out."""
+
+    def __init__(
+        self, folder: Path, times: Times, sums: Sequence[Sum], factor: float, rank: int, is_stub: bool, memory: Memory
+    ) -> None:
+        self._folder, self._times, self._sums, self._factor, self._rank = folder, times, sums, factor, rank
+        self._is_stub, self._memory = is_stub, memory
+        self._num_seen = 0
+        self._steps: list[tuple[float, float]] = []
+        self._events: list[Event] = []
+        self._paces: list[Pace] = []
+        self.prediction = predict(times, sums, factor)
+        atexit.register(self.write)
+
+    def add(self, events: Sequence[tuple[Action, float, float]], sums: tuple[float, float], paces: list[Pace]) -> None:
+        """One step."""
+        self._num_seen += 1
+        if self._num_seen == 1:
+            for pace in paces:
+                pace.forget()
+            return
+        self._paces = paces
+        self._steps.append((events[0][1], sums[1]))
+        self._events = [*((str(action), start, end) for action, start, end in events), ("sums", *sums)]
+
+    def write(self) -> None:
+        """Also in `engine.close`; a job that failed has written nothing."""
+        if not self._steps:
+            return
+        device = self._times.cluster.devices[self._rank]
+        record = RankRecord(
+            rank=self._rank,
+            kind=device.kind.name,
+            host=device.host,
+            memory_bytes=device.kind.memory_bytes,
+            peak_bytes=self._memory.peak,
+            steps=self._steps,
+            events=self._events,
+            num_actions=sum(pace.num_actions for pace in self._paces),
+            num_overruns=sum(pace.num_overruns for pace in self._paces),
+            worst_overrun=max((pace.worst_overrun for pace in self._paces), default=(0.0, "")),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(self._folder / f"rank_{self._rank:05d}.json", asdict(record))
+        if self._rank == 0:
+            _write(self._folder / PREDICTION_FILE, asdict(self.prediction) | {"factor": self._factor, "is_stub": self._is_stub})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content))
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """Of all ranks, in their order."""
+    return [RankRecord(**json.loads(path.read_text())) for path in sorted(folder.glob("rank_*.json"))]

@@ -1,0 +1,198 @@
+"""What an emulated run showed: predicted beside measured, for people and for a trace viewer."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from whale.emulation.pace import MOST_OVERRUNS
+from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
+from whale.report.units import human_bytes, human_seconds
+
+MICROSECONDS = 1e6
+WIDTH = 100
+"""columns of time in a picture"""
+FORWARDS, BACKWARDS = "0123456789", "abcdefghij"
+WEIGHT_PART, WAITING, IDLE = "+", ".", " "
+LEGEND = (
+    "0 to 9: forward of micro-batch 0 to 9 (then from 0 again), a to j: its backward or the input part of it, +: weight part, "
+    ".: waits for a message or for sums of gradients"
+)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the time of one device in a step."""
+
+    busy: float
+    wait: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """All that the ranks wrote down."""
+
+    records: list[RankRecord]
+    predicted: list[list[Event]]
+    predicted_step_s: float
+    factor: float
+    is_stub: bool
+
+    @property
+    def step_s(self) -> float:
+        """Median over the steps, from the first action of any rank to the last sum."""
+        together = zip(*(record.steps for record in self.records))
+        return statistics.median(max(end for _, end in step) - min(start for start, _ in step) for step in together)
+
+    @property
+    def measured(self) -> list[list[Event]]:
+        """The last step of every rank, from its first action on."""
+        origin = min(record.events[0][1] for record in self.records)
+        return [[(name, start - origin, end - origin) for name, start, end in record.events] for record in self.records]
+
+    @property
+    def overruns(self) -> tuple[int, int]:
+        return sum(record.num_overruns for record in self.records), sum(record.num_actions for record in self.records)
+
+    @property
+    def is_valid(self) -> bool:
+        late, total = self.overruns
+        return late <= MOST_OVERRUNS * total
+
+
+def read_rehearsal(folder: Path) -> Rehearsal | None:
+    """None where no rank came to a second step."""
+    records = read_records(folder)
+    if not records or not (folder / PREDICTION_FILE).is_file():
+        return None
+    content = json.loads((folder / PREDICTION_FILE).read_text())
+    if len(records) < len(content["events"]):
+        return None
+    return Rehearsal(records, content["events"], content["step_s"], content["factor"], content["is_stub"])
+
+
+def shares(events: Sequence[Event], step_s: float) -> Shares:
+    """Busy with compute, waiting for others, and the rest."""
+    busy = sum(end - start for name, start, end in events if name[0] in "FBIW") / step_s
+    wait = sum(end - start for name, start, end in events if name.startswith(("receive", "sums"))) / step_s
+    return Shares(busy, wait, max(0.0, 1 - busy - wait))
+
+
+def picture(rows: Sequence[Sequence[Event]], labels: Sequence[str], step_s: float) -> str:
+    """One row for each rank, time from left to right."""
+    wide = max(map(len, labels)) + 2
+    lines = []
+    for events, label in zip(rows, labels, strict=True):
+        cells = [IDLE] * WIDTH
+        for name, start, end in events:
+            mark = _mark(name)
+            if mark:
+                first, last = round(start / step_s * WIDTH), round(end / step_s * WIDTH)
+                cells[first:last] = mark * (min(last, WIDTH) - first)
+        lines.append((label.ljust(wide) + "".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _mark(name: str) -> str:
+    if name.startswith(("receive", "sums")):
+        return WAITING
+    if name[0] not in "FBIW" or "." not in name:
+        return ""
+    micro_batch = int(name.split(".")[1])
+    return {"F": FORWARDS[micro_batch % 10], "W": WEIGHT_PART}.get(name[0], BACKWARDS[micro_batch % 10])
+
+
+def write_trace(rehearsal: Rehearsal, path: Path) -> None:
+    """A Chrome trace: a process for each rank, in it a row of what was measured and a row of what was predicted."""
+    rows: list[dict[str, Any]] = []
+    for record, *both in zip(rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True):
+        title = f"rank {record.rank}: {record.kind} on {record.host}"
+        rows.append({"name": "process_name", "ph": "M", "pid": record.rank, "args": {"name": title}})
+        for row, (what, events) in enumerate(zip(("measured", "predicted"), both, strict=True)):
+            rows.append({"name": "thread_name", "ph": "M", "pid": record.rank, "tid": row, "args": {"name": what}})
+            rows += [
+                {
+                    "name": name,
+                    "cat": name.split(" ")[0].rstrip("0123456789."),
+                    "ph": "X",
+                    "pid": record.rank,
+                    "tid": row,
+                    "ts": start * MICROSECONDS,
+                    "dur": (end - start) * MICROSECONDS,
+                }
+                for name, start, end in events
+            ]
+    path.write_text(json.dumps({"traceEvents": rows}))
+
+
+def print_rehearsal(folder: Path, console: Console) -> bool:
+    """The comparison at the end of `whale run --emulate`; whether the run was valid."""
+    rehearsal = read_rehearsal(folder)
+    if rehearsal is None:
+        console.print("emulation: no rank finished two steps (the first one is not counted), so there is nothing to compare", markup=False)
+        return True
+    write_trace(rehearsal, folder / "trace.json")
+    step_s, predicted_s = rehearsal.step_s, rehearsal.predicted_step_s
+    labels = [f"rank {record.rank} {record.kind}" for record in rehearsal.records]
+    last_s = max(end for row in rehearsal.measured for _, _, end in row)
+    text = [
+        f"\npredicted, {human_seconds(predicted_s)}",
+        picture(rehearsal.predicted, labels, predicted_s),
+        f"\nmeasured, the last step, {human_seconds(last_s)}",
+        picture(rehearsal.measured, labels, last_s),
+        LEGEND,
+    ]
+    console.print("\n".join(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(_table(rehearsal))
+    num_steps = len(rehearsal.records[0].steps)
+    console.print(
+        f"step: measured {human_seconds(step_s)} (median of {num_steps}), predicted {human_seconds(predicted_s)}, measured / predicted "
+        f"{step_s / predicted_s:.3f}; all times are stretched {rehearsal.factor:.4g} times, so on the cluster itself the plan's step "
+        f"would take {human_seconds(predicted_s / rehearsal.factor)} by the cost model",
+        "This measures the runtime (schedule, messages, overlap) with the cost model's own times; it does not test the cost model.",
+        *(["Stub chunks stood for the model: losses mean nothing."] if rehearsal.is_stub else []),
+        _verdict(rehearsal),
+        f"Chrome trace, measured and predicted: {folder / 'trace.json'} (open it in ui.perfetto.dev)",
+        sep="\n",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return rehearsal.is_valid
+
+
+def _table(rehearsal: Rehearsal) -> Table:
+    table = Table()
+    for name in ("rank", "device", "busy", "wait", "idle", "busy, predicted", "memory at its peak", "of"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    last_s = max(end for row in rehearsal.measured for _, _, end in row)
+    for record, measured, predicted in zip(rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True):
+        now = shares(measured, last_s)
+        ideal = shares(predicted, rehearsal.predicted_step_s)
+        cells = [f"{100 * share:.1f} %" for share in (now.busy, now.wait, now.idle, ideal.busy)]
+        peak = human_bytes(sum(record.peak_bytes.values()))
+        table.add_row(str(record.rank), f"{record.kind} on {record.host}", *cells, peak, human_bytes(record.memory_bytes))
+    return table
+
+
+def _verdict(rehearsal: Rehearsal) -> str:
+    late, total = rehearsal.overruns
+    late_s, action, rank = max((*record.worst_overrun, record.rank) for record in rehearsal.records)
+    counted = f"{late} of {total} actions ({100 * late / max(1, total):.1f} %) took longer than their time"
+    if not late:
+        return f"valid: {counted}"
+    worst = f"the worst was {action} on rank {rank}, {human_seconds(late_s)} late"
+    if rehearsal.is_valid:
+        return f"valid: {counted}; {worst}"
+    return (
+        f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too slow for these times: "
+        f"stretch them more (--stretch {2 * rehearsal.factor:.4g}), or take stub chunks (--stub)"
+    )
