@@ -16,8 +16,8 @@ from whale.scheduling import Action
 SHORTEST_S = 5e-3
 """the shortest action of an emulation; all times are stretched by one factor until it holds"""
 MOST_OVERRUNS = 0.01
-LATE_S = 1e-3
-"""an action that ends this much after its time is an overrun"""
+LATE_S, LATE_PART = 1e-3, 0.1
+"""an action that ends so many seconds, and such a part of its time, after its time is an overrun"""
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
 
 
@@ -42,7 +42,7 @@ class Pace:
             return  # nothing to do on the emulated device: the weight part of a stage without weights
         self.num_actions += 1
         late_s = sleep_until(start + seconds)
-        if late_s > LATE_S:
+        if late_s > max(LATE_S, LATE_PART * seconds):
             self.num_overruns += 1
             self.worst_overrun = max(self.worst_overrun, (late_s, str(action)))
 
@@ -57,12 +57,12 @@ class Pace:
 
 
 def sleep_until(deadline: float) -> float:
-    """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds late it was when called, or 0."""
+    """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds after it that is."""
     left = deadline - time.perf_counter()
-    if left <= 0:
-        return -left
-    time.sleep(left)
-    return 0.0
+    if left > 0:
+        time.sleep(left)
+        left = deadline - time.perf_counter()  # a busy machine wakes up late
+    return -left
 
 
 def wake_up_on_time() -> None:

@@ -193,6 +193,6 @@ def _verdict(rehearsal: Rehearsal) -> str:
     if rehearsal.is_valid:
         return f"valid: {counted}; {worst}"
     return (
-        f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too slow for these times: "
-        f"stretch them more (--stretch {2 * rehearsal.factor:.4g}), or take stub chunks (--stub)"
+        f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too slow or too busy for these times: "
+        f"stretch them more (--stretch {2 * rehearsal.factor:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
     )
