@@ -76,11 +76,11 @@ def local_losses() -> list[float]:
     return losses
 
 
-def train(settings: Settings, config: dict[str, Any]) -> tuple[list[float], float]:
+def train(settings: Settings, config: dict[str, Any], plan: wh.Plan | None = None) -> tuple[list[float], float]:
     """Losses, and by how much times were stretched."""
     settings.pass_on()
     wh.init({"num_micro_batch": 2, **config})
-    engine = wh.parallelize(net(), mini_batches()[0], optimizer=adam, loss=mean_square)
+    engine = wh.parallelize(net(), mini_batches()[0], optimizer=adam, loss=mean_square, plan=plan)
     losses = [engine.step(batch).loss for batch in mini_batches()]
     engine.close()
     emulation = engine._job.emulation
@@ -142,8 +142,10 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
     ],
 )
 def test_an_over_full_device_fails_as_a_real_one_would(gigabytes: str, message: str, tmp_path: Path) -> None:
+    """With a plan that was made without limits: the planner itself would refuse this cluster."""
+    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=2, config={"num_micro_batch": 2})
     with pytest.raises(RankError) as error:
-        run_ranks(train, 2, settings_for(tmp_path, SMALL % gigabytes), {})
+        run_ranks(train, 2, settings_for(tmp_path, SMALL % gigabytes), {}, plan)
     assert "rank 1 (an emulated mouse on small) " + message in str(error.value)
 
 

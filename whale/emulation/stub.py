@@ -30,6 +30,7 @@ from whale.emulation.load import Load
 from whale.lowering.chunk import crossing_values
 from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
+from whale.runtime.actions import NUM_SHAPE_TAGS
 
 VALUE = "value_"
 STAGE = "stage_"
@@ -125,8 +126,8 @@ class Stub:
         return [float(bytes_of[_number(node)]) for node in sorted(values, key=lambda node: values[node].index)]
 
     def num_bytes(self, tensor: Tensor, tag: int) -> float:
-        """Of the message that this one stands for (tags: `lowering/messages.py`)."""
-        value = tag // 2 // (len(self.plan.stages) * self.plan.num_micro_batch)
+        """Of the message that this one stands for (tags: `lowering/messages.py`, and the shape in `runtime/actions.py`)."""
+        value = tag // NUM_SHAPE_TAGS // 2 // (len(self.plan.stages) * self.plan.num_micro_batch)
         return tensor.numel() * self._unit_bytes[value]
 
 

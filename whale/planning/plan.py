@@ -52,7 +52,7 @@ class Stage:
     forward_flop: float
     """of one mini-batch"""
     forward_s: float
-    """of one mini-batch on one device of this VirtualDevice, by the cost model"""
+    """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost model"""
     parameters: tuple[str, ...]
     parameter_bytes: int
 
