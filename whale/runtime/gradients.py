@@ -21,7 +21,7 @@ from whale.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from whale.emulation.sums import SumClock
 
-MANY_BUCKETS = 4  # then about a quarter of the gradients goes out after the backward; more of them cost more than they hide: docs/log.md
+MANY_BUCKETS = 2  # then half of the gradients is summed under the backward; more buckets cost more than they hide: docs/log.md
 SMALL_BUCKET_BYTES = 1024**2  # below, the time of a sum is latency; DistributedDataParallel begins with as much
 
 
