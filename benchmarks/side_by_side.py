@@ -76,6 +76,14 @@ class Times:
     busy_elsewhere: list[float]
     """of each round: the part of the time in which the core of a rank, the worst one, ran other processes"""
 
+    def join(self, other: Times) -> Times:
+        """Rounds of two runs of the same sides: a process keeps the luck of its memory layout, up to 2 % either way, for all its rounds."""
+        return Times(
+            {name: [*values, *other.seconds[name]] for name, values in self.seconds.items()},
+            {name: [*values, *other.cpu_seconds[name]] for name, values in self.cpu_seconds.items()},
+            [*self.busy_elsewhere, *other.busy_elsewhere],
+        )
+
     @property
     def rounds(self) -> list[int]:
         """The ones that count."""
