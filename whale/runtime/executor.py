@@ -58,8 +58,11 @@ class StepOutcome:
 class Executor:
     """Runs a program step by step."""
 
-    def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None, with_torch_compile: bool = False
+    ) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
+        self.with_torch_compile = with_torch_compile
         self.pace: Pace | None = None
         """how long actions take on an emulated device; None: as long as they really take"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -83,7 +86,8 @@ class Executor:
                 if key not in functions:
                     name = f"stage {action.stage}, split backward" if is_split else f"stage {action.stage}"
                     chunk = program.chunks[action.stage].module
-                    functions[key] = compile_chunk(chunk, name, deferred[action.stage] if is_split else None)
+                    own = deferred[action.stage] if is_split else None
+                    functions[key] = compile_chunk(chunk, name, own, self.with_torch_compile)
                 run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, last[action.stage] is action).run
