@@ -1,6 +1,6 @@
 """ResNet: convolutions in blocks with a way around each block, then one linear layer over the classes.
 
-Blocks are bottlenecks: 1x1 down to `width` channels, 3x3, 1x1 up to 4 x `width`. The first block of a stage (but the first) halves the image
+Blocks are bottlenecks: 1x1 down to `width` channels, 3x3, 1x1 up to 4 x `width`. The first block of a later stage halves the image
 at its 3x3 convolution, and its way around is a 1x1 convolution.
 """
 
