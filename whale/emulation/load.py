@@ -112,7 +112,7 @@ class Times:
         """Samples that this rank gets of each micro-batch of the planned mini-batch."""
         device, replica, place = self.plan.place_of_rank(rank)
         samples = SampleMap(self.plan, self.plan.batch_size, self.plan.num_micro_batch)
-        parts = (samples.devices(m, replica, device)[place] for m in range(self.plan.num_micro_batch))
+        parts = (samples.runs(m, replica, device)[place] for m in range(self.plan.num_micro_batch))
         return [stop - start for start, stop in parts]
 
     @cached_property

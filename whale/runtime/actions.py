@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from whale.lowering.chunk import Value
 from whale.lowering.messages import Part
 from whale.lowering.program import Program
 from whale.runtime.gradients import GradientSynchroniser
@@ -86,6 +87,8 @@ class _Argument:
     source: Slot | None
     """another stage of this rank, whose result at `place` is taken as it is; None: a message"""
     place: int
+    empty: Tensor | None
+    """on a grid, where none of its samples enter this device: no message brings it"""
 
 
 class Forward:
@@ -105,6 +108,7 @@ class Forward:
                     value.gradient,
                     (source, action.micro_batch) if local else None,
                     _place(program, source, value.index) if local else 0,
+                    _empty(program, action, value),
                 )
             )
         self.sources = {argument.source for argument in self.arguments if argument.source is not None}
@@ -132,7 +136,7 @@ class Forward:
     def _received(self, this: Pass, argument: _Argument) -> Tensor:
         """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's autograd graph."""
         if argument.source is None:
-            tensor = this.received.pop(argument.key)
+            tensor = this.received.pop(argument.key) if argument.empty is None else argument.empty.detach()
         else:
             tensor = this.kept[argument.source][1][argument.place].detach()
         return tensor.requires_grad_() if argument.gradient and this.gradients is not None else tensor
@@ -146,9 +150,9 @@ class Forward:
             loss = results[self.num_results]
             outcome.loss += loss.detach()
             kept = (*kept, loss)
-        for name, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
+        for buffer, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
             with torch.no_grad():
-                chunk.module.get_buffer(name).copy_(value)
+                buffer.copy_(value)
         self._hold(this, received, kept)
 
     def _hold(self, this: Pass, received: list[Tensor], kept: tuple[Tensor, ...]) -> None:
@@ -173,7 +177,7 @@ class Backward:
         chunk = program.chunks[action.stage]
         self.stage, self.slot, self.has_loss = action.stage, (action.stage, action.micro_batch), chunk.has_loss
         self.is_last, self.deferred = is_last, deferred
-        self.is_idle = _is_idle(program, action)
+        self.is_idle, self.is_sharded = _is_idle(program, action), chunk.is_sharded
         self.sent = [(*self.slot, value.index) for value in chunk.sent]
         # (place among the received tensors, where its gradient goes, whether that is a stage of this rank)
         self.returned: list[tuple[int, ValueKey, bool]] = []
@@ -192,6 +196,8 @@ class Backward:
         seeds: list[Tensor | None] = []
         for key, result in zip(self.sent, results, strict=False):
             gradient = this.incoming.pop(key, None)
+            if gradient is None and self.is_sharded:  # nobody wants this part; the exchanges behind it need all devices all the same
+                gradient = torch.zeros_like(result)
             if gradient is not None and result.requires_grad:
                 roots.append(result)
                 seeds.append(gradient)
@@ -322,6 +328,13 @@ def _is_idle(program: Program, action: Action) -> bool:
     return start == stop
 
 
+def _empty(program: Program, action: Action, value: Value) -> Tensor | None:
+    start, stop = program.edges[action.micro_batch]
+    if start < stop or value.batch_dim is None:
+        return None
+    return torch.empty(value.shape_for(0), dtype=value.dtype, device=program.device)
+
+
 def _place(program: Program, stage: int, value: int) -> int:
     """Of a value among the results of a stage of this rank."""
     return [sent.index for sent in program.chunks[stage].sent].index(value)
@@ -340,7 +353,7 @@ def _pieces(program: Program, action: Action) -> list[_Piece]:
 
 def _piece(program: Program, action: Action, part: Part) -> _Piece:
     value = part.value
-    start, stop = program.samples[action.micro_batch]
+    start, stop = program.edges[action.micro_batch]
     rows = None
     if not part.is_all:
         assert value.batch_dim is not None
