@@ -40,7 +40,9 @@ class Program:
     """stage -> stages that use its results"""
     bridges: Bridges
     samples: Sequence[tuple[int, int]]
-    """this rank's samples of each micro-batch"""
+    """samples of each micro-batch that this rank runs on"""
+    edges: Sequence[tuple[int, int]]
+    """samples of each micro-batch that enter and leave this rank: on a grid a part of `samples`, else the same"""
     batched: Sequence[bool]
     """of each placeholder: cut by samples, or given whole"""
     batch_size: int
@@ -151,7 +153,8 @@ class Lowered:
             source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
             consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},
             bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
-            samples=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            samples=[samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            edges=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
             batched=[*batched, *([False] * num_whole)],
             batch_size=batch_size,
             num_micro_batch=schedule.num_micro_batch,

@@ -74,16 +74,17 @@ class Executor:
         deferred = {stage: Deferred() for stage, _ in split}
         last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
         sends: dict[Action, Send] = {}
-        functions: dict[tuple[int, bool], Callable[..., tuple[Tensor, ...]]] = {}
+        functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
         prepared: list[tuple[Action, Callable[[Pass], None]]] = []
         for action in program.actions:
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                key = (action.stage, is_split)
+                chunk, (start, stop) = program.chunks[action.stage], program.samples[action.micro_batch]
+                key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
-                    name = f"stage {action.stage}, split backward" if is_split else f"stage {action.stage}"
-                    chunk = program.chunks[action.stage].module
-                    functions[key] = compile_chunk(chunk, name, deferred[action.stage] if is_split else None)
+                    name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
+                    module = chunk.module_for(stop - start)
+                    functions[key] = compile_chunk(module, name, deferred[action.stage] if is_split else None)
                 run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, last[action.stage] is action).run
