@@ -13,6 +13,7 @@ classes: the result is a partial sum over the line, its gradient is therefore th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def cross_entropy(
     if is_single:
         logits, target = logits.unsqueeze(0), target.unsqueeze(0)
     by_class = logits.movedim(1, -1)
-    rows = by_class.reshape(-1, by_class.shape[-1])
+    rows = by_class.reshape(prod(by_class.shape[:-1]), by_class.shape[-1])
     is_index = not target.is_floating_point()
     labels = target.reshape(-1) if is_index else target.movedim(1, -1).reshape(rows.shape)
     classes = _Classes(first, num_classes, ignore_index, label_smoothing, line)
