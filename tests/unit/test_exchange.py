@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layout_parts import index, local_parts, meaning, picked
 from tests.thorough import many
 from whale.sharding import exchange_plan
 from whale.sharding.exchange_plan import Step, groups_of, places_needed, plan_exchange
@@ -50,42 +51,6 @@ def layouts(draw, shape: tuple[int, ...]) -> Layout:
 def cases(draw) -> tuple[Grid, Layout, Layout]:
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 4, 6, 7, 12]), max_size=3).map(tuple))
     return draw(grids()), draw(layouts(shape)), draw(layouts(shape))
-
-
-def index(layout: Layout, grid: Grid, place: int):
-    """The part of the whole tensor at a place, as numpy picks it."""
-    lists = [[i for a, b in layout.ranges(grid, place, dim) for i in range(a, b)] for dim in range(len(layout.cuts))]
-    return np.ix_(*[np.array(one, int) for one in lists])
-
-
-def local_parts(value: np.ndarray, layout: Layout, grid: Grid) -> list[np.ndarray]:
-    """Parts that mean this value: where it is a partial sum, random terms (integers, so that sums are exact)."""
-    random = np.random.default_rng(0)
-    terms: dict[tuple[int, ...], np.ndarray] = {}
-    partial = [axis for axis in grid.axes if axis in layout.partial]
-    coordinates = [tuple(grid.coordinate(place, axis) for axis in partial) for place in range(grid.num_devices)]
-    for key in sorted(set(coordinates)):
-        terms[key] = random.integers(-50, 50, value.shape).astype(float)
-    last = max(terms)
-    terms[last] = value - sum(term for key, term in terms.items() if key != last)
-    return [terms[key][index(layout, grid, place)] for place, key in enumerate(coordinates)]
-
-
-def meaning(parts: list[np.ndarray], layout: Layout, grid: Grid) -> np.ndarray:
-    """The whole value; every device must hold a part of the right shape, and equal ones where the layout says so."""
-    value = np.full(layout.shape, np.nan)
-    for place, part in enumerate(parts):
-        assert part.shape == layout.local_shape(grid, place)
-        total = sum((parts[other] for other in grid.line(place, sorted(layout.partial))), np.zeros(part.shape))
-        where = index(layout, grid, place)
-        known = value[where]
-        assert ((known == total) | np.isnan(known)).all()
-        value[where] = total
-    return value
-
-
-def picked(ranges) -> tuple:
-    return np.ix_(*[np.array([i for a, b in dim for i in range(a, b)], int) for dim in ranges])
 
 
 def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
