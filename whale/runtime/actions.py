@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from whale.compat import run_backward
 from whale.lowering.chunk import Value
 from whale.lowering.program import Program
 from whale.runtime.gradients import GradientSynchroniser
@@ -63,6 +64,9 @@ class Pass:
     num_kept: dict[int, int] = field(default_factory=dict)
 
     def post_receives(self, num_received: int = 0) -> None:
+        """Several at a time, whenever less than half of the window is posted: each wakes up a thread of the sender."""
+        if self.num_posted - num_received > self.window // 2:
+            return
         stop = min(len(self.receives), num_received + self.window)
         while self.num_posted < stop:
             self.receives[self.num_posted].post(self)
@@ -202,8 +206,8 @@ class Backward:
         this.num_kept[self.stage] -= 1
         if self.is_idle:
             return  # its gradients, if there are any, are final when the stage is closed
-        roots: list[Root] = []
-        seeds: list[Tensor | None] = []
+        roots: list[Tensor | GradientEdge] = []
+        seeds: list[Tensor] = []
         for (key, zeros, dtype), root in zip(self.sent, known, strict=False):
             gradient = this.incoming.pop(key, None)
             if gradient is None and zeros is not None:  # nobody wants this part; the exchanges behind it need all devices all the same
@@ -215,16 +219,15 @@ class Backward:
             loss = known[-1]
             assert isinstance(loss, Tensor)
             if loss.requires_grad:
-                scale = this.given.loss_scale
                 roots.append(loss)
-                seeds.append(None if scale == 1.0 else torch.full_like(loss, scale))
+                seeds.append(torch.full_like(loss, this.given.loss_scale))
         assert this.gradients is not None
         if self.is_last:
             this.gradients.last_backward(self.stage)
         if self.deferred is not None:
             this.products[self.slot] = self.deferred.begin()
         if roots:
-            torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+            run_backward(roots, seeds)
         for place, key, local in self.returned:
             tensor = received[place]
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
