@@ -31,6 +31,8 @@ class Program:
     """What one rank does for one size of the mini-batch."""
 
     actions: tuple[scheduling.Action, ...]
+    arrived_by: Mapping[scheduling.Action, tuple[scheduling.Action, ...]]
+    """receive -> earlier sends whose messages have arrived when it is done"""
     chunks: Mapping[int, Chunk]
     source_of: Mapping[tuple[int, int], int]
     """(stage, value) -> stage that computes it"""
@@ -146,6 +148,7 @@ class Lowered:
         num_whole = sum(node.op == "placeholder" for node in self.prepared.captured.graph.nodes) - len(batched)
         return Program(
             actions=schedule.orders[device],
+            arrived_by=scheduling.arrived_by(schedule.stage_graph, schedule.orders, device),
             chunks=self.chunks,
             source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
             consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from whale.planning.figures import Figures
 from whale.planning.shares import UNLIMITED, Load
 from whale.planning.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule, check
@@ -56,6 +57,10 @@ class Stage:
     """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost model"""
     parameters: tuple[str, ...]
     parameter_bytes: int
+    input_backward_s: float = 0.0
+    """as `forward_s`: gradients of its inputs"""
+    weight_backward_s: float = 0.0
+    """as `forward_s`: gradients of its weights, which a split backward does later"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class DeviceMemory:
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
-    """buffers of the model, and the mini-batch"""
+    """buffers of the model, those in which shared gradients are summed, and the mini-batch"""
     fixed_bytes: int
     """activations that do not depend on the samples, of all micro-batches in flight"""
     sample_bytes: float
@@ -152,6 +157,8 @@ class Plan:
     """by rank; empty: no limits"""
     least_samples: int = 1
     """0: a device may be left without samples; 1: every device must take part (batch statistics, values without samples)"""
+    figures: Figures | None = None
+    """what the simulation needs; None: a plan made by hand"""
     shardings: tuple[StageSharding, ...] = ()
     """of the stages on a grid"""
 
