@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerpri
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
+from whale.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from whale.emulation.emulation import Emulation
@@ -48,6 +50,11 @@ class Job:
     ranks: Ranks
     emulation: Emulation | None = None
     """None: the devices are real"""
+
+    @cached_property
+    def shards(self) -> Shards:
+        """Who holds which part of which tensor."""
+        return Shards(self.plan)
 
     @property
     def task(self) -> Task:
