@@ -71,8 +71,7 @@ def cut_into_chunks(
 def schedule_costs(
     graph: scheduling.StageGraph, stages: Sequence[Stage], crossings: Sequence[Crossing], num_micro_batch: int
 ) -> scheduling.Costs:
-    """What the schedule is made for: one micro-batch on the devices of each stage. A backward takes twice its forward, half for weights."""
-    forward = tuple(stage.forward_s / num_micro_batch for stage in stages)
+    """What the schedule is made for: one micro-batch on the devices of each stage."""
     messages: dict[scheduling.Edge, float] = {}
     gradients: dict[scheduling.Edge, float] = {}
     for crossing in crossings:
@@ -81,9 +80,9 @@ def schedule_costs(
         if crossing.gradient:
             gradients[edge] = gradients.get(edge, 0.0) + crossing.message_s
     return scheduling.Costs(
-        forward_s=forward,
-        input_backward_s=forward,
-        weight_backward_s=tuple(time if stage.parameters else 0.0 for time, stage in zip(forward, stages, strict=True)),
+        forward_s=tuple(stage.forward_s / num_micro_batch for stage in stages),
+        input_backward_s=tuple(stage.input_backward_s / num_micro_batch for stage in stages),
+        weight_backward_s=tuple(stage.weight_backward_s / num_micro_batch for stage in stages),
         message_s=messages,
         gradient_message_s=gradients,
         action_s=ACTION_S,

@@ -28,12 +28,13 @@ from whale.planning.cuts import Floats, NoRoom
 from whale.planning.describe import crossings, describe_stages, describe_task_graphs, holders, tie_decisions
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, DeviceMemory, LossTerm, Plan, Stage
+from whale.planning.pricing import figures_of, shared_gradient_bytes, stage_seconds, typical_share
 from whale.planning.shares import DoesNotFit, Load, check_batch, micro_batch_sizes
 from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
 from whale.planning.workload import ADAM_STATE, Workload
-from whale.profiling.costs import seconds, value_bytes
+from whale.profiling.costs import value_bytes
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ class _Draft:
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
-    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio)
+    width = _width(problem)
+    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
+    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
     drafts, errors = [], []
-    for order in device_orders(problem.cluster, _width(problem), config.dtype):
+    for order in device_orders(problem.cluster, width, config.dtype):
         try:
             drafts.append(_draft(problem, workload, order))
         except (DoesNotFit, NoRoom) as error:
@@ -98,7 +101,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
     _refuse_split(task_graphs, cluster.num_devices)
-    widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
+    widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
@@ -146,8 +149,12 @@ def _draft_stages(
     edges = tuple(sorted({(c.source, c.destination) for c in found}))
     gradient_edges = tuple(sorted({(c.source, c.destination) for c in found if c.gradient}))
     stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
-    forward_s = _forward_seconds(problem, workload, placement, assignment, device_of_stage)
-    stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, forward_s)
+    kinds = [[problem.cluster.devices[rank].kind for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
+    times = [
+        stage_seconds(workload, part.operations, kinds[device], config.num_micro_batch)
+        for part, device in zip(assignment.slices, device_of_stage, strict=True)
+    ]
+    stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, times)
 
     def schedule_with(num_micro_batch: int) -> scheduling.Schedule:
         costs = schedule_costs(stage_graph, stages, found, num_micro_batch)
@@ -178,16 +185,26 @@ def _situation(
 ) -> Situation:
     """Load and memory of every rank."""
     kinds = [device.kind for device in problem.cluster.devices]
+    held = holders(problem.captured, assignment)
     loads: dict[int, Load] = {}
     memory: dict[int, DeviceMemory] = {}
+
+    def is_shared(stages: tuple[int, ...]) -> bool:
+        owners = {device_of_stage[stage] for stage in stages}
+        return len(owners) > 1 or placement.num_replicas * placement.virtual_devices[min(owners)].num_devices > 1
+
     for device in placement.virtual_devices:
         stages = [stage for stage, index in enumerate(device_of_stage) if index == device.index]
         slices = [assignment.slices[stage] for stage in stages]
         crossing = [[node for node, source, destination in assignment.crossings if stage in (source, destination)] for stage in stages]
-        work = workload.work([node for part in slices for node in part.operations])
+        operations = [node for part in slices for node in part.operations]
         needed = workload.memory(slices, crossing, [peak_in_flight[stage] for stage in stages])
-        for rank in (rank for replica in device.ranks for rank in replica):
-            loads[rank] = work.load(kinds[rank], problem.config.dtype)
+        sums = shared_gradient_bytes(problem.captured, held, stages, is_shared)
+        needed = replace(needed, buffer_bytes=needed.buffer_bytes + sums)
+        own_ranks = [rank for replica in device.ranks for rank in replica]
+        totals = {kind: workload.times(operations, kind).total for kind in {kinds[rank] for rank in own_ranks}}
+        for rank in own_ranks:
+            loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
             memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
     ranks = range(problem.cluster.num_devices)
     return Situation(
@@ -211,6 +228,8 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
+    held = holders(captured, assignment)
+    ranks_of = [[rank for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
     return Plan(
         format=PLAN_FORMAT,
         model=fingerprint(captured),
@@ -226,7 +245,7 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         stages=draft.stages,
         stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
         crossings=draft.crossings,
-        holders=holders(captured, assignment),
+        holders=held,
         schedule=draft.schedule.to_json(),
         loss_terms=tuple(
             LossTerm(assignment.result_stage[node], text)
@@ -244,15 +263,8 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
         least_samples=situation.least,
+        figures=figures_of(workload, assignment, held, cluster, [ranks_of[stage.virtual_device] for stage in draft.stages]),
     )
-
-
-def _forward_seconds(
-    problem: Problem, workload: Workload, placement: Placement, assignment: Assignment, device_of_stage: Sequence[int]
-) -> list[float]:
-    """Of each stage, for a mini-batch that its devices, in all replicas, share by their speed."""
-    times = _stage_times(problem, workload, placement)
-    return [float(times(part.operations, [device_of_stage[stage]]).sum()) for stage, part in enumerate(assignment.slices)]
 
 
 def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> Callable[[Sequence[Node], Sequence[int]], Floats]:
@@ -265,7 +277,7 @@ def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> 
             ranks = [rank for replica in placement.virtual_devices[index].ranks for rank in replica]
             row = np.zeros(len(operations))
             for kind in {kinds[rank] for rank in ranks}:
-                alone = np.array([seconds(workload.costs[node], kind, problem.config.dtype) for node in operations])
+                alone = np.array(workload.forward_seconds(operations, kind))
                 number = sum(kinds[rank] == kind for rank in ranks)
                 row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
             rows[index] = 1.0 / row

@@ -5,12 +5,13 @@ The one cost model, used by planner, simulator and emulator:
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
 FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs + outputs. A view moves nothing; a lookup
-(embedding, gather) reads only what it gives out. The backward of an operation does about twice the work of its forward: a
-product has two gradients, each a product of the same size.
+(embedding, gather) reads only what it gives out. The backward of a product is one product of the same size for each of its two operands
+that gets a gradient; that of any other operation does about twice the work of its forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,6 +45,15 @@ LOOKUPS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_
 """read of their first tensor as many bytes as they write"""
 
 
+ADDED_PRODUCTS = frozenset({"aten.addmm", "aten.addmv", "aten.addbmm", "aten.baddbmm"})
+"""first argument: what is added"""
+PRODUCTS = ADDED_PRODUCTS | frozenset({
+    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.conv1d", "aten.conv2d", "aten.conv3d",
+    "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d",
+})  # fmt: skip
+"""of two operands, each of whose gradients is such a product"""
+
+
 @dataclass(frozen=True)
 class NodeCost:
     """Cost of one node's forward."""
@@ -58,9 +68,20 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     return cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
 
 
-def backward_seconds(cost: NodeCost, kind: DeviceKind) -> float:
-    """How long the backward takes; only for nodes that have one (kind WEIGHT or ACTIVATION)."""
-    return BACKWARD_PER_FORWARD * seconds(cost, kind)
+def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> tuple[float, float]:
+    """Work of a node's backward in units of its forward: for the gradients of its inputs, and of its weights (which can be done later).
+
+    `gradients`: values that carry a gradient.
+    """
+    if node not in gradients:
+        return 0.0, 0.0
+    packet = str(getattr(node.target, "overloadpacket", ""))
+    if packet not in PRODUCTS or not cost.flop:
+        return BACKWARD_PER_FORWARD, 0.0
+    places = slice(1, 3) if packet in ADDED_PRODUCTS else slice(0, 2)
+    operands = [operand for operand in node.args[places] if isinstance(operand, Node) and operand in gradients]
+    weights = sum(operand.op == "get_attr" for operand in operands)
+    return float(len(operands) - weights), float(weights)
 
 
 def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:

@@ -214,7 +214,7 @@ class _Watch:
                     self.saved.setdefault(node, set()).update(self.results.get(source, ()))
 
     def _given_form(self, node: Node) -> _Form:
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if node.op == "placeholder":
             shape = concrete_shape(value.shape, self.captured.batch_symbol, self.batch_size)
             return _Form(shape, _contiguous(shape), value.dtype, value.device, False)
