@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_emulated.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from benchmarks.torch_schedules import TORCH, TorchJob, torch_side
 from whale import scheduling
 from whale.emulation.pace import Pace, sleep_until, wake_up_on_time
 from whale.scheduling import Action, Costs, Kind, Schedule
@@ -167,53 +165,16 @@ class PacedStage(nn.Module):
         return paced * weight
 
 
-@dataclass(frozen=True)
-class TorchSchedule:
-    """A class of torch's, and how it wants its stages."""
-
-    make: Callable[..., Any]
-    num_chunks: int
-    is_wave: bool = False
-    fewest: Callable[[int], int] = lambda num_devices: num_devices
-    """micro-batches that it needs"""
-
-    def stages(self, rank: int, num_devices: int) -> list[int]:
-        if self.is_wave:
-            return [rank, 2 * num_devices - 1 - rank]
-        return [rank + chunk * num_devices for chunk in range(self.num_chunks)]
-
-
-TORCH = {
-    "torch GPipe": TorchSchedule(pipelining.ScheduleGPipe, 1),
-    "torch 1F1B": TorchSchedule(pipelining.Schedule1F1B, 1),
-    "torch Interleaved1F1B v=2": TorchSchedule(pipelining.ScheduleInterleaved1F1B, 2),
-    "torch ZBV": TorchSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_wave=True),
-    "torch InterleavedZeroBubble v=2": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 2),
-    "torch InterleavedZeroBubble v=4": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 4),
-    "torch DualPipeV": TorchSchedule(pipelining.ScheduleDualPipeV, 2, is_wave=True, fewest=lambda num_devices: 2 * num_devices),
-}
-
-
-def torch_side(case: Case, name: str) -> Side:
-    kind, rank = TORCH[name], dist.get_rank()
-    torch.manual_seed(0)
-    total = kind.num_chunks * case.num_devices
-    own = kind.stages(rank, case.num_devices)
-    modules = [PacedStage(kind.num_chunks) for _ in own]
-    stages = [pipelining.PipelineStage(m, index, total, torch.device("cpu")) for m, index in zip(modules, own, strict=True)]
-    loss = nn.functional.mse_loss
-    schedule = kind.make(stages if kind.num_chunks > 1 else stages[0], case.num_micro_batch, loss_fn=loss)
-    optimizer = torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=1e-3)
-    x, y = case.batch()
-
-    def train(_: int) -> None:
-        optimizer.zero_grad()
-        given = (x,) if 0 in own else ()
-        wanted = {"target": y, "losses": []} if total - 1 in own else {}
-        schedule.step(*given, **wanted, return_outputs=False)
-        optimizer.step()
-
-    return Side(name, train)
+def paced_side(case: Case, name: str) -> Side:
+    job = TorchJob(
+        case.num_micro_batch,
+        lambda stage, total: PacedStage(total // case.num_devices),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        lambda step: case.batch(),
+    )
+    side = torch_side(name, TORCH[name], job)
+    return Side(side.name, side.step)  # its layers are others than ours: the losses say nothing
 
 
 # ---- both
@@ -223,7 +184,7 @@ def measure(case: Case) -> tuple[Times, dict[str, tuple[float, float]]]:
     """Runs on every rank: times of all sides, and (ideal, lower bound) of ours."""
     wake_up_on_time()
     ours = {name: whale_side(case, name) for name in OURS}
-    theirs = [torch_side(case, name) for name, kind in TORCH.items() if case.num_micro_batch >= kind.fewest(case.num_devices)]
+    theirs = [paced_side(case, name) for name, kind in TORCH.items() if kind.runs(case.num_devices, case.num_micro_batch)]
     say(f"{case.name}: {len(ours)} of our schedules, {len(theirs)} of torch's")
     times = alternate([*(side for side, _, _ in ours.values()), *theirs], ROUNDS, 1, LIMIT_S, warm_up=2)
     return times, {name: (ideal, bound) for name, (_, ideal, bound) in ours.items()}

@@ -1,62 +1,92 @@
-"""ResNet-50 (He et al., 2015, with the stride in the 3 x 3 convolution), plain PyTorch: no line of it knows Whale."""
+"""ResNet: convolutions in blocks with a way around each block, then one linear layer over the classes.
+
+Blocks are bottlenecks: 1x1 down to `width` channels, 3x3, 1x1 up to 4 x `width`. The first block of a later stage halves the image
+at its 3x3 convolution, and its way around is a 1x1 convolution.
+"""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NUM_BLOCKS = (3, 4, 6, 3)
-WIDTHS = (64, 128, 256, 512)
-EXPANSION = 4
-"""channels that leave a block, in units of its width"""
+EXPANSION = 4  # channels that leave a block, in units of its width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Size of a ResNet."""
+
+    num_classes: int
+    blocks: tuple[int, ...]
+    """in each stage"""
+    width: int = 64
+    """of the first stage; doubles with each stage"""
+
+    @classmethod
+    def resnet50(cls, num_classes: int = 1000) -> ResNetConfig:
+        """25.6 million parameters with 1000 classes."""
+        return cls(num_classes=num_classes, blocks=(3, 4, 6, 3))
+
+    @classmethod
+    def tiny(cls, num_classes: int = 10) -> ResNetConfig:
+        return cls(num_classes=num_classes, blocks=(1, 1), width=4)
+
+    @property
+    def num_features(self) -> int:
+        """What the classifier reads."""
+        return self.width * 2 ** (len(self.blocks) - 1) * EXPANSION
 
 
 class Block(nn.Module):
-    """Three convolutions around a shortcut."""
+    """x + f(x), where f is three convolutions."""
 
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, num_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        out = EXPANSION * width
-        self.conv1, self.norm1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.down, self.down_norm = nn.Conv2d(num_channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.middle, self.middle_norm = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.up, self.up_norm = nn.Conv2d(width, EXPANSION * width, 1, bias=False), nn.BatchNorm2d(EXPANSION * width)
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or num_channels != EXPANSION * width:
+            self.around = nn.Sequential(
+                nn.Conv2d(num_channels, EXPANSION * width, 1, stride, bias=False), nn.BatchNorm2d(EXPANSION * width)
+            )
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x_BCHW)))
-        y = F.relu(self.norm2(self.conv2(y)))
-        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x_BCHW))
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.down_norm(self.down(x)))
+        inner = F.relu(self.middle_norm(self.middle(inner)))
+        return F.relu(self.up_norm(self.up(inner)) + self.around(x))
 
 
-class ResNet50(nn.Module):
-    """Images (batch, 3, height, width) in, logits (batch, classes) out."""
+class Backbone(nn.Module):
+    """Images (B, 3, height, width) -> features (B, num_features)."""
 
-    def __init__(self, num_classes: int = 1000) -> None:
+    def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        blocks, channels = [], 64
-        for group, (number, width) in enumerate(zip(NUM_BLOCKS, WIDTHS, strict=True)):
-            for place in range(number):
-                blocks.append(Block(channels, width, 2 if group and not place else 1))
-                channels = EXPANSION * width
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, num_classes)
+        self.first, self.first_norm = nn.Conv2d(3, config.width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(config.width)
+        stages, num_channels = [], config.width
+        for stage, count in enumerate(config.blocks):
+            width = config.width * 2**stage
+            for place in range(count):
+                stages.append(Block(num_channels, width, 2 if stage and not place else 1))
+                num_channels = EXPANSION * width
+        self.blocks = nn.Sequential(*stages)
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y = self.blocks(self.stem(x_BCHW))
-        logits: Tensor = self.head(y.mean(dim=(2, 3)))
-        return logits
-
-
-def classification_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """For a batch of (images, labels)."""
-    return F.cross_entropy(output, batch[1])
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first_norm(self.first(images))), 3, 2, padding=1)
+        return self.blocks(x).mean((2, 3))
 
 
-def images(batch_size: int, size: int = 224, num_classes: int = 1000) -> tuple[Tensor, Tensor]:
-    """A batch without meaning, for planning and timing."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch_size, 3, size, size, generator=generator), torch.arange(batch_size) % num_classes
+class ResNet(nn.Module):
+    """Images and, for the mean loss, their classes (B,)."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.backbone = Backbone(config)
+        self.classifier = nn.Linear(config.num_features, config.num_classes)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, classes), or the loss."""
+        logits = self.classifier(self.backbone(images))
+        return logits if labels is None else F.cross_entropy(logits, labels)

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
 from torch.utils import _pytree as pytree
@@ -25,6 +26,7 @@ __all__ = [
     "hooks_of_tensor",
     "is_fake",
     "pytree",
+    "run_backward",
     "schema",
     "tensor_stores",
 ]
@@ -58,6 +60,14 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
     """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward` for gradients that are known to fit: it compares shapes as symbols, which takes as long as a small layer.
+
+    A switch of `torch.autograd.backward` to leave its checks out would replace it.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 # Torch has no public way to list hooks.

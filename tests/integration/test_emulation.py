@@ -16,7 +16,9 @@ from tests.ranks import RankError, preload, run_ranks
 from whale.cluster.cluster import Cluster
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.settings import Settings
+from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
+from whale.runtime.transport import NUM_EPOCHS
 from whale.scheduling import Schedule
 
 preload("torch", "whale", "tests.integration.test_emulation", "torch.export.experimental")
@@ -153,13 +155,13 @@ def arrivals(cluster_file: str, cards: str, num_bytes: float) -> list[float]:
     """When messages of two ranks that were sent at the same time arrive at a third, in seconds from then."""
     ranks = Ranks("cpu")
     transport = EmulatedTransport(ranks, [(0, 2), (1, 2)], Cluster.load(cluster_file), NetworkCards(Path(cards), 2), 1.0)
-    transport.num_bytes = lambda tensor, tag: num_bytes
+    transport.num_bytes = lambda message: num_bytes
     start: float = ranks.from_first(time.perf_counter())
     if ranks.rank < 2:
-        transport.send(torch.ones(1), 2, ranks.rank)
+        transport.send(torch.ones(1), Message(2, ranks.rank * NUM_EPOCHS, ()))
         transport.drain()
         return []
-    posted = [transport.post(torch.zeros(1), source, source, "a message") for source in range(2)]
+    posted = [transport.post(torch.zeros(1), Message(source, source * NUM_EPOCHS, ()), "a message") for source in range(2)]
     times = []
     for arrival in posted:
         transport.wait(arrival)

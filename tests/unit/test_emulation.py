@@ -24,11 +24,12 @@ from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
 from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
 from whale.lowering.chunk import crossing_values
-from whale.lowering.messages import build_bridges
+from whale.lowering.messages import Part, build_bridges
 from whale.planning.figures import Figures, StageFigures, StateFigures
 from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
 from whale.planning.samples import SampleMap
 from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares
+from whale.runtime.messages import Message, Piece
 from whale.scheduling import Action, Kind, Schedule
 from whale.scheduling.action import backward, forward
 from whale.simulation.simulate import figures_in
@@ -157,6 +158,11 @@ def gpt2() -> tuple[object, Times, Assignment]:
     return planned(Cluster.uniform(8, devices_per_host=4))
 
 
+def message_of(part: Part) -> Message:
+    shape = part.value.shape_for(part.num_samples)
+    return Message(part.peer, 0, (Piece((0, 0, part.value.index), 0, None, shape, part.value.dtype),))
+
+
 def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[object, Times, Assignment]) -> None:
     prepared, times, assignment = gpt2
     plan, stub = times.plan, make_stub(times.plan, times.figures)
@@ -174,7 +180,7 @@ def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[obje
                         part.peer,
                         part.num_samples,
                         part.value.gradient,
-                        stub.num_bytes(torch.ones(part.value.shape_for(part.num_samples)), part.tag)
+                        stub.num_bytes(message_of(part))
                         if each is stub.plan
                         else torch.Size(part.value.shape_for(part.num_samples)).numel() * part.value.dtype.itemsize,
                     )

@@ -30,7 +30,7 @@ from whale.lowering.chunk import crossing_values
 from whale.planning.figures import Figures
 from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
-from whale.runtime.actions import NUM_SHAPE_TAGS
+from whale.runtime.messages import Message
 
 VALUE = "value_"
 STAGE = "stage_"
@@ -125,10 +125,9 @@ class Stub:
         values = crossing_values(self.prepared.captured, assignment)
         return [float(bytes_of[_number(node)]) for node in sorted(values, key=lambda node: values[node].index)]
 
-    def num_bytes(self, tensor: Tensor, tag: int) -> float:
-        """Of the message that this one stands for (tags: `lowering/messages.py`, and the shape in `runtime/actions.py`)."""
-        value = tag // NUM_SHAPE_TAGS // 2 // (len(self.plan.stages) * self.plan.num_micro_batch)
-        return tensor.numel() * self._unit_bytes[value]
+    def num_bytes(self, message: Message) -> float:
+        """Of the message that this one stands for."""
+        return sum(piece.numel * self._unit_bytes[piece.key[2]] for piece in message.pieces)
 
 
 def batch_of(batch_size: int) -> Tensor:

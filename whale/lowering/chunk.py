@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -53,7 +53,8 @@ class Chunk:
     """What one rank runs for one stage."""
 
     stage: int
-    module: GraphModule
+    module_for: Callable[[int], GraphModule]
+    """what runs so many samples"""
     received: tuple[Value, ...]
     """first arguments of the module"""
     inputs: tuple[int, ...]
@@ -64,9 +65,11 @@ class Chunk:
     """then the results the user asked for (evaluation)"""
     has_loss: bool
     """then this stage's part of the loss"""
-    updates: tuple[str, ...]
+    updates: tuple[torch.Tensor, ...]
     """then new values of these buffers"""
     is_random: bool
+    is_sharded: bool = False
+    """runs together with the other devices of a grid, and has a module of its own for each number of samples"""
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,13 @@ def build_chunk(
     module = GraphModule(_root(attributes, regions, around.group), graph)
     return Chunk(
         stage=stage,
-        module=module,
+        module_for=lambda num_samples: module,  # a symbolic batch: the same for all
         received=tuple(values[node] for node in part.received),
         inputs=tuple(placeholders.index(node) for node in part.inputs),
         sent=tuple(values[node] for node in sent),
         num_outputs=len(outputs),
         has_loss=bool(terms),
-        updates=tuple(updates),
+        updates=tuple(attributes[name] for name in updates),
         is_random=any(is_random(node) for node in part.operations),
     )
 

@@ -31,6 +31,8 @@ class Program:
     """What one rank does for one size of the mini-batch."""
 
     actions: tuple[scheduling.Action, ...]
+    arrived_by: Mapping[scheduling.Action, tuple[scheduling.Action, ...]]
+    """receive -> earlier sends whose messages have arrived when it is done"""
     chunks: Mapping[int, Chunk]
     source_of: Mapping[tuple[int, int], int]
     """(stage, value) -> stage that computes it"""
@@ -38,7 +40,9 @@ class Program:
     """stage -> stages that use its results"""
     bridges: Bridges
     samples: Sequence[tuple[int, int]]
-    """this rank's samples of each micro-batch"""
+    """samples of each micro-batch that this rank runs on"""
+    edges: Sequence[tuple[int, int]]
+    """samples of each micro-batch that enter and leave this rank: on a grid a part of `samples`, else the same"""
     batched: Sequence[bool]
     """of each placeholder: cut by samples, or given whole"""
     batch_size: int
@@ -144,11 +148,13 @@ class Lowered:
         num_whole = sum(node.op == "placeholder" for node in self.prepared.captured.graph.nodes) - len(batched)
         return Program(
             actions=schedule.orders[device],
+            arrived_by=scheduling.arrived_by(schedule.stage_graph, schedule.orders, device),
             chunks=self.chunks,
             source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
             consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},
             bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
-            samples=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            samples=[samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            edges=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
             batched=[*batched, *([False] * num_whole)],
             batch_size=batch_size,
             num_micro_batch=schedule.num_micro_batch,

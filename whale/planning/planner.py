@@ -101,7 +101,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
     _refuse_split(task_graphs, cluster.num_devices)
-    widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
+    widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))

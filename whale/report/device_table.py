@@ -70,7 +70,7 @@ def samples_by_rank(plan: Plan) -> list[list[int]]:
         division = samples.division(micro_batch)
         for device in plan.virtual_devices:
             for replica, ranks in enumerate(device.ranks):
-                for rank, share in zip(ranks, division.devices[replica][device.index], strict=True):
+                for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
                     counts[rank].append(share)
     return counts
 

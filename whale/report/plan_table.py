@@ -116,13 +116,14 @@ def _parameters_of(plan: Plan, virtual_device: int) -> str:
 
 
 def _samples(plan: Plan, samples: SampleMap, replica: int, virtual_device: int) -> str:
-    """`4` each, or `3+2` for unequal devices; micro-batches of unequal size one after the other: `2 (3 times), 1 (once)`."""
+    """`4` each, `3+2` for unequal devices, `4 together` on a grid; micro-batches of unequal size one after the other: `2 (3x), 1 (1x)`."""
     sizes = micro_batch_sizes(plan.batch_size, plan.num_micro_batch)
     texts: Counter[str] = Counter()
     known: dict[int, str] = {}
     for micro_batch, size in enumerate(sizes):  # micro-batches of one size are cut alike
         if size not in known:
-            known[size] = _shares([stop - start for start, stop in samples.devices(micro_batch, replica, virtual_device)])
+            shares = [stop - start for start, stop in samples.runs(micro_batch, replica, virtual_device)]
+            known[size] = _shares(shares) if plan.virtual_devices[virtual_device].grid is None else f"{shares[0]} together"
         texts[known[size]] += 1
     if len(texts) == 1:
         return next(iter(texts))

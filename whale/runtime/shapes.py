@@ -133,8 +133,8 @@ def largest_micro_batches(plan: Plan, batch_size: int) -> int:
 
 
 def widest(plan: Plan) -> int:
-    """Over how many devices a micro-batch is cut at most."""
-    return max(plan.num_replicas * device.num_devices for device in plan.virtual_devices)
+    """Over how many devices a micro-batch must be cut at most."""
+    return max(plan.num_replicas * device.num_sample_parts for device in plan.virtual_devices)
 
 
 def _pairs(plan: Plan) -> set[tuple[int, int]]:

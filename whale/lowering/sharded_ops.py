@@ -1,0 +1,29 @@
+"""All local operations that contain communication, in one place: what the lowering of `split` calls."""
+
+from whale.lowering.exchange import Groups, exchange
+from whale.lowering.lines import Line, line_places, sum_over_line
+from whale.lowering.sharded_linear import LinearPlan, sharded_linear
+from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
+from whale.lowering.sharded_random import Draw, dropout, scaled_dot_product_attention
+from whale.lowering.sharded_vocabulary import argmax, cross_entropy, embedding, log_softmax, softmax
+
+__all__ = [
+    "Draw",
+    "Groups",
+    "Line",
+    "LinearPlan",
+    "argmax",
+    "batch_norm",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "exchange",
+    "layer_norm",
+    "line_places",
+    "log_softmax",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "sharded_linear",
+    "softmax",
+    "sum_over_line",
+]
