@@ -68,8 +68,8 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            pairs = _pairs(job.plan)
-            self.transport = Transport(job.ranks, pairs) if job.emulation is None else job.emulation.transport(pairs)
+            pairs, shared = _pairs(job.plan), job.config.share_memory
+            self.transport = Transport(job.ranks, pairs, shared) if job.emulation is None else job.emulation.transport(pairs, shared)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
