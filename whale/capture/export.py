@@ -21,7 +21,7 @@ from whale.capture.batch import BatchLayout, enlarge
 from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
-from whale.compat import all_user_frames, fake_mode, is_fake, pytree, tensor_stores
+from whale.compat import all_user_frames, attention_by_form, fake_mode, is_fake, pytree, tensor_stores, without_unused_work
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -180,13 +180,20 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with random_branches(wrapper.model, findings), preserve_node_meta(), all_user_frames():
+            with random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
                 program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
     seen = wrapper.seen
     return Exported(program, marks, findings, seen.output_structure, seen.output_is_tensor, seen.dropped, seen.has_loss)
+
+
+@contextlib.contextmanager
+def _fast_and_told() -> Iterator[None]:
+    """Nodes know their lines of the user's code, and no time goes into what is thrown away."""
+    with all_user_frames(), without_unused_work(), attention_by_form():
+        yield
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:

@@ -16,10 +16,11 @@ from rich.text import Text
 from whale.planning.plan import Crossing, Plan
 from whale.planning.samples import SampleMap
 from whale.planning.shares import micro_batch_sizes
-from whale.report.device_table import device_table
+from whale.report.device_table import memory_table, prediction, work_table
 from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
+from whale.simulation.simulate import simulate
 
 SHOWN_REPLICAS = 4
 """model replicas listed one by one; the rest in one line"""
@@ -51,8 +52,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def render_plan(plan: Plan) -> Group:
     """All parts of the plan, as something that rich can print."""
-    parts: list[RenderableType] = [Text(summary(plan), style="bold"), _task_graphs(plan), _devices(plan)]
-    for part in (device_table(plan), _crossings(plan), _tied(plan), _losses(plan)):
+    parts: list[RenderableType] = [Text(summary(plan), style="bold")]
+    if plan.figures is not None:
+        timeline = simulate(plan)
+        parts += [prediction(timeline), work_table(plan, timeline), memory_table(timeline)]
+    parts += [_task_graphs(plan), _devices(plan)]
+    for part in (_crossings(plan), _tied(plan), _losses(plan)):
         if part is not None:
             parts.append(part)
     parts += [_Picture(Schedule.from_json(plan.schedule)), _decisions(plan)]

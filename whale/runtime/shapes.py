@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerpri
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
+from whale.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from whale.emulation.emulation import Emulation
@@ -49,6 +51,11 @@ class Job:
     emulation: Emulation | None = None
     """None: the devices are real"""
 
+    @cached_property
+    def shards(self) -> Shards:
+        """Who holds which part of which tensor."""
+        return Shards(self.plan)
+
     @property
     def task(self) -> Task:
         return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
@@ -61,8 +68,8 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            pairs = _pairs(job.plan)
-            self.transport = Transport(job.ranks, pairs) if job.emulation is None else job.emulation.transport(pairs)
+            pairs, shared = _pairs(job.plan), job.config.share_memory
+            self.transport = Transport(job.ranks, pairs, shared) if job.emulation is None else job.emulation.transport(pairs, shared)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:

@@ -1,9 +1,9 @@
 """Memory of a device by accounting: what the plan puts there, action by action.
 
-    weights, buffers     from the start; buffers are the model's own, those in which shared gradients are summed, and the mini-batch
-    gradients            of a stage from its first backward of a step to the next step
-    optimizer state      from the first update on, as many bytes for a byte of weights as the user's optimizer makes
-    activations          what a stage keeps of a micro-batch, from its forward to the end of its backward, and room to work
+weights, buffers     from the start; buffers are the model's own, those in which shared gradients are summed, and the mini-batch
+gradients            of a stage from its first backward of a step to the next step
+optimizer state      from the first update on, as many bytes for a byte of weights as the user's optimizer makes
+activations          what a stage keeps of a micro-batch, from its forward to the end of its backward, and room to work
 """
 
 from __future__ import annotations
