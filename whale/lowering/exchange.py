@@ -72,6 +72,8 @@ def _fresh(result: Tensor, x: Tensor) -> Tensor:
 
 def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
     """The steps one after the other, without history."""
+    if x.dtype == torch.bool:  # gloo does not send it
+        return run(x.view(torch.uint8), steps, groups).view(torch.bool)
     for step in steps:
         x = start(x, step, groups).wait()
     return x
