@@ -108,7 +108,7 @@ def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp
     assert [record["kind"] for record in records] == ["V100-16GB", "P100"]
     measured = [{name: (start, end) for name, start, end in record["events"]} for record in records]
     predicted = [{name: end - start for name, start, end in events} for events in read(tmp_path, "prediction.json")["events"]]
-    computed = [(rank, name) for rank in range(2) for name in predicted[rank] if name != "sums"]
+    computed = [(rank, name) for rank in range(2) for name in predicted[rank] if name[0] in "FB"]
     assert len(computed) == 2 * 2 * 2
     for rank, name in computed:
         start, end = measured[rank][name]
@@ -139,8 +139,8 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
     ("gigabytes", "message"),
     [
         ("1.0e-5", "is out of memory at the start: weights need 25.3 KB more, but only 10.0 KB of 10.0 KB are free"),
-        ("2.7e-5", "is out of memory at F1.0: activations need"),
-        ("6.0e-5", "is out of memory at update: optimizer state need 50.7 KB more"),
+        ("2.9e-5", "is out of memory at F1.0: activations need"),
+        ("7.0e-5", "is out of memory at update: optimizer state need 50.7 KB more"),
     ],
 )
 def test_an_over_full_device_fails_as_a_real_one_would(gigabytes: str, message: str, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
 
 
 def test_every_way_out_works_and_one_less_does_not() -> None:
-    free = plan_of(devices(10**9)).memory[0]
+    free = plan_of(devices(10**9, 10**9)).memory[0]
     memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
     with pytest.raises(DoesNotFit, match=r"a micro-batch of 16 samples does not fit: rank 0 .k0. has room for 5") as error:
         plan_of(devices(memory, memory))

@@ -40,12 +40,16 @@ class NetworkCards:
     def create(path: Path, num_hosts: int) -> None:
         path.write_bytes(bytes(num_hosts * _NUMBER.size))
 
-    def book(self, host: int, seconds: float) -> float:
-        """Takes the card for so long, after those before; when it is free again, by `perf_counter`, which all processes share."""
+    def book(self, host: int, seconds: float, since: float | None = None) -> float:
+        """Takes the card for so long, after those before; when it is free again, by `perf_counter`, which all processes share.
+
+        `since`: the earliest start; None: now.
+        """
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             place = host * _NUMBER.size
-            end = max(time.perf_counter(), _NUMBER.unpack_from(self._map, place)[0]) + seconds
+            earliest = time.perf_counter() if since is None else since
+            end = max(earliest, _NUMBER.unpack_from(self._map, place)[0]) + seconds
             _NUMBER.pack_into(self._map, place, end)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -33,7 +33,7 @@ class Order:
 
     def of(self, device: VirtualDevice) -> VirtualDevice:
         """The VirtualDevice with the ranks that stand at its places."""
-        return VirtualDevice(device.index, tuple(tuple(self.ranks[place] for place in replica) for replica in device.ranks))
+        return replace(device, ranks=tuple(tuple(self.ranks[place] for place in replica) for replica in device.ranks))
 
 
 def device_orders(cluster: Cluster, width: int, dtype: str) -> tuple[Order, ...]:
@@ -124,7 +124,7 @@ def _ways_out(
 ) -> list[str]:
     """The smallest changes, each alone, that make it fit."""
     ways = []
-    widest = max(len(device.ranks) * device.num_devices for device in situation.virtual_devices)
+    widest = max(len(device.ranks) * device.num_sample_parts for device in situation.virtual_devices)
     trials = range(num_micro_batch + 1, batch_size // widest + 1)
     more = next((number for number in trials if with_micro_batches(number).fits(batch_size, number)), None)
     if more is not None:
@@ -163,7 +163,7 @@ def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
         rank: share
         for device in situation.virtual_devices
         for replica, ranks in enumerate(device.ranks)
-        for rank, share in zip(ranks, division.devices[replica][device.index], strict=True)
+        for rank, share in zip(ranks, division.runs[replica][device.index], strict=True)
     }
     shares = [by_rank[rank] for rank in sorted(by_rank)]
     idle = [rank for rank in sorted(by_rank) if not by_rank[rank]]
@@ -185,7 +185,8 @@ def _even_time(situation: Situation, size: int) -> float | None:
     slowest = 0.0
     for device in situation.virtual_devices:
         for ranks, share in zip(device.ranks, even_shares(size, len(device.ranks)), strict=True):
-            for rank, part in zip(ranks, even_shares(share, len(ranks)), strict=True):
+            parts = even_shares(share, len(ranks)) if device.grid is None else (share,) * len(ranks)
+            for rank, part in zip(ranks, parts, strict=True):
                 slowest = max(slowest, situation.loads[rank].seconds(part))
     return slowest
 

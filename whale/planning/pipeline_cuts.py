@@ -23,7 +23,7 @@ from whale.cluster.cluster import Cluster, Link
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
 from whale.planning.workload import Workload
-from whale.profiling.costs import seconds, value_bytes
+from whale.profiling.costs import value_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CutProblem:
         """(stages, operations)"""
         shares, known = self.shares(), {}
         for kind in {device.kind for device in self.cluster.devices}:
-            known[kind] = np.array([seconds(self.workload.costs[node], kind, self.dtype) for node in operations])
+            known[kind] = np.array(self.workload.forward_seconds(operations, kind))
         rows = []
         for stage in self.ranks:
             by_replica = [len(shares) * x * known[self.cluster.devices[rank].kind] for x, rank in zip(shares, stage, strict=True)]

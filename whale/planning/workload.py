@@ -9,40 +9,23 @@ Both are taken to be affine in the samples: from the cost model at two sizes, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
+from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
-from whale.planning.shares import Load
 from whale.planning.stages import StageSlice
-from whale.profiling.costs import BACKWARD_PER_FORWARD, NodeCost, node_costs
+from whale.profiling.costs import NodeCost, backward_factors, node_costs, seconds
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 
 ADAM_STATE = 2.0
 """optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two averages"""
 WORKING_COPIES = 2
 """while an operation runs backward there are a gradient that comes in and one that goes out, about as large as its result"""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Time on any kind of device, before its rates are known; affine in the samples."""
-
-    fixed_flop: float
-    fixed_moved_bytes: float
-    sample_flop: float
-    sample_moved_bytes: float
-
-    def load(self, kind: DeviceKind, dtype: str) -> Load:
-        rate = kind.rate(dtype)
-        return Load(
-            sample_s=self.sample_flop / rate + self.sample_moved_bytes / kind.bytes_per_s,
-            fixed_s=self.fixed_flop / rate + self.fixed_moved_bytes / kind.bytes_per_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +38,11 @@ class Workload:
     """values that carry a gradient"""
     optimizer_ratio: float
     """bytes of optimizer state for each byte of trainable parameter"""
+    dtype: str = "fp32"
+    """in which products are computed"""
+    share: int = 1
+    """samples of a micro-batch that a device typically gets: times are exact there and at the whole mini-batch, straight between"""
+    _known: dict[DeviceKind, dict[Node, StageTimes]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
@@ -62,27 +50,49 @@ class Workload:
         return node_costs(self.captured, self.batch_size)
 
     @cached_property
-    def _costs_of_one(self) -> dict[Node, NodeCost]:
-        return self.costs if self.batch_size == 1 else node_costs(self.captured, 1)
+    def _few(self) -> int:
+        """Samples of the smaller of two sizes at which times are taken."""
+        return self.share if self.share < self.batch_size else max(1, self.batch_size // 2)
+
+    @cached_property
+    def _costs_of_few(self) -> dict[Node, NodeCost]:
+        return self.costs if self._few == self.batch_size else node_costs(self.captured, self._few)
 
     @cached_property
     def saved(self) -> Saved:
         return saved_for_backward(self.captured, self.batch_size)
 
-    def work(self, operations: Iterable[Node]) -> Work:
-        """Forward and backward of these operations."""
-        whole_flop = whole_moved = one_flop = one_moved = 0.0
-        for node in operations:
-            times = 1.0 + (BACKWARD_PER_FORWARD if node in self.gradients else 0.0)
-            whole_flop += times * self.costs[node].flop
-            whole_moved += times * self.costs[node].moved_bytes
-            one_flop += times * self._costs_of_one[node].flop
-            one_moved += times * self._costs_of_one[node].moved_bytes
-        if self.batch_size == 1:
-            return Work(0.0, 0.0, whole_flop, whole_moved)
-        sample_flop = (whole_flop - one_flop) / (self.batch_size - 1)
-        sample_moved = (whole_moved - one_moved) / (self.batch_size - 1)
-        return Work(max(0.0, one_flop - sample_flop), max(0.0, one_moved - sample_moved), sample_flop, sample_moved)
+    def times(self, operations: Iterable[Node], kind: DeviceKind) -> StageTimes:
+        """Of these operations together on such a device, one micro-batch."""
+        known = self._times_of_nodes(kind)
+        parts = [known[node] for node in operations]
+        return StageTimes(
+            _sum([part.forward for part in parts]),
+            _sum([part.input_backward for part in parts]),
+            _sum([part.weight_backward for part in parts]),
+        )
+
+    def forward_seconds(self, operations: Sequence[Node], kind: DeviceKind) -> list[float]:
+        """Of each operation alone, for a mini-batch in micro-batches of the usual size on one such device."""
+        known, times = self._times_of_nodes(kind), self.batch_size / self.share
+        return [times * known[node].forward.of(self.share) for node in operations]
+
+    def _times_of_nodes(self, kind: DeviceKind) -> dict[Node, StageTimes]:
+        if kind not in self._known:
+            found = self._known[kind] = {}
+            for node, many in self.costs.items():
+                few = self._costs_of_few[node]
+                forward = self._line(seconds(few, kind, self.dtype), seconds(many, kind, self.dtype))
+                inputs, weights = backward_factors(node, many, self.gradients)
+                found[node] = StageTimes(forward, _scaled(forward, inputs), _scaled(forward, weights))
+        return self._known[kind]
+
+    def _line(self, few_s: float, many_s: float) -> Seconds:
+        """Through the times of two numbers of samples."""
+        if self.batch_size == self._few:
+            return Seconds(many_s / self.batch_size)
+        sample_s = (many_s - few_s) / (self.batch_size - self._few)
+        return Seconds(sample_s, max(0.0, few_s - self._few * sample_s))
 
     def memory(self, slices: Sequence[StageSlice], crossings: Sequence[Sequence[Node]], in_flight: Sequence[int]) -> DeviceMemory:
         """Of a device that runs these stages; capacity is left at 0. `crossings[i]`: what stage i receives and sends."""
@@ -133,3 +143,11 @@ class Workload:
             states = [self.captured.state[name] for name in new]
             found.append(sum(state.num_bytes * (2.0 + self.optimizer_ratio if state.trainable else 1.0) for state in states))
         return found
+
+
+def _scaled(time: Seconds, factor: float) -> Seconds:
+    return time if factor == 1.0 else Seconds(factor * time.sample_s, factor * time.fixed_s)
+
+
+def _sum(times: Sequence[Seconds]) -> Seconds:
+    return Seconds(sum(time.sample_s for time in times), sum(time.fixed_s for time in times))

@@ -5,12 +5,13 @@ The one cost model, used by planner, simulator and emulator:
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
 FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs + outputs. A view moves nothing; a lookup
-(embedding, gather) reads only what it gives out. The backward of an operation does about twice the work of its forward: a
-product has two gradients, each a product of the same size.
+(embedding, gather) reads only what it gives out. The backward of a product is one product of the same size for each of its two operands
+that gets a gradient; that of any other operation does about twice the work of its forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.cluster.cluster import DeviceKind
 from whale.profiling.flops import Value, flop
 
@@ -44,6 +45,15 @@ LOOKUPS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_
 """read of their first tensor as many bytes as they write"""
 
 
+ADDED_PRODUCTS = frozenset({"aten.addmm", "aten.addmv", "aten.addbmm", "aten.baddbmm"})
+"""first argument: what is added"""
+PRODUCTS = ADDED_PRODUCTS | frozenset({
+    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.conv1d", "aten.conv2d", "aten.conv3d",
+    "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d",
+})  # fmt: skip
+"""of two operands, each of whose gradients is such a product"""
+
+
 @dataclass(frozen=True)
 class NodeCost:
     """Cost of one node's forward."""
@@ -58,9 +68,20 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     return cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
 
 
-def backward_seconds(cost: NodeCost, kind: DeviceKind) -> float:
-    """How long the backward takes; only for nodes that have one (kind WEIGHT or ACTIVATION)."""
-    return BACKWARD_PER_FORWARD * seconds(cost, kind)
+def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> tuple[float, float]:
+    """Work of a node's backward in units of its forward: for the gradients of its inputs, and of its weights (which can be done later).
+
+    `gradients`: values that carry a gradient.
+    """
+    if node not in gradients:
+        return 0.0, 0.0
+    packet = str(getattr(node.target, "overloadpacket", ""))
+    if packet not in PRODUCTS or not cost.flop:
+        return BACKWARD_PER_FORWARD, 0.0
+    places = slice(1, 3) if packet in ADDED_PRODUCTS else slice(0, 2)
+    operands = [operand for operand in node.args[places] if isinstance(operand, Node) and operand in gradients]
+    weights = sum(operand.op == "get_attr" for operand in operands)
+    return float(len(operands) - weights), float(weights)
 
 
 def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:
@@ -70,9 +91,19 @@ def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
-        values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
+        try:
+            values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
+        except UnknownSize:
+            raise ValueError(
+                f"the shape of `{node.name}` depends on what the tensors hold ({user_line(node)}), and a plan needs every shape. Keep the "
+                f"full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+            ) from None
         costs[node] = _cost(node, values)
     return costs
+
+
+class UnknownSize(ValueError):
+    """A size that is known only when the batch is there: how many rows a mask picks."""
 
 
 def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
@@ -90,7 +121,7 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
     number = expression.subs(symbol, value)
     if number.free_symbols:
         names = ", ".join(sorted(map(str, number.free_symbols)))
-        raise ValueError(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
+        raise UnknownSize(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
     return int(number)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale.compat import run_backward
+from whale.lowering.chunk import Value
 from whale.lowering.program import Program
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive, ValueKey, place_of
@@ -92,6 +93,8 @@ class _Argument:
     source: Slot | None
     """another stage of this rank, whose result at `place` is taken as it is; None: a message"""
     place: int
+    empty: Tensor | None
+    """on a grid, where none of its samples enter this device: no message brings it"""
 
 
 class Forward:
@@ -111,6 +114,7 @@ class Forward:
                     value.gradient,
                     (source, action.micro_batch) if local else None,
                     place_of(program, source, value.index) if local else 0,
+                    _empty(program, action, value),
                 )
             )
         self.sources = {argument.source for argument in self.arguments if argument.source is not None}
@@ -138,7 +142,7 @@ class Forward:
     def _received(self, this: Pass, argument: _Argument) -> Tensor:
         """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's autograd graph."""
         if argument.source is None:
-            tensor = this.received.pop(argument.key)
+            tensor = this.received.pop(argument.key) if argument.empty is None else argument.empty.detach()
         else:
             tensor = this.results[argument.source][argument.place].detach()
         return tensor.requires_grad_() if argument.gradient and this.gradients is not None else tensor
@@ -155,9 +159,9 @@ class Forward:
             loss = results[self.num_results]
             outcome.loss += loss.detach()
             roots.append(loss)
-        for name, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
+        for buffer, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
             with torch.no_grad():
-                chunk.module.get_buffer(name).copy_(value)
+                buffer.copy_(value)
         self._hold(this, sent, received, roots)
 
     def _hold(self, this: Pass, sent: tuple[Tensor, ...], received: list[Tensor], roots: list[Root]) -> None:
@@ -183,8 +187,12 @@ class Backward:
         chunk = program.chunks[action.stage]
         self.stage, self.slot, self.has_loss = action.stage, (action.stage, action.micro_batch), chunk.has_loss
         self.is_last, self.deferred = is_last, deferred
-        self.is_idle = _is_idle(program, action)
-        self.sent = [(*self.slot, value.index) for value in chunk.sent]
+        self.is_idle, self.device = _is_idle(program, action), program.device
+        start, stop = program.edges[action.micro_batch]
+        # (the result, what its gradient is when none comes: on a grid zeros of this shape, elsewhere nothing)
+        self.sent = [
+            ((*self.slot, value.index), value.shape_for(stop - start) if chunk.is_sharded else None, value.dtype) for value in chunk.sent
+        ]
         # (place among the received tensors, where its gradient goes, whether that is a stage of this rank)
         self.returned: list[tuple[int, ValueKey, bool]] = []
         for place, value in enumerate(chunk.received):
@@ -200,8 +208,10 @@ class Backward:
             return  # its gradients, if there are any, are final when the stage is closed
         roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
-        for key, root in zip(self.sent, known, strict=False):
+        for (key, zeros, dtype), root in zip(self.sent, known, strict=False):
             gradient = this.incoming.pop(key, None)
+            if gradient is None and zeros is not None:  # nobody wants this part; the exchanges behind it need all devices all the same
+                gradient = torch.zeros(zeros, dtype=dtype, device=self.device)
             if gradient is not None and root is not None:
                 roots.append(root)
                 seeds.append(gradient)
@@ -253,3 +263,10 @@ def _is_idle(program: Program, action: Action) -> bool:
     start, stop = program.samples[action.micro_batch]
     return start == stop
 
+
+
+def _empty(program: Program, action: Action, value: Value) -> Tensor | None:
+    start, stop = program.edges[action.micro_batch]
+    if start < stop or value.batch_dim is None:
+        return None
+    return torch.empty(value.shape_for(0), dtype=value.dtype, device=program.device)

@@ -77,9 +77,10 @@ def compile_chunk(
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
-        elif node.op == "call_module":  # a region that is computed again in backward
+        elif node.op == "call_module":  # a region that is computed again in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
-            called: Callable[..., Any] = _split_region(region, instead) if deferred is not None else region
+            is_split = deferred is not None and isinstance(region, Recomputed)
+            called: Callable[..., Any] = _split_region(region, instead) if is_split else region
             setattr(weights, str(node.target), torch.compiler.disable(called) if with_torch else called)
         elif node.op == "call_function":
             node.target = instead.get(node.target, node.target)

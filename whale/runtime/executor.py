@@ -77,17 +77,17 @@ class Executor:
         deferred = {stage: Deferred() for stage, _ in split}
         last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
         sends: dict[Action, Send] = {}
-        functions: dict[tuple[int, bool], Callable[..., tuple[Tensor, ...]]] = {}
+        functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
         prepared: list[tuple[Action, Callable[[Pass], None]]] = []
         for action in program.actions:
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                key = (action.stage, is_split)
+                chunk, (start, stop) = program.chunks[action.stage], program.samples[action.micro_batch]
+                key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
-                    name = f"stage {action.stage}, split backward" if is_split else f"stage {action.stage}"
-                    chunk = program.chunks[action.stage].module
-                    own = deferred[action.stage] if is_split else None
-                    functions[key] = compile_chunk(chunk, name, own, self.with_torch_compile)
+                    name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
+                    own, module = deferred[action.stage] if is_split else None, chunk.module_for(stop - start)
+                    functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
                 run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, last[action.stage] is action).run

@@ -201,7 +201,7 @@ def messages_of(program: Program, action: Action) -> list[Message]:
 
 def _piece(program: Program, action: Action, part: Part) -> Piece:
     value = part.value
-    start, stop = program.samples[action.micro_batch]
+    start, stop = program.edges[action.micro_batch]
     rows = None
     if not part.is_all:
         assert value.batch_dim is not None

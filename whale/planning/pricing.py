@@ -1,0 +1,120 @@
+"""The cost model applied to the stages of a plan: `Figures`, and the times that cuts and schedules are made for.
+
+Devices that share the samples of a stage by their speed take, together,
+
+    1 / sum_i(1 / t_i),        t_i: time of device i if it did everything in micro-batches of the usual size.             (1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from whale.capture.graph import CapturedGraph
+from whale.cluster.cluster import Cluster, DeviceKind
+from whale.planning.assignment import Assignment, carries_gradient
+from whale.planning.describe import holders as holders_of
+from whale.planning.figures import Figures, StageFigures, StageTimes, StateFigures
+from whale.planning.plan import Plan
+from whale.planning.workload import WORKING_COPIES, Workload
+
+UPDATE_PASSES = 3
+"""an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
+
+MiniBatchSeconds = tuple[float, float, float]
+"""forward, input part and weight part of the backward"""
+
+
+def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> int:
+    """Samples of a micro-batch on a device, evenly shared."""
+    return max(1, batch_size // (num_micro_batch * max(1, num_replicas)))
+
+
+def stage_seconds(workload: Workload, operations: Sequence[Node], kinds: Sequence[DeviceKind], num_micro_batch: int) -> MiniBatchSeconds:
+    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them times takes no time."""
+    number = {kind: kinds.count(kind) for kind in kinds}
+    share = max(1.0, workload.batch_size / num_micro_batch / len(kinds))
+    speeds = [0.0, 0.0, 0.0]
+    for kind, count in number.items():
+        times = workload.times(operations, kind)
+        for place, part in enumerate((times.forward, times.input_backward, times.weight_backward)):
+            alone = part.of(share) * workload.batch_size / share
+            speeds[place] += count / alone if alone else float("inf")
+    forward, inputs, weights = (1.0 / speed for speed in speeds)
+    return forward, inputs, weights
+
+
+def shared_gradient_bytes(
+    captured: CapturedGraph,
+    holders: Mapping[str, tuple[int, ...]],
+    stages: Sequence[int],
+    is_shared: Callable[[tuple[int, ...]], bool],
+) -> int:
+    """Of trained parameters on these stages whose gradients are summed with other devices; `is_shared(stages that hold it)`."""
+    own, total = set(stages), 0
+    for name, held_by in holders.items():
+        state = captured.state[name]
+        if state.kind == "parameter" and state.trainable and own & set(held_by) and is_shared(held_by):
+            total += state.num_bytes
+    return total
+
+
+def figures_of(
+    workload: Workload,
+    assignment: Assignment,
+    holders: Mapping[str, tuple[int, ...]],
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+) -> Figures:
+    """`ranks[i]`: all ranks that run stage i."""
+    stages = []
+    for index, part in enumerate(assignment.slices):
+        crossing = [node for node, source, destination in assignment.crossings if index in (source, destination)]
+        kept = workload.saved.total(part.operations, crossing)
+        kinds = {cluster.devices[rank].kind for rank in ranks[index]}
+        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind) for kind in kinds}
+        largest = max((workload.costs[node].output_bytes for node in part.operations if node in workload.gradients), default=0)
+        working = WORKING_COPIES * largest / workload.batch_size
+        stages.append(StageFigures(dict(sorted(times.items())), kept.sample_bytes, kept.fixed_bytes, working))
+    states = _states(workload.captured, holders)
+    own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
+    known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
+    for device, own in zip(cluster.devices, own_stages, strict=True):
+        trained = sum(state.trained_bytes for state in states if set(state.stages) & set(own))
+        known[tuple(own), device.kind] = update_seconds(trained, workload.optimizer_ratio, device.kind)
+    return Figures(
+        stages=tuple(stages),
+        states=states,
+        network=cluster.network,
+        update_s=tuple(known[tuple(own), device.kind] for device, own in zip(cluster.devices, own_stages, strict=True)),
+        memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
+        optimizer_ratio=workload.optimizer_ratio,
+        batch_bytes=workload.batch_bytes,
+    )
+
+
+def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind) -> float:
+    """Of the optimizer, which is limited by memory bandwidth."""
+    return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+
+
+def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
+    """A plan with the figures of another cluster of as many devices."""
+    share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
+    workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
+    ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
+    return replace(plan, figures=figures_of(workload, assignment, holders_of(captured, assignment), cluster, ranks))
+
+
+def _states(captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> tuple[StateFigures, ...]:
+    states: dict[tuple[int, ...], StateFigures] = {}
+    for name, stages in holders.items():
+        tensor, known = captured.state[name], states.get(stages, StateFigures(stages))
+        if tensor.kind == "parameter":
+            trained = known.trained_bytes + tensor.num_bytes * tensor.trainable
+            states[stages] = replace(known, weight_bytes=known.weight_bytes + tensor.num_bytes, trained_bytes=trained)
+        else:
+            states[stages] = replace(known, buffer_bytes=known.buffer_bytes + tensor.num_bytes)
+    return tuple(states.values())
