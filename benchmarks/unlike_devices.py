@@ -1,6 +1,6 @@
 """A pipeline over 4 V100 and 4 P100 (emulated), cut by speed: the list-scheduled wave against 1F1B and interleaved 1F1B on the same cut.
 
-64 like blocks, so that every schedule can be given the same cut: 10 blocks on a V100 and 6 on a P100, whole for 1F1B, in two chunks for the
+40 like blocks, so that every schedule can be given the same cut: 6 blocks on a V100 and 4 on a P100, whole for 1F1B, in two chunks for the
 others. As many micro-batches as devices. All sides are `whale run --emulate` jobs with stub chunks in the same processes, taking turns.
 Beside every time stands what the simulation of the same schedule says: it is the run's ceiling.
 """
@@ -24,11 +24,11 @@ CLUSTER = """
 hosts: [{name: big, kind: V100-16GB, count: 4}, {name: small, kind: P100, count: 4}]
 """
 NUM_DEVICES = 8
-BLOCKS_ON = {"V100-16GB": 10, "P100": 6}
+BLOCKS_ON = {"V100-16GB": 6, "P100": 4}
 NUM_BLOCKS = 4 * sum(BLOCKS_ON.values())
 WIDTH, LENGTH, SAMPLES = 1024, 128, 4
 """of a block, of a sequence, and in a micro-batch"""
-STRETCH = 4.0
+STRETCH = 6.0
 """of all times: then the shortest action takes about 10 ms"""
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},
