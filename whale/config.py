@@ -131,6 +131,9 @@ class Config:
     num_posted_receives: int = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more memory."""
 
+    compile: bool = False
+    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need a C++ compiler."""
+
     share_memory: bool = True
     """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through gloo."""
 
