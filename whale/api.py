@@ -21,7 +21,7 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.emulation.emulation import Emulation, emulated_cluster
+from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
 from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
 from whale.planning.plan import Plan
@@ -190,7 +190,7 @@ def parallelize(
     _check_num_devices(chosen, ranks)
     emulation = Emulation(settings, devices, chosen, prepared, ranks, config) if settings is not None else None
     if emulation is not None and emulation.stub is not None:
-        return Engine(_stub_job(emulation, config), optimizer, scheduler)
+        return Engine(stub_job(emulation, config), optimizer, scheduler)
     assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
@@ -262,14 +262,6 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
     if chosen.num_devices != ranks.num_ranks:
         raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
-
-
-def _stub_job(emulation: Emulation, config: Config) -> Job:
-    """The job of a rehearsal, which trains the stub in place of the model."""
-    stub, held = emulation.stub, emulation.stub_weights()
-    assert stub is not None
-    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
-    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
 
 
 def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:

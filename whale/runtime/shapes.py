@@ -17,8 +17,10 @@ from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
+from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
+from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
@@ -74,11 +76,17 @@ class Shapes:
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
                 job.ranks.group(ranks)
+        for device in job.plan.virtual_devices:
+            if device.grid is not None and job.plan.num_replicas > 1:
+                for place in range(device.num_devices):
+                    job.ranks.group(tuple(members[place] for members in device.ranks))
+        has_statistics = any(trains_batch_norm(node) for node in job.prepared.captured.compute_nodes())
+        self._grids = GridGroups(job.plan, job.ranks, has_statistics)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
         self._executors: dict[tuple[int, int, int], Executor] = {}
         assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
-        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks)
+        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks, self._grids)
         self._training[job.sample.key] = self.first
 
     def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
@@ -93,7 +101,7 @@ class Shapes:
             check_loss_and_buffers(prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch)
             job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
         return self._find(self._training, layout.key, capture)
 
@@ -105,7 +113,7 @@ class Shapes:
             if prepared.only_whole is not None and max(job.plan.num_micro_batch, widest(job.plan)) > 1:
                 raise ValueError(prepared.only_whole.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
         return self._find(self._evaluation, layout.key, capture)
 

@@ -43,10 +43,21 @@ def tensor_of(value: Value) -> torch.Tensor:
 
 @dataclass
 class _Class:
-    members: list[Dim] = field(default_factory=list)
+    members: list[tuple[Dim, Fraction]] = field(default_factory=list)
+    """with their segments in proportion"""
     torn: bool = False
     count: int = 0
-    least: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known of one dim once all classes are: line (1)."""
+
+    key: Dim
+    count: int
+    """granules; those of one sample in a class of samples; 0: never cut"""
+    segments: int
+    samples: bool
 
 
 class Granules:
@@ -57,7 +68,8 @@ class Granules:
         self._parent: dict[Dim, tuple[Dim, Fraction]] = {}
         """a member of the same class nearer to its root, and the segments of this dim for one of that member's"""
         self._torn: set[Dim] = set()
-        self._classes: dict[Dim, _Class] = {}
+        self._found: dict[Dim, _Found] = {}
+        self._cuts: dict[tuple[Value, int], tuple[Cut, ...]] = {}
 
     def add(self, option: Option, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         """Joins the dims that an option cuts together."""
@@ -98,19 +110,21 @@ class Granules:
 
     def close(self) -> None:
         """Line (1), once all options are known."""
-        self._classes = {}
-        for dim in self._parent:
-            root, _ = self._root(dim)
-            self._classes.setdefault(root, _Class(torn=root in self._torn)).members.append(dim)
-        for found in self._classes.values():
-            found.least = min(self._root(dim)[1] for dim in found.members)
-            for dim in found.members:
-                segments = self._root(dim)[1] / found.least
-                size = self._size(dim)
+        classes: dict[Dim, _Class] = {}
+        for dim in list(self._parent):
+            root, ratio = self._root(dim)
+            classes.setdefault(root, _Class(torn=root in self._torn)).members.append((dim, ratio))
+        for root, each in classes.items():
+            least = min(ratio for _, ratio in each.members)
+            for dim, ratio in each.members:
+                size, segments = self._size(dim), ratio / least
                 if segments.denominator != 1 or size is None or size % int(segments):
-                    found.torn = True
+                    each.torn = True
                     break
-                found.count = gcd(found.count, size // int(segments))
+                each.count = gcd(each.count, size // int(segments))
+            samples = not each.torn and each.count % PRIME == 0
+            for dim, ratio in each.members:
+                self._found[dim] = _Found(root, 0 if each.torn else each.count, 1 if each.torn else int(ratio / least), samples)
 
     def _size(self, dim: Dim) -> int | None:
         """None where it is neither constant nor a multiple of the samples."""
@@ -120,40 +134,34 @@ class Granules:
         return size if isinstance(given, int) or (given.node.expr.free_symbols == {self._shapes.symbol} and size % PRIME == 0) else None
 
     def is_samples(self, value: Value, dim: int) -> bool:
-        found = self._class(value, dim)
-        return found is not None and not found.torn and found.count % PRIME == 0
+        found = self._found.get((value, dim))
+        return found is not None and found.samples
 
     def can_cut(self, value: Value, dim: int) -> bool:
         """Whether there is more than one granule."""
-        found = self._class(value, dim)
-        return found is not None and not found.torn and found.count > 1
-
-    def key(self, value: Value, dim: int) -> Dim:
-        """The same for all dims of a class."""
-        return self._root((value, dim))[0] if (value, dim) in self._parent else (value, dim)
-
-    def _class(self, value: Value, dim: int) -> _Class | None:
-        return self._classes.get(self._root((value, dim))[0]) if (value, dim) in self._parent else None
+        found = self._found.get((value, dim))
+        return found is not None and found.count > 1
 
     def cuts(self, value: Value, num_samples: int) -> tuple[Cut, ...]:
         """How each dim of a value may be cut when there are so many samples."""
-        shape = tensor_of(value).shape
-        sizes = Shapes(self._shapes.symbol, num_samples).of(tensor_of(value))
-        return tuple(self._cut(value, dim, sizes[dim]) for dim in range(len(shape)))
+        known = self._cuts.get((value, num_samples))
+        if known is None:
+            sizes = Shapes(self._shapes.symbol, num_samples).of(tensor_of(value))
+            known = self._cuts[value, num_samples] = tuple(self._cut(value, dim, size) for dim, size in enumerate(sizes))
+        return known
 
     def _cut(self, value: Value, dim: int, size: int) -> Cut:
-        found = self._class(value, dim)
+        found = self._found.get((value, dim))
         if found is None:
             return Cut(size)
-        if found.torn:
+        if found.count == 0:
             return Cut(1, size)
-        segments = int(self._root((value, dim))[1] / found.least)
-        at_prime = self._size((value, dim))
-        assert at_prime is not None
-        if found.count % PRIME == 0:
-            unit = at_prime // (PRIME * segments)
-            return Cut(size // (segments * unit), unit, segments)
-        return Cut(found.count, size // (segments * found.count), segments)
+        if found.samples:
+            at_prime = self._size((value, dim))
+            assert at_prime is not None
+            unit = at_prime // (PRIME * found.segments)
+            return Cut(size // (found.segments * unit), unit, found.segments)
+        return Cut(found.count, size // (found.segments * found.count), found.segments)
 
 
 def cuts_of(granules: Granules, values: Iterable[Value], num_samples: int) -> Mapping[Value, tuple[Cut, ...]]:

@@ -8,11 +8,11 @@ import torch
 
 from whale.sharding.operation import PARTIAL, SAME, Label, Operation, Option, Placement, dims_of, labelled, letters, partial_options, rule
 
-LINEAR_UNARY = frozenset("neg positive clone contiguous detach alias real imag conj masked_fill zeros_like lift_fresh_copy".split())
+LINEAR_UNARY = frozenset(["neg", "positive", "clone", "contiguous", "detach", "alias", "real", "imag", "conj", "masked_fill", "zeros_like", "lift_fresh_copy"])
 """linear in their first tensor"""
-BILINEAR = frozenset("mul multiply".split())
-LINEAR_PAIR = frozenset("add sub subtract".split())
-QUOTIENTS = frozenset("div divide true_divide".split())
+BILINEAR = frozenset(["mul", "multiply"])
+LINEAR_PAIR = frozenset(["add", "sub", "subtract"])
+QUOTIENTS = frozenset(["div", "divide", "true_divide"])
 
 
 def pointwise(op: Operation) -> list[Option]:

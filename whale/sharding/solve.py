@@ -12,20 +12,22 @@ It is minimised exactly by eliminating variables (eliminate.py), z first (the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.fx import Node
 
 from whale.profiling.costs import NodeCost, node_costs
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.eliminate import Array, Tables, TooWide
 from whale.sharding.exchange_costs import GridCosts, sent_bytes
-from whale.sharding.grid import AXES, Grid
+from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
 from whale.sharding.operation import SAME, Option, Placement, Shapes
 from whale.sharding.sharding import ORDER, Sharding
@@ -69,6 +71,32 @@ class Solver:
         self.readers = self._readers()
         self.wanted = space.wanted()
         self._unit_costs: dict[tuple[object, ...], tuple[Array, Array]] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+        """what was computed for operations alike: equal layers of a model cost the work of one"""
+        self.sort = {node: self._sort(node) for node in self.variables}
+
+    def _sort(self, node: Node) -> int:
+        """A number that operations, parameters or received values have in common when all their costs are the same."""
+        space = self.space
+        gradient = node in space.program.gradients
+        key: tuple[object, ...]
+        if node in space.operations:
+            op, cost = space.operations[node], self.node_costs[node]
+            cuts = tuple(space.granules.cuts(value, self.num_samples) for value in (*space.inputs_of(node), *space.outputs_of(node)))
+            states = tuple(tuple(option.name for option in space.axis_options(node, axis)) for axis in self.grid.axes)
+            key = (op.name, space.options[node], cuts, states, cost, gradient, op.node.meta.get("val") is None, space.is_product(node))
+        elif node in space.parameters:
+            options = tuple(space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in self.grid.axes)
+            key = (options, space.granules.cuts((node, 0), self.num_samples), node.meta["val"].dtype, gradient)
+        else:
+            key = (space.fixed_source(node), self.shapes.of(node.meta["val"]), node.meta["val"].dtype, gradient)
+        number: int = self._known.setdefault(("sort", key), len(self._known))
+        return number
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def _readers(self) -> dict[Value, list[tuple[Node, int]]]:
         """(operation, slot) that read each value which something decides here."""
@@ -110,13 +138,14 @@ class Solver:
             return total
 
     def _choose_together(self, block: Sequence[str]) -> float:
-        states = [self._states(node, block) for node in self.variables]
+        states = [self._once((block, self.sort[node], "states"), lambda n=node: self._states(n, block)) for node in self.variables]  # type: ignore[misc]
         tables = Tables([len(found) for found in states])
         for number, node in enumerate(self.variables):
+            key = (block, self.sort[node], self._elsewhere(node, block))
             if node in self.chosen:
-                tables.add([number], self._work(node, block, states[number]))
-            elif node in self.space.parameters:
-                tables.add([number], self._stored(node, block, states[number]))
+                tables.add([number], self._once(key, lambda n=node, s=states[number]: self._work(n, block, s)))  # type: ignore[misc]
+            elif node in self.placed and node.op == "get_attr":
+                tables.add([number], self._once(key, lambda n=node, s=states[number]: self._stored(n, block, s)))  # type: ignore[misc]
         for value in {**self.readers, **{value_of(node): None for node, _ in self.wanted if value_of(node)[0] in self.number}}:
             self._exchanges(value, block, states, tables)
         chosen, total = tables.solve()
@@ -127,6 +156,12 @@ class Solver:
             else:
                 self.placed[node].update(zip(block, state))  # type: ignore[arg-type]
         return total
+
+    def _elsewhere(self, node: Node, block: Sequence[str]) -> tuple[object, ...]:
+        """What is chosen for a node on the other axes."""
+        if node in self.chosen:
+            return tuple((axis, option.name) for axis, option in sorted(self.chosen[node].items()) if axis not in block)
+        return tuple((axis, placement) for axis, placement in sorted(self.placed[node].items()) if axis not in block)
 
     def _states(self, node: Node, block: Sequence[str]) -> Sequence[State]:
         if node in self.chosen:
@@ -205,56 +240,64 @@ class Solver:
     def _exchanges(self, value: Value, block: Sequence[str], states: Sequence[Sequence[State]], tables: Tables) -> None:
         """Tables of a value's changes of layout: those of readers that may share one stand together."""
         producer = self.number[value[0]]
+        readers = self.readers.get(value, [])
+        fixed = [placement for node, placement in self.wanted if value_of(node) == value]
+        names = {node: place for place, node in enumerate(dict.fromkeys(node for node, _ in readers))}
+        listed = tuple((names[node], self.sort[node], slot, self._elsewhere(node, block)) for node, slot in readers)
+        key = (block, self.sort[value[0]], value[1], self._elsewhere(value[0], block), listed, tuple(fixed))
+        variables = [producer, *(self.number[node] for node in names)]
+        for places, costs in self._once(key, lambda: self._exchange_tables(value, block, states, names, fixed)):
+            tables.add([variables[place] for place in places], costs)
+
+    def _exchange_tables(
+        self, value: Value, block: Sequence[str], states: Sequence[Sequence[State]], names: Mapping[Node, int], fixed: Sequence[Placement]
+    ) -> list[tuple[list[int], Array]]:
+        """(variables as places among producer and readers, costs)."""
         source_others = self._others(value, block)
-        sources = [self._placements(value, state) for state in states[producer]]
-        gradient = value[0] in self.space.program.gradients
-        num_bytes = float(numel_bytes(value, self.shapes))
+        changes = _Changes(
+            [(*self._placements(value, state), *source_others.values()) for state in states[self.number[value[0]]]],
+            (*block, *source_others),
+            float(numel_bytes(value, self.shapes)),
+            value[0] in self.space.program.gradients,
+        )
         uses: dict[int, list[list[tuple[Placement, ...]]]] = {}
         for node, slot in self.readers.get(value, []):
             others = tuple(option.inputs[slot] for axis, option in sorted(self.chosen[node].items()) if axis not in block)
             found = [(*(option.inputs[slot] for option in state), *others) for state in states[self.number[node]]]  # type: ignore[union-attr]
-            uses.setdefault(self.number[node], []).append(found)
-        fixed = [[(placement,) * (len(block) + len(source_others))] for node, placement in self.wanted if value_of(node) == value]
-        order = [*block, *source_others]
-        whole = [(*source, *source_others.values()) for source in sources]
-        room = MOST_ENTRIES // max(len(sources), 1)
-        for group in _grouped(uses, [len(found) for found in states], room):
-            listed = [(variable, targets) for variable in group for targets in uses[variable]]
-            self._add_table(tables, producer, whole, listed, order, num_bytes, gradient)
-        for targets in fixed:
-            self._add_table(tables, producer, whole, [(None, targets)], order, num_bytes, gradient)
+            uses.setdefault(names[node] + 1, []).append(found)
+        num_states = {place: len(found[0]) for place, found in uses.items()}
+        groups = _grouped(num_states, MOST_ENTRIES // max(len(changes.sources), 1))
+        wanted: list[list[tuple[int, list[tuple[Placement, ...]]]]] = [
+            [(place, targets) for place in group for targets in uses[place]] for group in groups
+        ]
+        wanted += [[(0, [(placement,) * len(changes.axes)])] for placement in fixed]
+        result = [self._table(changes, each, num_states) for each in wanted]
+        return [table for table in result if table is not None]
 
-    def _add_table(
-        self,
-        tables: Tables,
-        producer: int,
-        sources: Sequence[tuple[Placement, ...]],
-        uses: Sequence[tuple[int | None, Sequence[tuple[Placement, ...]]]],
-        axes: Sequence[str],
-        num_bytes: float,
-        gradient: bool,
-    ) -> None:
+    def _table(
+        self, changes: _Changes, uses: Sequence[tuple[int, Sequence[tuple[Placement, ...]]]], num_states: Mapping[int, int]
+    ) -> tuple[list[int], Array] | None:
+        """Costs of one value for some of its readers; place 0 is the producer itself (a result that is wanted in one way)."""
         distinct = list(dict.fromkeys(target for _, targets in uses for target in targets))
-        per_byte, latency = self._costs_between(tuple(sources), tuple(distinct), tuple(axes), gradient)
-        costs = per_byte * num_bytes + latency  # [sources, distinct targets]
+        per_byte, latency = self._costs_between(tuple(changes.sources), tuple(distinct), changes.axes, changes.gradient)
+        costs = per_byte * changes.num_bytes + latency  # [sources, distinct targets]
         if not costs.any():
-            return
-        variables = [producer, *dict.fromkeys(variable for variable, _ in uses if variable is not None)]
-        rank = len(variables)
-        places = {target: number for number, target in enumerate(distinct)}
-        total = np.zeros(tuple(tables.num_choices[variable] for variable in variables))
-        before: list[Array] = []
-        for variable, targets in uses:
-            shape = [1] * rank
-            shape[variables.index(variable) if variable is not None else 0] = len(targets)
-            picked = np.array([places[target] for target in targets])
-            at = np.broadcast_to(picked.reshape(shape), [1 if axis == 0 else size for axis, size in enumerate(total.shape)])
-            term = np.stack([costs[source][at[0]] for source in range(len(sources))])
+            return None
+        places = [0, *dict.fromkeys(place for place, _ in uses if place)]
+        numbers = {target: number for number, target in enumerate(distinct)}
+        sizes = [len(changes.sources), *(num_states[place] for place in places[1:])]
+        total = np.zeros(sizes)
+        before: list[npt.NDArray[np.intp]] = []
+        for place, targets in uses:
+            shape = [1] * len(places)
+            shape[places.index(place)] = len(targets)
+            at = np.broadcast_to(np.array([numbers[target] for target in targets]).reshape(shape), [1, *sizes[1:]])
+            term = costs[:, at[0]]
             for earlier in before:
                 term = np.where(earlier == at, 0.0, term)  # the same exchange serves both
             before.append(at)
             total = total + term
-        tables.add(variables, total)
+        return places, total
 
     def _costs_between(
         self, sources: tuple[tuple[Placement, ...], ...], targets: tuple[tuple[Placement, ...], ...], axes: tuple[str, ...], gradient: bool
@@ -290,15 +333,25 @@ class Solver:
         return dict.fromkeys(self.grid.axes, self.space.fixed_source(value[0]))
 
 
-def _grouped(uses: Mapping[int, object], num_states: Sequence[int], room: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class _Changes:
+    """One value that others read: its possible layouts and what it weighs."""
+
+    sources: list[tuple[Placement, ...]]
+    axes: tuple[str, ...]
+    num_bytes: float
+    gradient: bool
+
+
+def _grouped(num_states: Mapping[int, int], room: int) -> list[list[int]]:
     """Readers in groups that fit one table."""
     groups: list[list[int]] = []
-    for variable in uses:
+    for reader in num_states:
         last = groups[-1] if groups else []
-        if last and len(last) < MOST_SHARING and prod(num_states[one] for one in (*last, variable)) <= room:
-            last.append(variable)
+        if last and len(last) < MOST_SHARING and prod(num_states[one] for one in (*last, reader)) <= room:
+            last.append(reader)
         else:
-            groups.append([variable])
+            groups.append([reader])
     return groups
 
 
@@ -313,8 +366,4 @@ def _costs_of(program: StageProgram, num_samples: int) -> Mapping[Node, NodeCost
     return node_costs(program.captured, num_samples)
 
 
-def with_memory_price(costs: GridCosts, price: float) -> GridCosts:
-    return replace(costs, memory_price=price)
-
-
-__all__ = ["AXES", "Solver", "solve"]
+__all__ = ["Solver", "solve"]

@@ -24,7 +24,7 @@ from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.rules import options_of
 
-PRODUCTS = frozenset("linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm".split())
+PRODUCTS = frozenset(["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding", "_grouped_mm", "grouped_mm"])
 """operations whose weights x and y cut"""
 
 
@@ -70,26 +70,32 @@ class Space:
         states = SampleFlow(captured, dict(program.kinds)).states
         self.granules = Granules(shapes)
         self.operations: dict[Node, Operation] = {}
+        self._values: dict[Node, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
         self.parameters = tuple(node for node in program.state if captured.state[str(node.target)].kind == "parameter")
         all_options: dict[Node, tuple[Option, ...]] = {}
         for node in program.operations:
             if program.kinds[node] in (Kind.ACTIVATION, Kind.WEIGHT) and op_name(node) != "getitem" and shapes.tensors(node):
                 op = Operation(node, shapes)
                 self.operations[node] = op
+                outputs = tuple((node, place) for place in range(len(op.outputs)))
+                self._values[node] = (tuple(value_of(source) for source in op.inputs), outputs)
                 all_options[node] = options_of(op, states)
                 for option in all_options[node]:
                     self.granules.add(option, self.inputs_of(node), self.outputs_of(node))
         self.granules.close()
         self.options = {node: tuple(option for option in found if self._is_possible(node, option)) for node, found in all_options.items()}
+        self._of_samples = {
+            node: frozenset(option.name for option in found if self._touches_samples(node, option)) for node, found in self.options.items()
+        }
         self._weights = {node: self._weight_slots(node) for node in self.operations}
         self.gathered = self._gathered_parameters()
         """parameters of products: z always cuts what is stored of them"""
 
-    def inputs_of(self, node: Node) -> list[Value]:
-        return [value_of(source) for source in self.operations[node].inputs]
+    def inputs_of(self, node: Node) -> tuple[Value, ...]:
+        return self._values[node][0]
 
-    def outputs_of(self, node: Node) -> list[Value]:
-        return [(node, place) for place in range(len(self.operations[node].outputs))]
+    def outputs_of(self, node: Node) -> tuple[Value, ...]:
+        return self._values[node][1]
 
     def _is_possible(self, node: Node, option: Option) -> bool:
         values = (*self.inputs_of(node), *self.outputs_of(node))
@@ -97,6 +103,9 @@ class Space:
         return all(self.granules.can_cut(value, placement) for value, placement in placed if isinstance(placement, int))
 
     def cuts_samples(self, node: Node, option: Option) -> bool:
+        return option.name in self._of_samples[node]
+
+    def _touches_samples(self, node: Node, option: Option) -> bool:
         values = (*self.inputs_of(node), *self.outputs_of(node))
         placed = zip(values, (*option.inputs, *option.outputs), strict=True)
         return any(self.granules.is_samples(value, placement) for value, placement in placed if isinstance(placement, int))
@@ -130,6 +139,10 @@ class Space:
                     waiting.extend(source.all_input_nodes)
         return frozenset(found)
 
+    def is_product(self, node: Node) -> bool:
+        """Whether x and y cut a weight of this operation."""
+        return bool(self._weights[node]) and node not in self.program.by_samples
+
     # -------------------------------------------------------------------------------------------------------- options by axis
 
     def axis_options(self, node: Node, axis: str) -> tuple[Option, ...]:
@@ -151,7 +164,7 @@ class Space:
         result: list[tuple[Option, ...]] = [()]
         for axis in axes:
             result = [(*before, option) for before in result for option in self.axis_options(node, axis)]
-        if self._weights[node] and node not in self.program.by_samples and "x" in axes and "y" in axes:
+        if self.is_product(node) and "x" in axes and "y" in axes:
             x, y = axes.index("x"), axes.index("y")
             apart = [joint for joint in result if joint[x].name != joint[y].name]
             return apart or result
