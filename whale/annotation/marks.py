@@ -46,7 +46,7 @@ def mark_of_module(module: torch.nn.Module) -> Mark | None:
 
 def marks_by_module(model: torch.nn.Module) -> dict[str, Mark]:
     """Name -> mark for every module that carries one, under all its names. A list of modules is never called: its mark is its members'."""
-    found = {}
+    found: dict[str, Mark] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # parents before children
         parent = name.rpartition(".")[0]
         in_list = bool(name) and isinstance(model.get_submodule(parent), torch.nn.ModuleList | torch.nn.ModuleDict)
