@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -13,7 +12,7 @@ from whale.capture.kinds import op_name
 from whale.sharding.dims import Value, value_of
 from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.grid import AXES
-from whale.sharding.layout import Layout
+from whale.sharding.layout import Cut, Layout
 from whale.sharding.operation import PARTIAL, SAME, Option, Placement
 from whale.sharding.sharding import ORDER, ShardedOperation, Sharding
 from whale.sharding.space import Space, numel_bytes
@@ -28,9 +27,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
     """The result of a solver."""
     space, grid = solver.space, solver.grid
     index = {node: place for place, node in enumerate(space.program.captured.graph.nodes)}
-    choices = {
-        index[node]: tuple(chosen[axis].name if axis in chosen else "" for axis in AXES) for node, chosen in solver.chosen.items()
-    }
+    choices = {index[node]: tuple(chosen[axis].name if axis in chosen else "" for axis in AXES) for node, chosen in solver.chosen.items()}
     uses = needed_layouts(solver)
     operations, replicated = [], []
     sent = _sent_by_reader(solver)
@@ -40,11 +37,12 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         cost = solver.node_costs[node]
         if cost.flop or sent.get(node):
             operations.append(ShardedOperation(index[node], what, pattern, sent.get(node, 0.0)))
-        if cost.moved_bytes and len(space.options[node]) == 1 and grid.axes:
+        if cost.output_bytes > node_itemsize(node) and len(space.options[node]) == 1 and grid.axes:
             replicated.append(what)
     stored = {str(node.target): _stored_layout(solver, node, uses) for node in space.parameters}
     held = [
-        sum(layout.local_count(grid, place) * _itemsize(space, name) for name, layout in stored.items()) for place in range(grid.num_devices)
+        sum(layout.local_count(grid, place) * _itemsize(space, name) for name, layout in stored.items())
+        for place in range(grid.num_devices)
     ]
     return Sharding(
         grid=grid,
@@ -67,6 +65,13 @@ def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
     largest = layout.largest_count(grid) * node.meta["val"].dtype.itemsize
     along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
     return 2 * largest * along / costs.num_micro_batch
+
+
+def node_itemsize(node: Node) -> int:
+    """Bytes of one number of its (first) result."""
+    held = node.meta["val"]
+    first = held[0] if isinstance(held, list | tuple) else held
+    return int(first.dtype.itemsize)
 
 
 def _itemsize(space: Space, name: str) -> int:
@@ -96,7 +101,7 @@ def _stored_layout(solver: Solver, node: Node, uses: Mapping[Value, list[dict[st
     return layout_of(cuts, placements, stored)
 
 
-def layout_of(cuts: tuple, placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()) -> Layout:  # type: ignore[type-arg]
+def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()) -> Layout:
     """A layout from its placement on each axis: axes in the order z, y, x, and last those that only store."""
     order = [*(axis for axis in ORDER if axis not in stored), *(axis for axis in ORDER if axis in stored)]
     axes = tuple(tuple(axis for axis in order if placements.get(axis, SAME) == dim) for dim in range(len(cuts)))
@@ -116,16 +121,15 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
             if target in seen:
                 continue
             seen.append(target)
-            sent = sent_bytes(
-                numel_bytes(value, solver.shapes), [source[axis] for axis in axes], target, sizes, value[0] in solver.space.program.gradients
-            )
+            gradient = value[0] in solver.space.program.gradients
+            sent = sent_bytes(numel_bytes(value, solver.shapes), [source[axis] for axis in axes], target, sizes, gradient)
             total[node] = total.get(node, 0.0) + sum(sent)
     for node, placement in solver.wanted:
         value = value_of(node)
         if value[0] in solver.number:
             source = solver.source_of(value)
             sent = sent_bytes(numel_bytes(value, solver.shapes), [source[axis] for axis in axes], [placement] * len(axes), sizes, True)
-            if value[0] in total or sum(sent):
+            if any(sent):
                 total[value[0]] = total.get(value[0], 0.0) + sum(sent)
     return total
 
@@ -140,6 +144,3 @@ def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
             word = {"whole": "whole"}.get(option.name, word) if option.is_cut or option.name == "whole" else "partial sums"
             said.setdefault(word, []).append(axis)
     return ", ".join(f"{word} over {''.join(axes)}" for word, axes in said.items()) or "whole"
-
-
-__all__ = ["describe", "layout_of", "prod"]

@@ -113,7 +113,8 @@ class Solver:
     def solve(self) -> Sharding:
         from whale.sharding.describe import describe
 
-        blocks = [block for block in (("z",), tuple(axis for axis in ("x", "y") if axis in self.grid.axes)) if set(block) & set(self.grid.axes)]
+        axes = self.grid.axes
+        blocks = [block for block in (tuple(set("z") & set(axes)), tuple(axis for axis in "xy" if axis in axes)) if block]
         best = float("inf")
         for _ in range(MOST_SWEEPS if len(blocks) > 1 else 1):
             before = ({n: dict(c) for n, c in self.chosen.items()}, {n: dict(p) for n, p in self.placed.items()})
