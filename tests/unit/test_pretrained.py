@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import whale as wh
 from tests.unit.checkpoints import assert_same
 from whale.checkpoint import (
     CheckpointError,
@@ -183,3 +184,34 @@ def test_a_hugging_face_model_both_ways(tmp_path: Path) -> None:
     export_safetensors(tmp_path / "ours" / "model.safetensors", model.state_dict())
     model.config.save_pretrained(tmp_path / "ours")
     assert torch.equal(GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()(batch).logits, expected)
+
+
+class Normed(torch.nn.Module):
+    """A buffer that is saved with the model, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.layer(x)) * self.scale).mean()
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_running_statistics_come_with_the_weights(tmp_path: Path, prefix: str) -> None:
+    """A fine-tune that started from the statistics of a new model would evaluate wrongly without a word."""
+    trained = Normed()
+    for _ in range(3):
+        trained(torch.randn(8, 4) * 3 + 5)
+    state = {prefix + name: tensor for name, tensor in trained.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    wh.init()
+    batch = torch.randn(8, 4)
+    engine = wh.parallelize(
+        Normed(), batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), weights=tmp_path / "model.safetensors"
+    )
+    for name, tensor in engine.full_state_dict().items():
+        assert torch.equal(tensor, trained.state_dict()[name]), name
+    trained.eval()
+    assert engine.evaluate(batch).loss == pytest.approx(float(trained(batch).detach()), rel=1e-5)
