@@ -23,7 +23,16 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
-from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
+from whale.lowering.weights import (
+    Init,
+    build_on_meta,
+    digest_weights,
+    has_real_weights,
+    initialise_weights,
+    named_tensors,
+    refuse_shared_memory,
+    take_weights,
+)
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.planning.workload import ADAM_STATE
@@ -114,7 +123,7 @@ def plan(
     `optimizer`: as for `parallelize`, for the memory of its state; without one, that of Adam is counted.
     """
     checked = _config(config)
-    built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+    built = _built(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
@@ -162,8 +171,9 @@ def parallelize(
     try:
         layout, tensors = read_batch(sample_batch)
         if captures:
-            built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+            built = _built(model)
             is_real = has_real_weights(built)
+            refuse_shared_memory(built)
             device = torch.device(ranks.device).type
             checked = is_real and config.check_capture and ranks.rank == 0
             prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
@@ -197,6 +207,14 @@ def parallelize(
     if weights is not None:
         load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
     return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
+
+
+def _built(model: Model) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    if not callable(model):
+        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
+    return build_on_meta(model)
 
 
 def _prepare(

@@ -84,7 +84,7 @@ class Engine:
         return result
 
     def _step(self, batch: Any) -> StepResult:
-        if self.optimizer is None and self._held:
+        if not self._updater.is_given and self._held:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )

@@ -57,7 +57,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
 
 def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
     """Of the gradients of a parameter over the devices that hold the same part, for one micro-batch."""
-    grid, costs = solver.grid, solver.costs
+    grid, costs = solver.grid, solver.terms.costs
     if node not in solver.space.program.gradients:
         return 0.0
     largest = layout.largest_count(grid) * node.meta["val"].dtype.itemsize
