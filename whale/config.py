@@ -83,6 +83,10 @@ class Config:
     """Each wave puts two chunks of the model on every device. None: one wave for `wave` and `interleaved`, none for `zero-bubble`, and
     `auto` chooses. Annotations then say how many devices there are; where the chunks are cut is decided by time."""
 
+    recompute: bool | str | list[str] = "auto"
+    """Activations that are computed again in backward instead of being kept. `auto`: where memory asks for it, as little as possible; True:
+    all; False: none; or names of modules (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
+
     seed: int = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""
 
@@ -180,6 +184,8 @@ class Config:
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
     """The value as the type of its field, or a ValueError that names key and value."""
+    if key == "recompute":
+        return _checked_recompute(value)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in kinds:
         return None
@@ -192,6 +198,14 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}.")
     _check_range(key, result)
     return result
+
+
+def _checked_recompute(value: Any) -> bool | str | list[str]:
+    if isinstance(value, bool) or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) and name for name in value):
+        return list(value)
+    raise ValueError(f"Config: 'recompute' must be 'auto', True, False or a list of module names, not {value!r}.")
 
 
 def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:

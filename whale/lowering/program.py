@@ -20,6 +20,7 @@ from whale.lowering.messages import Bridges, build_bridges
 from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
 from whale.planning.planner import Assignment
+from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
 
 if TYPE_CHECKING:
@@ -189,7 +190,11 @@ def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mappi
         stage_ranks = plan.ranks_of_stage(stage)
         group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
-        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), Surroundings(weights, group))
+        counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
+        operations = assignment.slices[stage].operations
+        regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))
+        around = Surroundings(weights, group, regions)
+        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around)
     return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
 
 
