@@ -188,7 +188,9 @@ def parallelize(
         if ranks.rank == 0:
             assert built is not None and prepared is not None
             if plan is not None:
-                chosen = _given_plan(plan, prepared, ranks)
+                chosen = _given_plan(plan, prepared)
+                if settings is None:  # an emulated job may follow the plan of any cluster
+                    _check_cluster(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
                 chosen = _plan(built, prepared, devices, config, layout, ratio)
@@ -266,7 +268,7 @@ def _plan(
     return made
 
 
-def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> Plan:
+def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:
     chosen = given if isinstance(given, Plan) else Plan.load(given)
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
@@ -275,6 +277,19 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
             f"Make a new plan with wh.plan or `whale plan`"
         )
     return chosen
+
+
+def _check_cluster(chosen: Plan, devices: Cluster) -> None:
+    """Refuses a plan whose shares and stages were made for other devices; another number of them is said by `_check_num_devices`."""
+    here = [device.kind.name for device in devices.devices]
+    different = [rank for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False)) if planned != found]
+    if different and len(here) == chosen.num_devices:
+        first = different[0]
+        raise ValueError(
+            f"this plan was made for another cluster: rank {first} is a {chosen.device_kinds[first]} in the plan and a {here[first]} here "
+            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or give the plan's own cluster "
+            f"(cluster=..., `whale run --cluster`)"
+        )
 
 
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
