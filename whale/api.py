@@ -34,6 +34,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
+from whale.sharding.shards import Shards
 
 logger = logging.getLogger("whale")
 
@@ -194,7 +195,7 @@ def parallelize(
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
-        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks)
+        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
     return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
 
 
@@ -287,10 +288,15 @@ def _weights(
     held = [name for name, stages in chosen.holders.items() if own & set(stages)]
     if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
         held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
+    shards = Shards(chosen)
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return shards.on(name, ranks.rank).take(tensor)
+
     if is_real:
         _take_first_ranks_values(model, ranks)
-        return take_weights(model, held, ranks.device)
-    return initialise_weights(model, held, names, init, config.seed, ranks.device)
+        return take_weights(model, held, ranks.device, part)
+    return initialise_weights(model, held, names, init, config.seed, ranks.device, part)
 
 
 def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:

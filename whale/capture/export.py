@@ -6,7 +6,9 @@ The traps that this module avoids are listed with figures in docs/capture.md.
 from __future__ import annotations
 
 import contextlib
+import io
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -21,7 +23,8 @@ from whale.capture.batch import BatchLayout, enlarge
 from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
-from whale.compat import all_user_frames, fake_mode, is_fake, pytree, tensor_stores
+from whale.capture.kept_state import assigned_buffers_written
+from whale.compat import all_user_frames, attention_by_form, fake_mode, is_fake, pytree, tensor_stores, without_unused_work
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -115,17 +118,13 @@ class _LossOf(torch.nn.Module):
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batch = self.layout.rebuild(tensors)
-        output, loss = self.task.run(self.model, batch)
-        try:
-            value = loss()
-        except (AttributeError, KeyError, TypeError):
-            if not self.keep_outputs:
-                raise
-            value = None  # evaluation of a batch without labels
+        with assigned_buffers_written(self.model):
+            output, loss = self.task.run(self.model, batch)
+            value = self._value(loss)
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
         if not self.keep_outputs:
             if not has_loss:
-                raise ValueError(_no_loss(output, value, self.task.loss))
+                raise CaptureError(_no_loss(output, value, self.task.loss))
             return (value,)
         leaves, structure, dropped = _output_leaves(output)
         seen = self.seen
@@ -133,13 +132,25 @@ class _LossOf(torch.nn.Module):
         seen.output_is_tensor = tuple(leaf is not None for leaf in leaves)
         return ((value,) if has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
 
+    def _value(self, loss: Callable[[], Any]) -> Any:
+        """What the loss function gives; None for the evaluation of a batch without labels."""
+        try:
+            return loss()
+        except (AttributeError, KeyError, TypeError):
+            if not self.keep_outputs:
+                raise
+            return None
+
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
     got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     if loss is not None:
         return f"loss(output, batch) gave {got}: it must give a scalar tensor"
+    if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        return f"the model gave a {type(output).__name__}: name the loss in it, such as loss=lambda output, batch: output[0]"
+    gave = got if value is output else f"{type(output).__name__} whose loss is {got}"
     return (
-        f"the model gave {type(output).__name__} whose loss is {got}: pass loss=lambda output, batch: ..., "
+        f"the model gave {gave}: pass loss=lambda output, batch: ..., "
         f"or give the model its labels so that it returns a scalar or something with .loss"
     )
 
@@ -180,13 +191,36 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with random_branches(wrapper.model, findings), preserve_node_meta(), all_user_frames():
+            with _no_graph_dump(), random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
                 program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
     seen = wrapper.seen
     return Exported(program, marks, findings, seen.output_structure, seen.output_is_tensor, seen.dropped, seen.has_loss)
+
+
+@contextlib.contextmanager
+def _fast_and_told() -> Iterator[None]:
+    """Nodes know their lines of the user's code, and no time goes into what is thrown away."""
+    with all_user_frames(), without_unused_work(), attention_by_form():
+        yield
+
+
+@contextlib.contextmanager
+def _no_graph_dump() -> Iterator[None]:
+    """An export that fails prints its half-made graph, pages of it, before the error that says what is wrong."""
+    written = io.StringIO()
+    dump = ""
+    try:
+        with contextlib.redirect_stderr(written):
+            yield
+    except Exception as error:
+        dump = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        text = written.getvalue()
+        sys.stderr.write(text.replace(dump + "\n", "") if dump else text)
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:

@@ -120,8 +120,8 @@ class Emulation:
         """What the ranks really run: the plan, or that of the stub."""
         return self.full_plan if self.stub is None else self.stub.plan
 
-    def transport(self, pairs: Iterable[tuple[int, int]]) -> EmulatedTransport:
-        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor)
+    def transport(self, pairs: Iterable[tuple[int, int]], share_memory: bool) -> EmulatedTransport:
+        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory)
         if self.stub is not None:
             transport.num_bytes = self.stub.num_bytes
         return transport

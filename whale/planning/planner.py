@@ -16,9 +16,8 @@ from torch.fx import Node
 from whale import scheduling
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, named_args, op_name, trains_batch_norm
+from whale.capture.kinds import Kind, named_args, op_name
 from whale.capture.losses import NotAdditive
-from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, make_assignment, state_behind
@@ -27,9 +26,11 @@ from whale.planning.chunks import chunk_counts, cut_into_chunks, schedule_costs
 from whale.planning.cuts import Floats, NoRoom
 from whale.planning.describe import crossings, describe_stages, describe_task_graphs, holders, tie_decisions
 from whale.planning.pipeline_cuts import CutProblem
-from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, DeviceMemory, LossTerm, Plan, Stage
-from whale.planning.pricing import figures_of, shared_gradient_bytes, stage_seconds, typical_share
-from whale.planning.shares import DoesNotFit, Load, check_batch, micro_batch_sizes
+from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage
+from whale.planning.pricing import figures_of, stage_seconds, typical_share
+from whale.planning.shares import DoesNotFit, check_batch, micro_batch_sizes
+from whale.planning.situations import make_situation
+from whale.planning.split_stages import Split, SplitProblem, together_seconds, with_grids
 from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
@@ -63,7 +64,7 @@ class _Draft:
     order: Order
     task_graphs: TaskGraphs
     why_task_graphs: str
-    placement: Placement
+    split: Split
     assignment: Assignment
     stages: tuple[Stage, ...]
     crossings: tuple[Crossing, ...]
@@ -74,6 +75,10 @@ class _Draft:
     slowest_s: float
     """of the device that takes longest for the largest micro-batch"""
     why_chunks: str = ""
+
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
@@ -100,7 +105,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    _refuse_split(task_graphs, cluster.num_devices)
+    placement = with_grids(placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
@@ -144,6 +149,8 @@ def _draft_stages(
         stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
     move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
     assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
+    placement = split.placement
     micro_batch = problem.batch_size / config.num_micro_batch
     found = crossings(captured, assignment, placement, device_of_stage, problem.cluster, micro_batch)
     edges = tuple(sorted({(c.source, c.destination) for c in found}))
@@ -154,6 +161,8 @@ def _draft_stages(
         stage_seconds(workload, part.operations, kinds[device], config.num_micro_batch)
         for part, device in zip(assignment.slices, device_of_stage, strict=True)
     ]
+    for stage, sharding in split.shardings.items():
+        times[stage] = together_seconds(sharding, config.num_micro_batch)
     stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, times)
 
     def schedule_with(num_micro_batch: int) -> scheduling.Schedule:
@@ -162,7 +171,7 @@ def _draft_stages(
 
     def situation_of(schedule: scheduling.Schedule) -> Situation:
         peaks = scheduling.peaks_in_flight(schedule)
-        return _situation(problem, workload, placement, assignment, device_of_stage, peaks)
+        return make_situation(problem.cluster, workload, split, assignment, device_of_stage, peaks)
 
     def situation_with(num_micro_batch: int) -> Situation:
         return situation_of(schedule_with(num_micro_batch))
@@ -172,56 +181,32 @@ def _draft_stages(
     refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
     slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
     predicted_s = scheduling.simulate(schedule, schedule_costs(stage_graph, stages, found, config.num_micro_batch)).step_s
-    return _Draft(order, task_graphs, why, placement, assignment, stages, found, schedule, predicted_s, situation, slowest_s)
+    return _Draft(order, task_graphs, why, split, assignment, stages, found, schedule, predicted_s, situation, slowest_s)
 
 
-def _situation(
+def _split(
     problem: Problem,
     workload: Workload,
+    task_graphs: TaskGraphs,
     placement: Placement,
     assignment: Assignment,
-    device_of_stage: list[int],
-    peak_in_flight: Sequence[int],
-) -> Situation:
-    """Load and memory of every rank."""
-    kinds = [device.kind for device in problem.cluster.devices]
-    held = holders(problem.captured, assignment)
-    loads: dict[int, Load] = {}
-    memory: dict[int, DeviceMemory] = {}
-
-    def is_shared(stages: tuple[int, ...]) -> bool:
-        owners = {device_of_stage[stage] for stage in stages}
-        return len(owners) > 1 or placement.num_replicas * placement.virtual_devices[min(owners)].num_devices > 1
-
-    for device in placement.virtual_devices:
-        stages = [stage for stage, index in enumerate(device_of_stage) if index == device.index]
-        slices = [assignment.slices[stage] for stage in stages]
-        crossing = [[node for node, source, destination in assignment.crossings if stage in (source, destination)] for stage in stages]
-        operations = [node for part in slices for node in part.operations]
-        needed = workload.memory(slices, crossing, [peak_in_flight[stage] for stage in stages])
-        sums = shared_gradient_bytes(problem.captured, held, stages, is_shared)
-        needed = replace(needed, buffer_bytes=needed.buffer_bytes + sums)
-        own_ranks = [rank for replica in device.ranks for rank in replica]
-        totals = {kind: workload.times(operations, kind).total for kind in {kinds[rank] for rank in own_ranks}}
-        for rank in own_ranks:
-            loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
-            memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
-    ranks = range(problem.cluster.num_devices)
-    return Situation(
-        placement.virtual_devices,
-        tuple(loads[rank] for rank in ranks),
-        tuple(memory[rank] for rank in ranks),
-        tuple(kind.name for kind in kinds),
-        _least_samples(problem.captured, assignment),
-        workload.batch_bytes / problem.batch_size,
-    )
-
-
-def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
-    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
-    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
-    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
-    return 1 if sums_inside or unbatched or captured.buffer_updates else 0
+    device_of_stage: Sequence[int],
+) -> Split:
+    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that a replica gets."""
+    size = max(micro_batch_sizes(problem.batch_size, problem.config.num_micro_batch))
+    return SplitProblem(
+        captured=problem.captured,
+        kinds=problem.kinds,
+        assignment=assignment,
+        device_of_stage=device_of_stage,
+        placement=placement,
+        task_graphs=task_graphs,
+        cluster=problem.cluster,
+        dtype=problem.config.dtype,
+        num_samples=-(-size // placement.num_replicas),
+        num_micro_batch=problem.config.num_micro_batch,
+        state_per_weight=2.0 + workload.optimizer_ratio,
+    ).solve()
 
 
 def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_Draft]) -> Plan:
@@ -254,15 +239,17 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         decisions=(
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+            *draft.split.decisions,
             *_balance_decisions(problem, draft, tried),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
         ),
-        notes=tuple(captured.notes),
+        notes=(*captured.notes, *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
         least_samples=situation.least,
+        shardings=draft.split.records(),
         figures=figures_of(workload, assignment, held, cluster, [ranks_of[stage.virtual_device] for stage in draft.stages]),
     )
 
@@ -354,15 +341,6 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
-
-
-def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
-    for strategy, label in zip(task_graphs.strategies, task_graphs.labels, strict=True):
-        if strategy.kind == "split" and strategy.num_devices > 1 and num_devices > 1:
-            raise ValueError(
-                f"wh.{strategy} on {label}: sharded TaskGraphs are not built yet. Use wh.replicate({strategy.num_devices}) for now, "
-                f"or run on one device, where annotations change nothing"
-            )
 
 
 def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:

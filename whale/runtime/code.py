@@ -69,9 +69,10 @@ def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = No
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
-        elif node.op == "call_module":  # a region that is computed again in backward
+        elif node.op == "call_module":  # a region that is computed again in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
-            setattr(weights, str(node.target), _split_region(region, instead) if instead else region)
+            is_split = bool(instead) and isinstance(region, Recomputed)
+            setattr(weights, str(node.target), _split_region(region, instead) if is_split else region)
         elif node.op == "call_function":
             node.target = instead.get(node.target, node.target)
             _call_directly(node)
