@@ -26,6 +26,7 @@ from benchmarks.paper_models import Captured, capture
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from whale import scheduling
 from whale.cluster.file import loads
+from whale.cluster.network import Network
 from whale.config import Config
 from whale.emulation.emulation import Emulation, stub_job
 from whale.emulation.pace import stretch_factor
@@ -45,11 +46,15 @@ NUM_STAGES, NUM_MICRO_BATCH = 4, 8
 DATA_PARALLEL = {"BERT-Large": 16 * 24, "ResNet50": 16 * 64}
 """samples of a mini-batch"""
 PIPELINE = {"BERT-Large": 8 * 16, "ResNet50": 8 * 64}
-LAYERS = {"BERT-Large": 24, "ResNet50": 16}
+LAYERS = {"BERT-Large": 24, "ResNet50": 24}
 """pieces of about equal time between which the ceiling of the pipeline may cut"""
+FREE_LINKS = "links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}"
+"""the pieces are cut as if messages took no time"""
 KINDS = ("V100-32GB", "P100")
-SIMULATED = 40
-"""candidates for the ceiling of the pipeline that are simulated"""
+SIMULATED = 400
+"""candidates for the ceiling of the pipeline that are simulated, in all"""
+EACH = 20
+"""and at most for each order of the devices"""
 ROUNDS, LIMIT_S = 4, 50.0
 ALLOWED = {"data parallel": 0.98, "pipeline": 0.97}
 AWARE, EVEN = "hardware-aware", "even"
@@ -76,10 +81,9 @@ def pipeline(model: Captured) -> Case:
     cluster, batch_size = loads(CLUSTER % (4, 4)), PIPELINE[model.name]
     config = {"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_MICRO_BATCH, "schedule": "1f1b"}
     plans = {AWARE: model.plan(cluster, batch_size, **config), EVEN: model.even_plan(cluster, batch_size, **config)}
-    every_kind = loads(
-        f"hosts: [{{name: a, kind: V100-32GB, count: {LAYERS[model.name]}}}, {{name: b, kind: P100, count: {LAYERS[model.name]}}}]"
-    )
-    layers = model.even_plan(every_kind, batch_size, **{**config, "num_task_graph": LAYERS[model.name]})
+    number = LAYERS[model.name]
+    every_kind = loads(f"hosts: [{{name: a, kind: V100-32GB, count: {number}}}, {{name: b, kind: P100, count: {number}}}]\n{FREE_LINKS}")
+    layers = model.even_plan(every_kind, batch_size, **{**config, "num_task_graph": number})
     return Case(
         f"{model.name}, 4 V100 + 4 P100", "pipeline", plans, simulate(plans[EVEN]).gradients_s / _best_pipeline(layers, plans[EVEN])
     )
@@ -173,7 +177,7 @@ def _best_pipeline(layers: Plan, even: Plan) -> float:
     found = []
     for first, second in sorted(_replicas()):
         ranks = _ranks(first, second, even)
-        for starts, share, step in _by_formula(layers, first, second, size):
+        for starts, share, step in _by_formula(layers, figures_in(even).network, first, second, size):
             found.append((step, starts, ranks, share))
     best = float("inf")
     for _, starts, ranks, share in sorted(found)[:SIMULATED]:
@@ -183,11 +187,14 @@ def _best_pipeline(layers: Plan, even: Plan) -> float:
         for both in ranks:
             for replica, rank in enumerate(both):
                 seconds[rank] = of_replica[replica]
-        best = min(best, simulate(_merged(layers, starts, ranks, even, tuple(seconds))).gradients_s)
+        step_s = simulate(_merged(layers, starts, ranks, even, tuple(seconds))).gradients_s
+        best = min(best, step_s)
     return best
 
 
-def _by_formula(layers: Plan, first: tuple[str, ...], second: tuple[str, ...], size: int) -> list[tuple[tuple[int, ...], int, float]]:
+def _by_formula(
+    layers: Plan, network: Network, first: tuple[str, ...], second: tuple[str, ...], size: int
+) -> list[tuple[tuple[int, ...], int, float]]:
     """(starts, share, step) of the best cuts for these two pipelines: sum of the stages and messages + (M - 1) * the slowest of them."""
     fine = figures_in(layers)
     cuts = np.array(list(itertools.combinations(range(1, len(layers.stages)), NUM_STAGES - 1)))
@@ -200,18 +207,18 @@ def _by_formula(layers: Plan, first: tuple[str, ...], second: tuple[str, ...], s
         [0.0, *(sum(c.sample_bytes for c in layers.crossings if c.source < p <= c.destination) for p in range(1, len(layers.stages)))]
     )
     candidates = []
-    for share in range(size + 1):
+    for share in range(size // 2, size - size // 5):
         steps = []
         for order, samples in ((first, share), (second, size - share)):
             parts = [samples * (lines[kind][edges[:, place + 1]] - lines[kind][edges[:, place]]) for place, kind in enumerate(order)]
             for place in range(1, NUM_STAGES):
-                link = fine.network.intra_host if order[place - 1] == order[place] else fine.network.inter_host
+                link = network.intra_host if order[place - 1] == order[place] else network.inter_host
                 parts.append(samples * bytes_before[edges[:, place]] / link.bytes_per_s)
             steps.append(np.sum(parts, axis=0) + (NUM_MICRO_BATCH - 1) * np.max(parts, axis=0))
         total = np.maximum(*steps)
-        for place in np.argsort(total)[:SIMULATED]:
+        for place in np.argsort(total)[:EACH]:
             candidates.append(((0, *map(int, cuts[place])), share, float(total[place])))
-    return sorted(candidates, key=lambda each: each[2])[:SIMULATED]
+    return sorted(candidates, key=lambda each: each[2])[:EACH]
 
 
 def _replicas() -> set[tuple[tuple[str, ...], tuple[str, ...]]]:

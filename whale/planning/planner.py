@@ -334,7 +334,13 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
 
     try:
         found = from_cuts(
-            operations, problem.kinds, wanted, cuts.times, cuts.crossing_seconds, lambda nodes: cuts.memory(nodes, names_behind)
+            operations,
+            problem.kinds,
+            wanted,
+            cuts.times,
+            cuts.crossing_seconds,
+            lambda nodes: cuts.memory(nodes, names_behind),
+            cuts.step_seconds,
         )
     except NoRoom:
         raise
