@@ -53,9 +53,20 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         operations=tuple(operations),
         replicated=tuple(replicated),
         seconds=seconds,
+        sum_seconds=sum(_sum_seconds(solver, node, stored[str(node.target)]) for node in space.parameters),
         sent_bytes=sum(sent.values()),
         weight_bytes=max(held, default=0.0),
     )
+
+
+def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
+    """Of the gradients of a parameter over the devices that hold the same part, for one micro-batch."""
+    grid, costs = solver.grid, solver.costs
+    if node not in solver.space.program.gradients:
+        return 0.0
+    largest = layout.largest_count(grid) * node.meta["val"].dtype.itemsize
+    along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
+    return 2 * largest * along / costs.num_micro_batch
 
 
 def _itemsize(space: Space, name: str) -> int:
