@@ -54,6 +54,11 @@ class DeviceKind:
     operations: tuple[OperationPoint, ...] = ()
     """the same for operations in float32, forward and backward; where they are, the cost model goes by them"""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Not an accelerator: whatever a rank does, it does on the core that computes."""
+        return self.name.upper().startswith("CPU")
+
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix products in `fp32`, `tf32`, `bf16` or `fp16`."""
         own: Mapping[str, float | None] = {
