@@ -126,6 +126,12 @@ class Shapes:
         kept.move_to_end(key)
         return kept[key]
 
+    def follow(self, plan: Plan) -> None:
+        """From now on with the shares of this plan, which is otherwise the same: who holds what has not changed."""
+        for lowered in (*self._training.values(), *self._evaluation.values()):
+            lowered.plan = plan
+        self._executors.clear()
+
     def executors(self) -> list[Executor]:
         return list(self._executors.values())
 
