@@ -26,10 +26,10 @@ hosts: [{name: big, kind: V100-16GB, count: 4}, {name: small, kind: P100, count:
 NUM_DEVICES = 8
 BLOCKS_ON = {"V100-16GB": 6, "P100": 4}
 NUM_BLOCKS = 4 * sum(BLOCKS_ON.values())
-WIDTH, LENGTH, SAMPLES = 1024, 128, 4
+WIDTH, LENGTH, SAMPLES = 2048, 128, 4
 """of a block, of a sequence, and in a micro-batch"""
-STRETCH = 6.0
-"""of all times: then the shortest action takes about 10 ms"""
+STRETCH = 2.5
+"""of all times: then the shortest action takes about 18 ms"""
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "num_waves": 1},
