@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from whale.runtime.checkpoints import Pretrained
     from whale.runtime.engine import Engine
     from whale.runtime.result import EvaluationResult, StepResult
+    from whale.simulation.simulate import simulate
+    from whale.simulation.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,8 @@ _MODULES = {
     "whale.runtime.checkpoints": ("Pretrained",),
     "whale.runtime.engine": ("Engine",),
     "whale.runtime.result": ("EvaluationResult", "StepResult"),
+    "whale.simulation.simulate": ("simulate",),
+    "whale.simulation.timeline": ("Timeline",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -40,6 +44,7 @@ __all__ = [
     "Plan",
     "Pretrained",
     "StepResult",
+    "Timeline",
     "annotate",
     "diff",
     "init",
@@ -49,6 +54,7 @@ __all__ = [
     "rank",
     "replicate",
     "set_default_strategy",
+    "simulate",
     "split",
 ]
 

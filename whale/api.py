@@ -21,7 +21,7 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.emulation.emulation import Emulation, emulated_cluster
+from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
 from whale.lowering.weights import (
     Init,
@@ -43,6 +43,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
+from whale.sharding.shards import Shards
 
 logger = logging.getLogger("whale")
 
@@ -187,7 +188,9 @@ def parallelize(
         if ranks.rank == 0:
             assert built is not None and prepared is not None
             if plan is not None:
-                chosen = _given_plan(plan, prepared, ranks)
+                chosen = _given_plan(plan, prepared)
+                if settings is None:  # an emulated job may follow the plan of any cluster
+                    _check_cluster(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
                 chosen = _plan(built, prepared, devices, config, layout, ratio)
@@ -199,12 +202,12 @@ def parallelize(
     _check_num_devices(chosen, ranks)
     emulation = Emulation(settings, devices, chosen, prepared, ranks, config) if settings is not None else None
     if emulation is not None and emulation.stub is not None:
-        return Engine(_stub_job(emulation, config), optimizer, scheduler)
+        return Engine(stub_job(emulation, config), optimizer, scheduler)
     assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
-        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks)
+        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
     return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
 
 
@@ -265,7 +268,7 @@ def _plan(
     return made
 
 
-def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> Plan:
+def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:
     chosen = given if isinstance(given, Plan) else Plan.load(given)
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
@@ -276,17 +279,22 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
     return chosen
 
 
+def _check_cluster(chosen: Plan, devices: Cluster) -> None:
+    """Refuses a plan whose shares and stages were made for other devices; another number of them is said by `_check_num_devices`."""
+    here = [device.kind.name for device in devices.devices]
+    different = [rank for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False)) if planned != found]
+    if different and len(here) == chosen.num_devices:
+        first = different[0]
+        raise ValueError(
+            f"this plan was made for another cluster: rank {first} is a {chosen.device_kinds[first]} in the plan and a {here[first]} here "
+            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or give the plan's own cluster "
+            f"(cluster=..., `whale run --cluster`)"
+        )
+
+
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
     if chosen.num_devices != ranks.num_ranks:
         raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
-
-
-def _stub_job(emulation: Emulation, config: Config) -> Job:
-    """The job of a rehearsal, which trains the stub in place of the model."""
-    stub, held = emulation.stub, emulation.stub_weights()
-    assert stub is not None
-    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
-    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
 
 
 def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:
@@ -313,10 +321,15 @@ def _weights(
     held = [name for name, stages in chosen.holders.items() if own & set(stages)]
     if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
         held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
+    shards = Shards(chosen)
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return shards.on(name, ranks.rank).take(tensor)
+
     if is_real:
         _take_first_ranks_values(model, ranks)
-        return take_weights(model, held, ranks.device)
-    return initialise_weights(model, held, names, init, config.seed, ranks.device)
+        return take_weights(model, held, ranks.device, part)
+    return initialise_weights(model, held, names, init, config.seed, ranks.device, part)
 
 
 def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:

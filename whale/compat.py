@@ -6,17 +6,20 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "all_user_frames",
+    "attention_by_form",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "enter_autocast",
@@ -25,8 +28,10 @@ __all__ = [
     "hooks_of_tensor",
     "is_fake",
     "pytree",
+    "run_backward",
     "schema",
     "tensor_stores",
+    "without_unused_work",
 ]
 
 
@@ -58,6 +63,14 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
     """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward` for gradients that are known to fit: it compares shapes as symbols, which takes as long as a small layer.
+
+    A switch of `torch.autograd.backward` to leave its checks out would replace it.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 # Torch has no public way to list hooks.
@@ -104,7 +117,7 @@ class _UserFrames:
 
     DISPATCH = ("__torch_function__", "__torch_dispatch__")
 
-    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
+    def __init__(self, frames: list[tuple[str, int, str]]) -> None:
         self.frames = frames
 
     @staticmethod
@@ -118,12 +131,88 @@ class _UserFrames:
             if code.co_name == "forward":
                 num_inside = len(stack)
             frame = frame.f_back
-        own = [
-            traceback.FrameSummary(file, line, name, lookup_line=False)
-            for file, line, name in reversed(stack[:num_inside])
-            if name == "forward" or not (file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH)
-        ]
-        return _UserFrames(own)
+        return _UserFrames(
+            [
+                (file, line, name)
+                for file, line, name in reversed(stack[:num_inside])
+                if name == "forward" or not (file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH)
+            ]
+        )
 
-    def summary(self) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list(self.frames)
+    def summary(self) -> _UserFrames:
+        return self
+
+    def format(self) -> list[str]:
+        """What torch joins to a node's `stack_trace`. A model calls the same lines in every layer."""
+        return [_frame_text(*frame) for frame in self.frames]
+
+
+@lru_cache(maxsize=65536)
+def _frame_text(file: str, line: int, name: str) -> str:
+    return traceback.StackSummary.from_list([traceback.FrameSummary(file, line, name, lookup_line=False)]).format()[0]
+
+
+@contextlib.contextmanager
+def without_unused_work() -> Iterator[None]:
+    """Inside, `torch.export` leaves out what Whale does not read: 13 % of its calls of Python functions for a GPT.
+
+    - Code of graph modules is written when they are called, which these never are (torch.fx has a lazy graph module; export makes others).
+    - `node.meta["tensor_meta"]`: strides and memory formats in symbols; `node.meta["val"]` holds the same.
+    An option of `torch.export` for the bare graph would replace it.
+    """
+    import torch.fx.experimental.proxy_tensor as proxy_tensor
+
+    original_metadata, original_recompile = proxy_tensor._extract_tensor_metadata, torch.fx.GraphModule.recompile
+
+    def recompile(self: torch.fx.GraphModule) -> None:
+        def forward(called: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            original_recompile(called)  # puts its own forward in the place of this one
+            return type(called).forward(called, *args, **kwargs)
+
+        type(self).forward = forward  # every graph module has a class of its own
+
+    proxy_tensor._extract_tensor_metadata = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = original_metadata
+        torch.fx.GraphModule.recompile = original_recompile  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def attention_by_form() -> Iterator[None]:
+    """Inside, the shape of an attention's result is found once for each form of its arguments.
+
+    To know that shape torch runs the whole formula on fake tensors, 20 operations for each layer. Where the first run showed that the
+    result has the form of the query, a copy of the query stands for it from then on. A shape function of the operation would replace it.
+    """
+    operation, key = torch.ops.aten.scaled_dot_product_attention.default, torch._C.DispatchKey.CompositeImplicitAutograd
+    like_query: dict[Any, bool] = {}
+
+    def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        forms = tuple(_form(value) for value in (query, *args, *sorted(kwargs.items())))
+        if like_query.get(forms):
+            return query.clone(memory_format=torch.contiguous_format)
+        result: torch.Tensor = operation._op_dk(key, query, *args, **kwargs)
+        like_query[forms] = _form(result) == _form(query.clone(memory_format=torch.contiguous_format))
+        return result
+
+    if key in operation.py_kernels:  # torch has got a rule of its own
+        yield
+        return
+    operation.py_impl(key)(attention)
+    try:
+        yield
+    finally:
+        del operation.py_kernels[key]
+        operation._dispatch_cache.clear()
+
+
+def _form(value: Any) -> Any:
+    """What the shape of a result may depend on."""
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride())
+        numbers = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+        return (numbers, value.dtype, value.device, value.requires_grad)
+    return tuple(map(_form, value)) if isinstance(value, tuple) else value

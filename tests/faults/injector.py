@@ -129,7 +129,7 @@ class Injector:
                 poisons = injector._action(step, action, place)
                 do(this)
                 if poisons:
-                    parameter = next(iter(executor.program.chunks[action.stage].module.parameters()))
+                    parameter = next(iter(executor.program.chunks[action.stage].module_for(1).parameters()))
                     assert parameter.grad is not None
                     parameter.grad.view(-1)[0] = torch.nan
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.ranks import ModelServer, preload
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("torch", "whale", "tests.integration.test_bad_input", "torch.export.experimental")  # the last: what the first export imports
 
@@ -169,11 +170,33 @@ def test_nested_scopes(where: str) -> None:
     wh.plan(Net(), make_batch(), cluster=2)  # the failed scope left nothing behind
 
 
-def test_split_on_several_devices_is_refused_for_now() -> None:
-    model = wh.annotate(Net(), {"layers": wh.replicate(2), "head": wh.split(2)})
-    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4))
-    assert_says(message, "wh.split(2)", "head", "wh.replicate(2)", "one device")
-    assert len(wh.plan(model, make_batch(), cluster=1).stages) == 1
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: wh.split(4, grid=(2, 3, 1)), ("wh.split(4, grid=(2, 3, 1))", "2 x 3 x 1 = 6 devices, not 4", "(1, 4, 1)", "leave")),
+        (lambda: wh.split(4, grid=(2, 2)), ("wh.split(4, grid=(2, 2))", "three whole numbers", "(1, 4, 1)")),
+        (lambda: wh.split(4, grid=(0, 4, 1)), ("three whole numbers of at least 1",)),
+        (lambda: wh.split(4, method="suma"), ("method='suma'", "Did you mean 'summa'?")),
+        (lambda: wh.split(4, grid=(1, 4, 1), method="summa"), ("as many devices along x as along y", "1 and 4")),
+        (lambda: wh.split(6, method="summa"), ("(q, q, d)", "6 devices have none")),
+    ],
+)
+def test_grids_and_methods_that_do_not_fit(make: Callable[[], Any], words: tuple[str, ...]) -> None:
+    assert_says(message_of(make), *words)
+
+
+def test_a_split_says_what_was_asked_for() -> None:
+    assert repr(wh.split(4, grid=[1, 4, 1])) == "wh.split(4, grid=(1, 4, 1))"
+    assert repr(wh.split(8, (2, 2, 2), method="summa")) == "wh.split(8, grid=(2, 2, 2), method='summa')"
+    assert wh.split(8).strategy.grid is None
+
+
+def test_nested_split() -> None:
+    def nested() -> None:
+        with wh.split(4), wh.split(2):
+            pass
+
+    assert_says(message_of(nested), "split(2) is opened inside split(4)", "do not nest")
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------
@@ -283,6 +306,14 @@ def test_a_plan_for_another_number_of_devices(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     wh.plan(two_stages(Net()), make_batch(), cluster=2).save(path)
     assert_says(message_of(lambda: use(path)), "2 devices", "this job has 1", "that many ranks")
+
+
+def test_a_plan_for_another_cluster() -> None:
+    t4 = wh.Cluster((Device(0, "localhost", 0, device_kind("T4")),), PCIE_3_X16, ETHERNET_50G)
+    plan = wh.plan(Net(), make_batch(), cluster=t4)
+    words = ("another cluster", "rank 0 is a T4 in the plan and a CPU here", "1 of 1 ranks differ", "--cluster")
+    assert_says(message_of(lambda: use(plan)), *words)
+    assert wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=plan, cluster=t4).plan == plan
 
 
 def broken(text: str, change: Callable[[dict[str, Any]], None]) -> str:

@@ -11,9 +11,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from whale.capture.batch import read_batch
+from whale.capture.capture import capture_training
+from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.profiling.costs import NodeCost, backward_seconds, concrete_shape, node_costs, seconds, value_bytes
+from whale.planning.assignment import carries_gradient
+from whale.profiling.costs import NodeCost, backward_factors, concrete_shape, node_costs, seconds, value_bytes
 
 SAMPLE_BATCH, OTHER_BATCH = 4, 7
 
@@ -194,7 +198,17 @@ def test_the_cost_model() -> None:
     kind = DeviceKind("toy", flop_per_s=100.0, memory_bytes=1, bytes_per_s=10.0)
     cost = NodeCost(flop=50.0, moved_bytes=20.0, output_bytes=8)
     assert seconds(cost, kind) == 2.5
-    assert backward_seconds(cost, kind) == 5.0
+
+
+def test_a_backward_is_one_product_for_each_operand_that_gets_a_gradient() -> None:
+    """The first layer needs no gradient of the batch; the bias is no operand; whatever is no product counts twice."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    layout, tensors = read_batch(torch.ones(SAMPLE_BATCH, 6))
+    captured = capture_training(model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)).captured
+    gradients, costs = carries_gradient(captured), node_costs(captured, OTHER_BATCH)
+    found = [backward_factors(node, costs[node], gradients) for node in captured.compute_nodes() if costs[node].moved_bytes]
+    assert found[:3] == [(0.0, 1.0), (2.0, 0.0), (1.0, 1.0)]
+    assert backward_factors(next(iter(captured.compute_nodes())), NodeCost(1.0, 1.0, 1), frozenset()) == (0.0, 0.0)
 
 
 def test_a_graph_of_8000_nodes() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import many
 from whale.scheduling import (
     ORDERS,
     Action,
@@ -20,6 +21,7 @@ from whale.scheduling import (
     ScheduleError,
     StageGraph,
     add_messages,
+    arrived_by,
     build,
     build_forward_only,
     check,
@@ -437,3 +439,48 @@ def test_start_times_hand_worked() -> None:
     starts = start_times(schedule, {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
     for order, row, expected in zip(schedule.orders, starts, ([0.0, 1.0, 4.0, 7.0], [1.0, 2.0, 4.0, 5.0]), strict=True):
         assert [start for action, start in zip(order, row, strict=True) if action.is_compute] == expected
+
+
+# ---- when a send is known to have arrived
+
+
+def test_a_receive_shows_which_sends_have_arrived() -> None:
+    """1F1B of 3 micro-batches on 2 devices, by hand. Device 1: F0 B0 F1 B1 F2 B2. Its gradient of micro-batch m shows that activation m
+    has arrived; the activation of micro-batch m + 2 shows that gradient m has."""
+    schedule = build("1f1b", StageGraph.chain(2), 3)
+    first, second = (arrived_by(schedule.stage_graph, schedule.orders, device) for device in range(2))
+    assert {str(message): [str(sent) for sent in before] for message, before in first.items()} == {
+        "receive B 1>0.0": ["send F 0>1.0"],
+        "receive B 1>0.1": ["send F 0>1.1"],
+        "receive B 1>0.2": ["send F 0>1.2"],
+    }
+    assert {str(message): [str(sent) for sent in before] for message, before in second.items()} == {
+        "receive F 0>1.0": [],
+        "receive F 0>1.1": [],
+        "receive F 0>1.2": ["send B 1>0.0"],
+    }
+
+
+@given(stage_graphs(), st.integers(1, 5), st.sampled_from(("gpipe", "1f1b")))
+@settings(max_examples=many(200))
+def test_what_a_receive_shows_is_true_in_every_order_of_events(graph: StageGraph, num_micro_batch: int, name: str) -> None:
+    """Independently: a send has arrived when its receive comes before the message in the graph of all orders and messages."""
+    schedule = build(name, graph, num_micro_batch)
+    before: dict[tuple[int, Action], set[tuple[int, Action]]] = {}
+    holder = graph.device_of_stage
+    for device, order in enumerate(schedule.orders):
+        for place, action in enumerate(order):
+            found = before[device, action] = {(device, order[place - 1])} if place else set()
+            if action.kind is Kind.RECEIVE:
+                found.add((holder[action.source], action.counterpart))
+    ancestors: dict[tuple[int, Action], set[tuple[int, Action]]] = {}
+    for event in TopologicalSorter(before).static_order():
+        ancestors[event] = before[event].union(*(ancestors[earlier] for earlier in before[event]))
+    for device, order in enumerate(schedule.orders):
+        shown = arrived_by(graph, schedule.orders, device)
+        assert set(shown) == {action for action in order if action.kind is Kind.RECEIVE}
+        named = [sent for sends in shown.values() for sent in sends]
+        assert len(named) == len(set(named))
+        for received, sends in shown.items():
+            for sent in sends:
+                assert (holder[sent.destination], sent.counterpart) in ancestors[device, received]

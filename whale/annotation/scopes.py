@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,11 @@ import torch
 from torch.fx.traceback import annotate as annotate_nodes
 
 from whale.annotation.marks import FORWARD_TAG, Mark, attach_mark
+from whale.names import nearest
+
+GridShape = tuple[int, int, int]
+METHODS = ("summa",)
+"""of sharding a matrix product, beside the one that is taken by itself: see docs/split.md"""
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,15 @@ class Strategy:
     kind: str
     """`replicate`: each micro-batch is cut over the devices; `split`: the operations are sharded over them"""
     num_devices: int
+    grid: GridShape | None = None
+    """devices along x, y and z, where the user fixed them; None: chosen by cost"""
+    method: str | None = None
+    """one of `METHODS`, where the user named one"""
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.num_devices})"
+        grid = f", grid={self.grid}" if self.grid is not None else ""
+        method = f", method={self.method!r}" if self.method is not None else ""
+        return f"{self.kind}({self.num_devices}{grid}{method})"
 
 
 _construction_marks = itertools.count()
@@ -78,9 +90,43 @@ def replicate(num_devices: int = 1) -> Scope:
     return Scope(Strategy("replicate", _device_count("replicate", num_devices)))
 
 
-def split(num_devices: int) -> Scope:
-    """The operations under this scope are sharded over `num_devices` devices."""
-    return Scope(Strategy("split", _device_count("split", num_devices)))
+def split(num_devices: int, grid: Sequence[int] | None = None, *, method: str | None = None) -> Scope:
+    """The operations under this scope are sharded over `num_devices` devices.
+
+    `grid`: (gx, gy, gz), whose product is `num_devices`: (1, n, 1) is Megatron with sequence sharding, (q, q, 1) 2-D, (q, q, q) the cube,
+    (1, 1, n) ZeRO-3. Without it the grid that takes least time is chosen. `method`: "summa" for SUMMA on a grid (q, q, 1) or (q, q, d).
+    """
+    count = _device_count("split", num_devices)
+    shape = None if grid is None else _grid_shape(count, grid)
+    if method is not None:
+        _check_method(count, shape, method)
+    return Scope(Strategy("split", count, shape, method))
+
+
+def _grid_shape(num_devices: int, grid: Sequence[int]) -> GridShape:
+    """Three sizes whose product is the number of devices."""
+    said = f"wh.split({num_devices}, grid={grid!r})"
+    sizes = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else ()
+    if len(sizes) != 3 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ValueError(f"{said}: a grid is three whole numbers of at least 1, the devices along x, y and z, like (1, {num_devices}, 1)")
+    if math.prod(sizes) != num_devices:
+        product = " x ".join(map(str, sizes))
+        raise ValueError(
+            f"{said}: {product} = {math.prod(sizes)} devices, not {num_devices}. Use a grid that multiplies to {num_devices}, like "
+            f"(1, {num_devices}, 1), or leave the grid out and the best one is chosen"
+        )
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _check_method(num_devices: int, grid: GridShape | None, method: str) -> None:
+    said = f"wh.split({num_devices}, method={method!r})"
+    if method not in METHODS:
+        known = " or ".join(map(repr, METHODS))
+        raise ValueError(f"{said}: there is no such method, use {known} or leave it out.{nearest(method, METHODS)}")
+    if grid is not None and grid[0] != grid[1]:
+        raise ValueError(f"{said}: SUMMA needs as many devices along x as along y, the grid {grid} has {grid[0]} and {grid[1]}")
+    if grid is None and all(num_devices % (q * q) for q in range(2, num_devices + 1)):
+        raise ValueError(f"{said}: SUMMA needs a grid (q, q, d) with q of at least 2, and {num_devices} devices have none")
 
 
 def _device_count(word: str, num_devices: int) -> int:

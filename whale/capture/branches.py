@@ -41,6 +41,7 @@ _WAY_OUT_BRANCH = (
 )
 
 _NEW_DRAWS = {torch.rand, torch.rand_like}
+_MAY_DRAW = {*_NEW_DRAWS, torch.Tensor.uniform_}
 _SAME_DRAW = {
     *(torch.Tensor.item, torch.Tensor.squeeze, torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.flatten, torch.Tensor.__getitem__),
     *(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.detach, torch.Tensor.float, torch.Tensor.double),
@@ -84,6 +85,8 @@ class _RandomBranches(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not self.draws and func not in _MAY_DRAW:  # nearly always: every call of torch comes through here
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         if id(first) in self.compared and func in (torch.Tensor.__bool__, torch.Tensor.item):

@@ -25,7 +25,7 @@ from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
 from whale.capture.kept_state import assigned_buffers_written, attributes, changed_numbers
-from whale.compat import all_user_frames, fake_mode, is_fake, pytree, tensor_stores
+from whale.compat import all_user_frames, attention_by_form, fake_mode, is_fake, pytree, tensor_stores, without_unused_work
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -220,7 +220,7 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with _no_graph_dump(), random_branches(wrapper.model, findings), preserve_node_meta(), all_user_frames():
+            with _no_graph_dump(), random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
                 program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error
@@ -238,6 +238,13 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         changed_numbers=seen.changed_numbers,
         left_to_the_loss=tuple(left_out),
     )
+
+
+@contextlib.contextmanager
+def _fast_and_told() -> Iterator[None]:
+    """Nodes know their lines of the user's code, and no time goes into what is thrown away."""
+    with all_user_frames(), without_unused_work(), attention_by_form():
+        yield
 
 
 @contextlib.contextmanager

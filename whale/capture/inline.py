@@ -49,9 +49,10 @@ class Region:
 def inline_regions(graph_module: GraphModule) -> None:
     """Inlines all `wrap_with_set_grad_enabled` and `wrap_with_autocast` nodes, in place; any other higher-order operation is refused."""
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if not _is_higher_order(node):
-            continue
+    regions = [node for node in graph.nodes if _is_higher_order(node)]
+    if not regions:
+        return
+    for node in regions:
         with graph.inserting_before(node):
             top = Region(call=node, caller=node, grad=True, autocast=None)
             results = _inline_call(node, graph_module, [Faces(each, each) for each in node.args], top)

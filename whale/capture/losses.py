@@ -39,13 +39,14 @@ def batch_reductions(captured: CapturedGraph, kinds: dict[Node, Kind]) -> list[N
     return _problem(captured, flow) or live_leaves(flow)
 
 
-def rewrite_loss(captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False) -> LossPlan:
+def rewrite_loss(captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False, flow: SampleFlow | None = None) -> LossPlan:
     """Changes the graph so that its outputs, summed over disjoint parts of the mini-batch, give exactly the loss.
 
     A loss that is not additive leaves the graph as it was. With `all_reduce`, the nodes in `LossPlan.reductions` (they also carry
     `meta["all_reduce"] = "sum"`) must be summed over all parts during the forward; the outputs are then shares of the loss in the same way.
+    `flow`: of this very graph, when the caller has it.
     """
-    flow = SampleFlow(captured, kinds, all_reduce)
+    flow = flow or SampleFlow(captured, kinds, all_reduce)
     problem = _problem(captured, flow)
     return LossPlan(not_additive=problem) if problem else Rewriter(captured, flow).run()
 

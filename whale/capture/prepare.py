@@ -56,15 +56,18 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     batched = next(node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched)
     normalise_sizes(captured.graph, captured.batch_symbol, batched)
-    _mark_rows_out_of_order(captured)
     results = _results(captured)
     if not capture.has_loss:
-        return Prepared(capture, value_kinds(captured), LossPlan(), 0, output_leaves=_leaves(captured, results))
+        kinds = value_kinds(captured)
+        _mark_rows_out_of_order(SampleFlow(captured, kinds))
+        return Prepared(capture, kinds, LossPlan(), 0, output_leaves=_leaves(captured, kinds, results))
     loss_node, outputs = results[0], results[1:]
     captured.output.args = ((loss_node,),)
     keeper = _keep(captured, [node for node in outputs if node is not loss_node])
     kinds = value_kinds(captured)
-    loss = rewrite_loss(captured, kinds)
+    flow = SampleFlow(captured, kinds)
+    _mark_rows_out_of_order(flow)
+    loss = rewrite_loss(captured, kinds, flow=flow)
     problem = loss.not_additive
     if problem is not None and num_micro_batch == 1:
         loss = rewrite_loss(captured, kinds, all_reduce=True)
@@ -80,14 +83,15 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
     terms = _results(captured)
     kept = iter(_release(captured, keeper))
-    leaves = _leaves(captured, [next(kept) if node is not loss_node else LOSS for node in outputs])
+    kinds = value_kinds(captured)
+    leaves = _leaves(captured, kinds, [next(kept) if node is not loss_node else LOSS for node in outputs])
     captured.output.args = ((*terms, *dict.fromkeys(node for node in leaves if isinstance(node, Node))),)
-    return Prepared(capture, value_kinds(captured), loss, len(terms), only_whole, leaves)
+    return Prepared(capture, kinds, loss, len(terms), only_whole, leaves)
 
 
-def _mark_rows_out_of_order(captured: CapturedGraph) -> None:
+def _mark_rows_out_of_order(flow: SampleFlow) -> None:
     """`meta["rows_out_of_order"]`: values whose rows are not sample after sample, so that they can be neither sliced nor put together."""
-    for node, state in SampleFlow(captured, value_kinds(captured)).states.items():
+    for node, state in flow.states.items():
         parts = state if isinstance(state, tuple) else (state,)
         if any(isinstance(part, PerSample) and part.outer != 1 for part in parts):
             node.meta["rows_out_of_order"] = True
@@ -107,9 +111,8 @@ def _release(captured: CapturedGraph, keeper: Node) -> list[Node]:
     return nodes  # type: ignore[return-value]
 
 
-def _leaves(captured: CapturedGraph, nodes: Sequence[Node | str]) -> list[Node | str]:
+def _leaves(captured: CapturedGraph, kinds: dict[Node, Kind], nodes: Sequence[Node | str]) -> list[Node | str]:
     """Outputs that can be put together from parts: with a batch dim, or without samples at all."""
-    kinds = value_kinds(captured)
     leaves: list[Node | str] = []
     for node in nodes:
         mixed = isinstance(node, Node) and kinds[node] is Kind.ACTIVATION and batch_dim(node, captured.batch_symbol) is None

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -101,6 +103,12 @@ def find_mixing(captured: CapturedGraph) -> list[Mixing]:
 # -------------------------------------------------------------------------------------------------------------------- the walk
 
 
+@lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
+def _slope_symbols(size: sympy.Expr, symbol: sympy.Symbol) -> frozenset[sympy.Symbol]:
+    """On what the growth of a size with the batch depends; on nothing, where it is in proportion."""
+    return frozenset(size.diff(symbol).free_symbols)
+
+
 class SampleFlow:
     """One walk over the graph that gives every node its state.
 
@@ -175,7 +183,7 @@ class SampleFlow:
         dims = self.dims(value)
         if isinstance(state, Mixed):
             pass
-        elif len(dims) > 1 or any(value.shape[dim].node.expr.diff(self.symbol).free_symbols & self.symbols for dim in dims):
+        elif len(dims) > 1 or any(_slope_symbols(value.shape[dim].node.expr, self.symbol) & self.symbols for dim in dims):
             state = Mixed(node, f"`{op_name(node)}` compares samples with each other: its result has the batch in more than one place")
         elif isinstance(state, Summed) and dims:
             state = Mixed(node, f"`{op_name(node)}` gives a value over all samples back to each sample")

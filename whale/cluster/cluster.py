@@ -1,7 +1,4 @@
-"""The devices, what each kind can do, and the links between them.
-
-Sending n bytes over a link takes  latency + n / rate  seconds. A message between two hosts takes the slower of their two links.
-"""
+"""The devices and what each kind can do; the links between them are in `network.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
+from whale.cluster.network import HostLinks, Link, Network
 
 
 @dataclass(frozen=True)
@@ -21,27 +19,6 @@ class Device:
     host: str
     local_rank: int
     kind: DeviceKind
-
-
-@dataclass(frozen=True)
-class Link:
-    """What connects two devices."""
-
-    bytes_per_s: float
-    latency_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Time of one message."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True)
-class HostLinks:
-    """Links of one host that differ from the others'; None: as everywhere."""
-
-    host: str
-    intra_host: Link | None = None
-    inter_host: Link | None = None
 
 
 # Assumptions for a cluster of which nothing is known; a measured value replaces them.
@@ -130,17 +107,13 @@ class Cluster:
         return replace(self, devices=tuple(replace(device, rank=rank) for rank, device in enumerate(devices)))
 
     @cached_property
-    def _own_links(self) -> dict[str, HostLinks]:
-        return {links.host: links for links in self.host_links}
+    def network(self) -> Network:
+        """Its links alone."""
+        return Network(tuple(device.host for device in self.devices), self.intra_host, self.inter_host, self.host_links, self.all_reduce)
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
-        host_a, host_b = self.devices[rank_a].host, self.devices[rank_b].host
-        own_a, own_b = (self._own_links.get(host, HostLinks(host)) for host in (host_a, host_b))
-        if host_a == host_b:
-            return own_a.intra_host or self.intra_host
-        a, b = own_a.inter_host or self.inter_host, own_b.inter_host or self.inter_host
-        return a if a == b else Link(min(a.bytes_per_s, b.bytes_per_s), max(a.latency_s, b.latency_s))
+        return self.network.link(rank_a, rank_b)
 
 
-__all__ = ["DEVICE_KINDS", "GIGA", "TERA", "Cluster", "Device", "DeviceKind", "HostLinks", "Link", "device_kind"]
+__all__ = ["DEVICE_KINDS", "GIGA", "TERA", "Cluster", "Device", "DeviceKind", "HostLinks", "Link", "Network", "device_kind"]

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,30 @@ import torch
 from torch import Tensor
 
 from whale.capture.batch import read_batch
+from whale.capture.capture import tied_names
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.emulation.links import EmulatedTransport, NetworkCards
-from whale.emulation.load import Load, Times, load_of
 from whale.emulation.memory import EmulatedOutOfMemory, Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import Settings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
-from whale.emulation.sums import SumClock, sums_of
+from whale.emulation.sums import SumClock
 from whale.emulation.timeline import Recorder
 from whale.lowering.program import Program
+from whale.planning.figures import Figures
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan
+from whale.planning.pricing import price
 from whale.report.units import human_bytes, human_seconds
 from whale.runtime.ranks import Ranks
+from whale.runtime.shapes import Job
 from whale.scheduling import Action, check
+from whale.simulation.memory import shared_bytes
+from whale.simulation.simulate import figures_in
+from whale.simulation.sums import sums_of
+from whale.simulation.times import Times
 
 logger = logging.getLogger("whale")
 
@@ -61,7 +68,8 @@ def emulated_cluster(settings: Settings, ranks: Ranks) -> Cluster:
 class _Told:
     """What rank 0 tells the others."""
 
-    load: Load
+    figures: Figures
+    """of the plan on the emulated cluster"""
     is_stub: bool
     cards: str | None
 
@@ -70,29 +78,29 @@ class Emulation:
     """What makes this rank a device of the emulated cluster. All ranks make it together."""
 
     def __init__(self, settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks, config: Config) -> None:
-        """`prepared`: the captured model; only rank 0 needs it."""
+        """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of this cluster, stub chunks run."""
         self.cluster, self.full_plan, self.ranks = cluster, plan, ranks
-        told = _tell(settings, cluster, plan, prepared, ranks)
-        self.load = told.load
-        self.times = Times(plan, told.load, cluster)
+        told = _tell(settings, cluster, plan, prepared, ranks, config)
+        self.figures = told.figures
+        self.times = Times(_on(plan, cluster), told.figures)
         self.factor = settings.stretch or stretch_factor(self.times.shortest_s)
-        self.stub: Stub | None = make_stub(plan, told.load) if told.is_stub else None
+        self.stub: Stub | None = make_stub(plan, told.figures) if told.is_stub else None
         self._cards = _open_cards(told.cards, cluster, ranks)
-        sums = sums_of(plan, told.load, cluster, config.bucket_bytes, self.factor)
+        sums = sums_of(plan, told.figures, config.bucket_bytes, self.factor)
         own = plan.stages_of_rank(ranks.rank)
-        self.sums = SumClock(sums, ranks, own)
-        shared = sum(s.trained_bytes for s in told.load.states if set(s.stages) & set(own) and len(_ranks_of(plan, s.stages)) > 1)
-        self.memory = self._place_weights(own, shared)
+        self.sums = SumClock(sums, ranks, own, cluster, self._cards)
+        self.memory = self._place_weights(own)
         self.run_folder = str(Path(settings.folder).parent)
-        self.recorder = Recorder(Path(settings.folder), self.times, sums, self.factor, ranks.rank, self.stub is not None, self.memory)
+        self.recorder = Recorder(Path(settings.folder), self.times, self.factor, ranks.rank, self.stub is not None, self.memory, cluster)
         self._paces: dict[int, Pace] = {}
         wake_up_on_time()
         if ranks.rank == 0:
             self._announce()
 
-    def _place_weights(self, own_stages: Sequence[int], shared_bytes: int) -> Memory:
+    def _place_weights(self, own_stages: Sequence[int]) -> Memory:
         """All ranks refuse together what does not fit from the start."""
-        memory, error = Memory(self.cluster.devices[self.ranks.rank], self.load, own_stages, shared_bytes), None
+        shared, error = shared_bytes(self.full_plan, self.figures, own_stages), None
+        memory = Memory(self.cluster.devices[self.ranks.rank], self.figures, own_stages, shared)
         try:
             memory.place_weights()
         except EmulatedOutOfMemory as problem:
@@ -102,7 +110,7 @@ class Emulation:
 
     def _announce(self) -> None:
         text = f"emulating {self.cluster.num_devices} devices; times are stretched by {self.factor:.4g}, "
-        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.step_s)}"
+        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)}"
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"
         print(f"whale: {text}", flush=True)
@@ -112,8 +120,8 @@ class Emulation:
         """What the ranks really run: the plan, or that of the stub."""
         return self.full_plan if self.stub is None else self.stub.plan
 
-    def transport(self, pairs: Iterable[tuple[int, int]]) -> EmulatedTransport:
-        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor)
+    def transport(self, pairs: Iterable[tuple[int, int]], share_memory: bool) -> EmulatedTransport:
+        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory)
         if self.stub is not None:
             transport.num_bytes = self.stub.num_bytes
         return transport
@@ -129,7 +137,8 @@ class Emulation:
 
         def note(action: Action) -> None:
             self.sums.last_backward_s = last
-            self.memory.note(action, samples[action.micro_batch])
+            self.memory.start(action, samples[action.micro_batch])
+            self.memory.end(action, samples[action.micro_batch])
 
         pace = self._paces[id(program)] = Pace(seconds, note=note)
         return pace
@@ -159,19 +168,23 @@ class Emulation:
         return {name: self.stub.model.get_parameter(name) for name, stages in self.plan.holders.items() if own & set(stages)}
 
 
-def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks) -> _Told:
+def _on(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan may have been made for another cluster: what counts are the emulated devices."""
+    return replace(plan, device_kinds=tuple(device.kind.name for device in cluster.devices))
+
+
+def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks, config: Config) -> _Told:
     told: _Told | None = None
     error: Exception | None = None
     try:
         if ranks.rank == 0:
-            assert prepared is not None
-            load = load_of(plan, prepared.captured, apply_plan(plan, prepared.captured, prepared.kinds), cluster)
-            needed, free = _bytes_of_all_ranks(Times(plan, load, cluster)), free_memory_bytes()
-            is_stub = settings.stub or needed > free
+            figures = _figures(cluster, plan, prepared, config)
+            needed, free = _bytes_of_all_ranks(Times(plan, figures)), free_memory_bytes()
+            is_stub = settings.stub or prepared is None or needed > free
             if is_stub and not settings.stub:
                 sizes = human_bytes(needed), human_bytes(free)
                 logger.warning("the plan takes about %s and this machine has %s free: stub chunks stand for the model", *sizes)
-            told = _Told(load, is_stub, _create_cards(cluster))
+            told = _Told(figures, is_stub, _create_cards(cluster))
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -179,16 +192,33 @@ def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared |
     return found
 
 
+def _figures(cluster: Cluster, plan: Plan, prepared: Prepared | None, config: Config) -> Figures:
+    """Of the plan on the emulated cluster, which need not be the one that it was made for."""
+    if prepared is None:
+        return figures_in(plan)
+    ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
+    assignment = apply_plan(plan, prepared.captured, prepared.kinds)
+    return figures_in(price(plan, prepared.captured, assignment, cluster, ratio, config.dtype))
+
+
+def stub_job(emulation: Emulation, config: Config) -> Job:
+    """The job of a rehearsal, which trains the stub in place of the model."""
+    stub, held = emulation.stub, emulation.stub_weights()
+    assert stub is not None
+    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
+    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
+
+
 def _bytes_of_all_ranks(times: Times) -> float:
     """Weights, gradients, their buckets, optimizer state and activations of all devices together."""
     plan = times.plan
     total = 0.0
-    for state in times.load.states:
+    for state in times.figures.states:
         one = state.weight_bytes + state.buffer_bytes + (2 + STATE_PER_WEIGHT) * state.trained_bytes
         total += one * len(_ranks_of(plan, state.stages))
     in_flight = check(times.schedule).peak_in_flight
-    for stage, load in enumerate(times.load.stages):
-        total += in_flight[stage] * load.kept.sample_bytes * plan.batch_size / plan.num_micro_batch
+    for stage, figures in enumerate(times.figures.stages):
+        total += in_flight[stage] * figures.kept_sample_bytes * plan.batch_size / plan.num_micro_batch
     return total
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from whale.cluster.cluster import Cluster
 from whale.emulation.pace import sleep_until
+from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
 
@@ -39,12 +40,16 @@ class NetworkCards:
     def create(path: Path, num_hosts: int) -> None:
         path.write_bytes(bytes(num_hosts * _NUMBER.size))
 
-    def book(self, host: int, seconds: float) -> float:
-        """Takes the card for so long, after those before; when it is free again, by `perf_counter`, which all processes share."""
+    def book(self, host: int, seconds: float, since: float | None = None) -> float:
+        """Takes the card for so long, after those before; when it is free again, by `perf_counter`, which all processes share.
+
+        `since`: the earliest start; None: now.
+        """
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             place = host * _NUMBER.size
-            end = max(time.perf_counter(), _NUMBER.unpack_from(self._map, place)[0]) + seconds
+            earliest = time.perf_counter() if since is None else since
+            end = max(earliest, _NUMBER.unpack_from(self._map, place)[0]) + seconds
             _NUMBER.pack_into(self._map, place, end)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -54,11 +59,19 @@ class NetworkCards:
 class EmulatedTransport(Transport):
     """Real messages, sent when they would have arrived."""
 
-    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], cluster: Cluster, cards: NetworkCards | None, factor: float) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        pairs: Iterable[tuple[int, int]],
+        cluster: Cluster,
+        cards: NetworkCards | None,
+        factor: float,
+        share_memory: bool = True,
+    ) -> None:
         """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices are on one host."""
-        self.num_bytes: Callable[[Tensor, int], float] = lambda tensor, tag: tensor.numel() * tensor.element_size()
-        """of the message that a tensor with this tag stands for"""
-        super().__init__(ranks, pairs)
+        self.num_bytes: Callable[[Message], float] = lambda message: message.num_bytes
+        """of what a message stands for"""
+        super().__init__(ranks, pairs, share_memory)
         self._cluster, self._cards, self._factor = cluster, cards, factor
         self._host_number = {host: place for place, host in enumerate(cluster.hosts)}
         self._free: dict[int, float] = {}
@@ -69,12 +82,12 @@ class EmulatedTransport(Transport):
         self._failure: BaseException | None = None
         threading.Thread(target=self._deliver, name="whale-emulated-links", daemon=True).start()
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        arrival = self._book(peer, self.num_bytes(tensor, tag))
+    def send(self, tensor: Tensor, message: Message) -> None:
+        arrival = self._book(message.peer, self.num_bytes(message))
         with self._change:
             if self._failure is not None:
                 raise self._failure
-            heapq.heappush(self._waiting, (arrival, next(self._count), tensor, peer, tag))
+            heapq.heappush(self._waiting, (arrival, next(self._count), tensor, message.peer, message.tag + self.epoch))
             self._change.notify()
 
     def _book(self, peer: int, num_bytes: float) -> float:
@@ -101,7 +114,7 @@ class EmulatedTransport(Transport):
                 self._in_hand = True
             sleep_until(arrival)
             try:
-                super().send(tensor, peer, tag)
+                self._issue(tensor, peer, tag)
             except BaseException as error:
                 self._failure = error
                 return

@@ -26,11 +26,11 @@ from whale.capture.graph import module_name
 from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import Prepared
-from whale.emulation.load import Load
 from whale.lowering.chunk import crossing_values
+from whale.planning.figures import Figures
 from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
-from whale.runtime.actions import NUM_SHAPE_TAGS
+from whale.runtime.messages import Message
 
 VALUE = "value_"
 STAGE = "stage_"
@@ -78,14 +78,14 @@ class _Stage(nn.Module):
 class StubModel(nn.Module):
     """All stages of a plan; gives the loss of a batch [batch, 1]."""
 
-    def __init__(self, plan: Plan, load: Load) -> None:
+    def __init__(self, plan: Plan, figures: Figures) -> None:
         super().__init__()
         self.crossings = plan.crossings
         numbers: dict[tuple[int, str], int] = {}
         for each in plan.crossings:
             numbers.setdefault((each.source, each.value), len(numbers))
         self.number_of = [numbers[each.source, each.value] for each in plan.crossings]
-        groups = [(s.stages, nn.Parameter(torch.zeros(1, 1), requires_grad=s.trained_bytes > 0)) for s in load.states if s.weight_bytes]
+        groups = [(s.stages, nn.Parameter(torch.zeros(1, 1), requires_grad=s.trained_bytes > 0)) for s in figures.states if s.weight_bytes]
         with_loss = {term.stage for term in plan.loss_terms} | {stage.index for stage in plan.stages} - {c.source for c in plan.crossings}
         for stage in plan.stages:
             own = {number: each for number, each in zip(self.number_of, plan.crossings, strict=True) if each.source == stage.index}
@@ -125,10 +125,9 @@ class Stub:
         values = crossing_values(self.prepared.captured, assignment)
         return [float(bytes_of[_number(node)]) for node in sorted(values, key=lambda node: values[node].index)]
 
-    def num_bytes(self, tensor: Tensor, tag: int) -> float:
-        """Of the message that this one stands for (tags: `lowering/messages.py`, and the shape in `runtime/actions.py`)."""
-        value = tag // NUM_SHAPE_TAGS // 2 // (len(self.plan.stages) * self.plan.num_micro_batch)
-        return tensor.numel() * self._unit_bytes[value]
+    def num_bytes(self, message: Message) -> float:
+        """Of the message that this one stands for."""
+        return sum(piece.numel * self._unit_bytes[piece.key[2]] for piece in message.pieces)
 
 
 def batch_of(batch_size: int) -> Tensor:
@@ -136,9 +135,9 @@ def batch_of(batch_size: int) -> Tensor:
     return torch.ones(batch_size, 1)
 
 
-def make_stub(plan: Plan, load: Load) -> Stub:
+def make_stub(plan: Plan, figures: Figures) -> Stub:
     """The stub of a plan. The same on every rank."""
-    model = StubModel(plan, load)
+    model = StubModel(plan, figures)
     layout, tensors = read_batch(batch_of(plan.batch_size))
     prepared = _prepare(capture_training(model, layout, tensors, Task(None, "cpu", None)))
     captured = prepared.captured

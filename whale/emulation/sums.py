@@ -1,77 +1,34 @@
-"""Gradient sums take the time of a ring over the slowest link of their group.
+"""Gradient sums of an emulated job: the model of `simulation/sums.py`, on a clock.
 
-A ring of k devices that sums n bytes sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps:
-
-    T = 2 (k - 1) (n / k / rate + latency).                                                    (1)
-
-The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs. Bucket i is ready at
-t - d + d i / b and takes T / b, so that the last one is there at
-
-    max(t - d + d / b + T,  t + T / b).                                                        (2)
-
-A group sums one thing after the other, and begins when the last of its members is ready: the latest end that any member comes to by
-itself is the end for all.
+The members of a group agree on the latest end that any of them comes to by itself. A rank whose ring leaves its host takes the card of
+that host, which all processes share.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from whale.cluster.cluster import Cluster, Link
-from whale.emulation.load import Load
+from whale.cluster.cluster import Cluster
+from whale.emulation.links import NetworkCards
 from whale.emulation.pace import sleep_until
-from whale.planning.plan import Plan
-from whale.runtime.gradients import MANY_BUCKETS, SMALL_BUCKET_BYTES
 from whale.runtime.ranks import Ranks
-
-
-def ring_s(num_bytes: float, links: Sequence[Link], num_devices: int) -> float:
-    """Line (1) over the slowest of these links."""
-    if num_devices < 2:
-        return 0.0
-    rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
-    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + latency)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Gradients of the parameters that the same stages hold, summed over all their ranks."""
-
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
-    seconds: float
-    num_buckets: int
-
-    def end(self, closed: float, last_backward_s: float, free: float) -> float:
-        """Line (2), where the last backward of these stages on a rank ends at `closed` and its group is free at `free`."""
-        start = max(closed - last_backward_s + last_backward_s / self.num_buckets, free)
-        return max(start + self.seconds, closed + self.seconds / self.num_buckets)
-
-
-def sums_of(plan: Plan, load: Load, cluster: Cluster, bucket_bytes: int, factor: float) -> list[Sum]:
-    """All sums of a step, their times stretched."""
-    found = []
-    for state in load.states:
-        ranks = tuple(sorted({rank for stage in state.stages for rank in plan.ranks_of_stage(stage)}))
-        if len(ranks) > 1 and state.trained_bytes:
-            links = [cluster.link(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]))]
-            size = min(bucket_bytes, max(state.trained_bytes // MANY_BUCKETS, SMALL_BUCKET_BYTES))
-            seconds = factor * ring_s(state.trained_bytes, links, len(ranks))
-            found.append(Sum(state.stages, ranks, seconds, math.ceil(state.trained_bytes / size)))
-    return found
+from whale.simulation.sums import Sum
 
 
 class SumClock:
     """When the gradient sums of one rank would be over."""
 
-    def __init__(self, sums: Sequence[Sum], ranks: Ranks, own_stages: Sequence[int]) -> None:
+    def __init__(
+        self, sums: Sequence[Sum], ranks: Ranks, own_stages: Sequence[int], cluster: Cluster, cards: NetworkCards | None
+    ) -> None:
         self._own = {each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks}
-        self._ranks = ranks
+        self._ranks, self._cards = ranks, cards
+        self._host = cluster.devices[ranks.rank].host
+        self._host_number = cluster.hosts.index(self._host)
+        self._leaves = {each: _leaves_host(each, ranks.rank, cluster) for each in self._own}
         self._open: dict[Sum, set[int]] = {}
         self._free: dict[tuple[int, ...], float] = {}
         self.last_backward_s: Mapping[int, float] = {}
@@ -87,8 +44,16 @@ class SumClock:
             if stage in stages:
                 stages.discard(stage)
                 if not stages:
-                    free = self._free.get(each.ranks, 0.0)
-                    self._free[each.ranks] = each.end(now, self.last_backward_s.get(stage, 0.0), free)
+                    self._free[each.ranks] = self._end(each, now, self.last_backward_s.get(stage, 0.0))
+
+    def _end(self, each: Sum, closed: float, last_backward_s: float) -> float:
+        """As far as this rank knows."""
+        free = self._free.get(each.ranks, 0.0)
+        end = each.end(closed, last_backward_s, free)
+        if self._cards is not None and self._leaves[each]:
+            seconds = dict(each.leaving)[self._host]
+            end = max(end, self._cards.book(self._host_number, seconds, max(each.first_ready(closed, last_backward_s), free)))
+        return end
 
     def finish(self) -> None:
         """Returns when all sums would be over; the members of each group agree on the latest end."""
@@ -96,3 +61,9 @@ class SumClock:
             end = torch.tensor([self._free[ranks]], dtype=torch.float64)
             dist.all_reduce(end, op=dist.ReduceOp.MAX, group=self._ranks.group(ranks))
             sleep_until(float(end))
+
+
+def _leaves_host(each: Sum, rank: int, cluster: Cluster) -> bool:
+    """Whether the next device of the ring is on another host."""
+    after = each.ranks[(each.ranks.index(rank) + 1) % len(each.ranks)]
+    return cluster.devices[rank].host != cluster.devices[after].host

@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from whale.emulation.load import Times
+from whale.cluster.cluster import Cluster
 from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace
-from whale.emulation.prediction import Event, predict
-from whale.emulation.sums import Sum
 from whale.scheduling import Action
+from whale.simulation.simulate import run
+from whale.simulation.timeline import UPDATE
+from whale.simulation.times import Times
 
 PREDICTION_FILE = "prediction.json"
+Event = tuple[str, float, float]
+"""(action, start, end) in seconds"""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,15 @@ class Recorder:
     """Notes steps and writes them down at the end of the process. The first step, in which much is made for the first time, is left out."""
 
     def __init__(
-        self, folder: Path, times: Times, sums: Sequence[Sum], factor: float, rank: int, is_stub: bool, memory: Memory
+        self, folder: Path, times: Times, factor: float, rank: int, is_stub: bool, memory: Memory, cluster: Cluster
     ) -> None:
-        self._folder, self._times, self._sums, self._factor, self._rank = folder, times, sums, factor, rank
+        self._folder, self._factor, self._rank, self._cluster = folder, factor, rank, cluster
         self._is_stub, self._memory = is_stub, memory
         self._num_seen = 0
         self._steps: list[tuple[float, float]] = []
         self._events: list[Event] = []
         self._paces: list[Pace] = []
-        self.prediction = predict(times, sums, factor)
+        self.prediction = run(times.plan, times.figures, factor)
         atexit.register(self.write)
 
     def add(self, events: Sequence[tuple[Action, float, float]], sums: tuple[float, float], paces: list[Pace]) -> None:
@@ -72,7 +75,7 @@ class Recorder:
         """Also in `engine.close`; a job that failed has written nothing."""
         if not self._steps:
             return
-        device = self._times.cluster.devices[self._rank]
+        device = self._cluster.devices[self._rank]
         record = RankRecord(
             rank=self._rank,
             kind=device.kind.name,
@@ -88,7 +91,13 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         _write(self._folder / f"rank_{self._rank:05d}.json", asdict(record))
         if self._rank == 0:
-            _write(self._folder / PREDICTION_FILE, asdict(self.prediction) | {"factor": self._factor, "is_stub": self._is_stub})
+            predicted = {
+                "events": [[event for event in device.events if event.name != UPDATE] for device in self.prediction.devices],
+                "step_s": self.prediction.gradients_s,  # the update of the weights is not emulated
+                "factor": self._factor,
+                "is_stub": self._is_stub,
+            }
+            _write(self._folder / PREDICTION_FILE, predicted)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """Bridges on one rank: which slices of which values it sends to and receives from which ranks.
 
 A message action of the schedule names two stages and a micro-batch. Here it becomes parts: one for each crossing value and each pair
-of devices whose samples overlap (planning/slices.py). The gradient takes the same parts backwards.
+of devices whose samples overlap (planning/slices.py). All parts between two ranks travel in one message (runtime/messages.py). The
+gradient takes the same parts backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -30,7 +32,6 @@ class Part:
     num_samples: int
     is_all: bool
     """covers everything that this rank holds of the value: no slicing needed"""
-    tag: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Bridges:
     """(source stage, destination stage, micro-batch) -> parts of the activations that this rank, in the source, sends"""
     receiving: Mapping[tuple[int, int, int], tuple[Part, ...]]
     """the same for a rank in the destination"""
+    number_of_edge: Mapping[tuple[int, int], int]
+    """(source stage, destination stage) -> its place among all edges between the same two VirtualDevices, the same on all ranks"""
 
 
 def build_bridges(plan: Plan, assignment: Assignment, values: Mapping[Node, Value], samples: SampleMap, rank: int) -> Bridges:
@@ -55,17 +58,31 @@ def build_bridges(plan: Plan, assignment: Assignment, values: Mapping[Node, Valu
             continue
         for micro_batch in range(samples.num_micro_batch):
             key = (source, destination, micro_batch)
-            tag = (values[node].index * len(plan.stages) + destination) * samples.num_micro_batch + micro_batch
             for sender, receiver, start, stop in _slices(values[node], samples, micro_batch, replica, here, there):
                 if device == here and sender == place:
                     own = samples.devices(micro_batch, replica, here)[place]
                     peer = plan.virtual_devices[there].ranks[replica][receiver]
-                    sending.setdefault(key, []).append(_part(values[node], peer, start, stop, own, 2 * tag))
+                    sending.setdefault(key, []).append(_part(values[node], peer, start, stop, own))
                 if device == there and receiver == place:
                     own = samples.devices(micro_batch, replica, there)[place]
                     peer = plan.virtual_devices[here].ranks[replica][sender]
-                    receiving.setdefault(key, []).append(_part(values[node], peer, start, stop, own, 2 * tag))
-    return Bridges({key: tuple(parts) for key, parts in sending.items()}, {key: tuple(parts) for key, parts in receiving.items()})
+                    receiving.setdefault(key, []).append(_part(values[node], peer, start, stop, own))
+    return Bridges(
+        {key: tuple(parts) for key, parts in sending.items()},
+        {key: tuple(parts) for key, parts in receiving.items()},
+        _numbers(sorted({(source, destination) for _, source, destination in assignment.crossings}), device_of_stage),
+    )
+
+
+def _numbers(edges: Sequence[tuple[int, int]], device_of_stage: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Edges counted apart for each pair of VirtualDevices, whatever their direction: message numbers stay small with many stages."""
+    counts: Counter[frozenset[int]] = Counter()
+    numbers = {}
+    for source, destination in edges:
+        pair = frozenset((device_of_stage[source], device_of_stage[destination]))
+        numbers[source, destination] = counts[pair]
+        counts[pair] += 1
+    return numbers
 
 
 def _slices(value: Value, samples: SampleMap, micro_batch: int, replica: int, here: int, there: int) -> list[tuple[int, int, int, int]]:
@@ -76,6 +93,6 @@ def _slices(value: Value, samples: SampleMap, micro_batch: int, replica: int, he
     return [(part.source, part.destination, part.start, part.stop) for part in bridge(source, destination)]
 
 
-def _part(value: Value, peer: int, start: int, stop: int, own: tuple[int, int], tag: int) -> Part:
+def _part(value: Value, peer: int, start: int, stop: int, own: tuple[int, int]) -> Part:
     is_all = value.batch_dim is None or (start, stop) == own
-    return Part(value, peer, start - own[0], stop - start, is_all, tag)
+    return Part(value, peer, start - own[0], stop - start, is_all)

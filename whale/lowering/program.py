@@ -16,10 +16,13 @@ from whale import scheduling
 from whale.capture.graph import user_line
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
+from whale.lowering.communication import GridGroups
 from whale.lowering.messages import Bridges, build_bridges
+from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
-from whale.planning.planner import Assignment
+from whale.planning.planner import Assignment, fingerprint
+from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ class Program:
     """What one rank does for one size of the mini-batch."""
 
     actions: tuple[scheduling.Action, ...]
+    arrived_by: Mapping[scheduling.Action, tuple[scheduling.Action, ...]]
+    """receive -> earlier sends whose messages have arrived when it is done"""
     chunks: Mapping[int, Chunk]
     source_of: Mapping[tuple[int, int], int]
     """(stage, value) -> stage that computes it"""
@@ -38,14 +43,16 @@ class Program:
     """stage -> stages that use its results"""
     bridges: Bridges
     samples: Sequence[tuple[int, int]]
-    """this rank's samples of each micro-batch"""
+    """samples of each micro-batch that this rank runs on"""
+    edges: Sequence[tuple[int, int]]
+    """samples of each micro-batch that enter and leave this rank: on a grid a part of `samples`, else the same"""
     batched: Sequence[bool]
     """of each placeholder: cut by samples, or given whole"""
     batch_size: int
     num_micro_batch: int
     device: str
     seed_parts: tuple[int, int, int]
-    """(config seed, replica, place): dropout differs between devices"""
+    """(config seed, replica, place): dropout differs between devices; on a grid each operation sees to that"""
 
 
 @dataclass
@@ -102,7 +109,7 @@ class Lowered:
         if not here:  # no sample for this device; it takes part in the sums all the same
             inputs_without_rows = [(given.shape[1:], given.dtype) for given in self.prepared.captured.inputs]
             here = [torch.empty((0, *shape), dtype=dtype, device=self.ranks.device) for shape, dtype in inputs_without_rows]
-        stage_ranks = self.plan.ranks_of_stage(min(wanted))
+        stage_ranks = self._ranks_with_all_samples(min(wanted))
         group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         inputs: list[Tensor] = []
         for node, tensor in zip((n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True):
@@ -114,6 +121,13 @@ class Lowered:
                 inputs.append(_whole_rows(tensor, intervals, batch_size, group))
         with torch.no_grad():
             return [*here, *whole(*inputs)]
+
+    def _ranks_with_all_samples(self, stage: int) -> tuple[int, ...]:
+        """Ranks that together read every sample once, this one included: on a grid, this place in all replicas."""
+        device, _, place = self.plan.place_of_rank(self.ranks.rank)
+        if self.plan.virtual_devices[device].grid is None:
+            return self.plan.ranks_of_stage(stage)
+        return tuple(members[place] for members in self.plan.virtual_devices[device].ranks)
 
     def counts_nothing(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a denominator of the loss is zero in this mini-batch: the number of labels that count, say. On ranks that hold it."""
@@ -144,16 +158,18 @@ class Lowered:
         num_whole = sum(node.op == "placeholder" for node in self.prepared.captured.graph.nodes) - len(batched)
         return Program(
             actions=schedule.orders[device],
+            arrived_by=scheduling.arrived_by(schedule.stage_graph, schedule.orders, device),
             chunks=self.chunks,
             source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
             consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},
             bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
-            samples=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            samples=[samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            edges=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
             batched=[*batched, *([False] * num_whole)],
             batch_size=batch_size,
             num_micro_batch=schedule.num_micro_batch,
             device=self.ranks.device,
-            seed_parts=(seed, replica, place),
+            seed_parts=(seed, replica, place if self.plan.virtual_devices[device].grid is None else 0),
         )
 
 
@@ -171,7 +187,9 @@ def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size
     return full.to(tensor.dtype)
 
 
-def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks) -> Lowered:
+def lower(
+    plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks, grids: GridGroups
+) -> Lowered:
     """Builds the chunks of this rank."""
     _refuse_rows_out_of_order(plan, assignment, prepared)
     _fill_whole_buffers(prepared, weights)
@@ -183,7 +201,17 @@ def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mappi
         stage_ranks = plan.ranks_of_stage(stage)
         group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
-        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), Surroundings(weights, group))
+        device = plan.stages[stage].virtual_device
+        if plan.virtual_devices[device].grid is not None:
+            planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
+            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device))
+            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
+            continue
+        counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
+        operations = assignment.slices[stage].operations
+        regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))
+        around = Surroundings(weights, group, regions)
+        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around)
     return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
 
 

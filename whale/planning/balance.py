@@ -33,7 +33,7 @@ class Order:
 
     def of(self, device: VirtualDevice) -> VirtualDevice:
         """The VirtualDevice with the ranks that stand at its places."""
-        return VirtualDevice(device.index, tuple(tuple(self.ranks[place] for place in replica) for replica in device.ranks))
+        return replace(device, ranks=tuple(tuple(self.ranks[place] for place in replica) for replica in device.ranks))
 
 
 def device_orders(cluster: Cluster, width: int, dtype: str) -> tuple[Order, ...]:
@@ -70,6 +70,9 @@ class Situation:
         less = int(num_samples * self.batch_sample_bytes)
         return replace(self, memory=tuple(replace(memory, buffer_bytes=memory.buffer_bytes - less) for memory in self.memory))
 
+    def without_limits(self) -> Situation:
+        return replace(self, memory=tuple(replace(memory, capacity_bytes=0) for memory in self.memory))
+
     def divide(self, size: int) -> Division:
         limited = [Load(load.sample_s, load.fixed_s, memory.most_samples()) for load, memory in zip(self.loads, self.memory, strict=True)]
         return divide(size, self.virtual_devices, limited, self.least)
@@ -85,9 +88,16 @@ class Situation:
 
 
 def refuse_unless_it_fits(
-    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
+    situation: Situation,
+    batch_size: int,
+    num_micro_batch: int,
+    with_micro_batches: Callable[[int], Situation],
+    recompute_fits: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight."""
+    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
+
+    `recompute_fits()`: whether it would fit if activations were computed again in backward, which the config forbids.
+    """
     full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
     if full:
         rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
@@ -101,10 +111,11 @@ def refuse_unless_it_fits(
     if situation.fits(batch_size, num_micro_batch):
         return
     size = max(micro_batch_sizes(batch_size, num_micro_batch))
-    raise DoesNotFit(
-        f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: "
-        + "; ".join(_ways_out(situation, batch_size, num_micro_batch, with_micro_batches))
-    )
+    ways = _ways_out(situation, batch_size, num_micro_batch, with_micro_batches)
+    if recompute_fits():
+        ways.insert(0, '"recompute": "auto", so that activations are computed again in backward and not kept')
+    advice = "; ".join(ways) or "devices with more memory, or more stages"
+    raise DoesNotFit(f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: {advice}")
 
 
 def _room(situation: Situation) -> str:
@@ -119,12 +130,10 @@ def _room(situation: Situation) -> str:
     return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
 
 
-def _ways_out(
-    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
-) -> list[str]:
+def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]) -> list[str]:
     """The smallest changes, each alone, that make it fit."""
     ways = []
-    widest = max(len(device.ranks) * device.num_devices for device in situation.virtual_devices)
+    widest = max(len(device.ranks) * device.num_sample_parts for device in situation.virtual_devices)
     trials = range(num_micro_batch + 1, batch_size // widest + 1)
     more = next((number for number in trials if with_micro_batches(number).fits(batch_size, number)), None)
     if more is not None:
@@ -142,7 +151,6 @@ def _ways_out(
             missing = -(-(size - sum(rooms)) // rooms[best])
             if missing > 0:
                 ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
-    ways.append("layers under torch.utils.checkpoint, whose activations are then computed again and not kept")
     return ways
 
 
@@ -163,7 +171,7 @@ def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
         rank: share
         for device in situation.virtual_devices
         for replica, ranks in enumerate(device.ranks)
-        for rank, share in zip(ranks, division.devices[replica][device.index], strict=True)
+        for rank, share in zip(ranks, division.runs[replica][device.index], strict=True)
     }
     shares = [by_rank[rank] for rank in sorted(by_rank)]
     idle = [rank for rank in sorted(by_rank) if not by_rank[rank]]
@@ -185,7 +193,8 @@ def _even_time(situation: Situation, size: int) -> float | None:
     slowest = 0.0
     for device in situation.virtual_devices:
         for ranks, share in zip(device.ranks, even_shares(size, len(device.ranks)), strict=True):
-            for rank, part in zip(ranks, even_shares(share, len(ranks)), strict=True):
+            parts = even_shares(share, len(ranks)) if device.grid is None else (share,) * len(ranks)
+            for rank, part in zip(ranks, parts, strict=True):
                 slowest = max(slowest, situation.loads[rank].seconds(part))
     return slowest
 

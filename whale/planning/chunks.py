@@ -60,7 +60,8 @@ def cut_into_chunks(
         said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
         needed = f"{count} chunks on each of {num_devices} VirtualDevices, {num_devices * count} in all"
         raise ValueError(f"{said} needs {needed}: {error}") from None
-    strategies = tuple(Strategy("replicate", placement.virtual_devices[device].num_devices) for device in devices)
+    on = [placement.virtual_devices[device] for device in devices]
+    strategies = tuple(Strategy("replicate" if device.grid is None else "split", device.num_devices) for device in on)
     shape = "a loop" if is_loop else f"{count // 2} wave{'s' * (count > 2)}"
     task_graphs = TaskGraphs(cut.of_operation, strategies, cut.labels, f"{count} chunks on each VirtualDevice; {cut.reason}")
     return task_graphs, Placement(
@@ -71,8 +72,7 @@ def cut_into_chunks(
 def schedule_costs(
     graph: scheduling.StageGraph, stages: Sequence[Stage], crossings: Sequence[Crossing], num_micro_batch: int
 ) -> scheduling.Costs:
-    """What the schedule is made for: one micro-batch on the devices of each stage. A backward takes twice its forward, half for weights."""
-    forward = tuple(stage.forward_s / num_micro_batch for stage in stages)
+    """What the schedule is made for: one micro-batch on the devices of each stage."""
     messages: dict[scheduling.Edge, float] = {}
     gradients: dict[scheduling.Edge, float] = {}
     for crossing in crossings:
@@ -81,9 +81,9 @@ def schedule_costs(
         if crossing.gradient:
             gradients[edge] = gradients.get(edge, 0.0) + crossing.message_s
     return scheduling.Costs(
-        forward_s=forward,
-        input_backward_s=forward,
-        weight_backward_s=tuple(time if stage.parameters else 0.0 for time, stage in zip(forward, stages, strict=True)),
+        forward_s=tuple(stage.forward_s / num_micro_batch for stage in stages),
+        input_backward_s=tuple(stage.input_backward_s / num_micro_batch for stage in stages),
+        weight_backward_s=tuple(stage.weight_backward_s / num_micro_batch for stage in stages),
         message_s=messages,
         gradient_message_s=gradients,
         action_s=ACTION_S,

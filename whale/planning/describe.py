@@ -90,9 +90,9 @@ def describe_stages(
     assignment: Assignment,
     virtual_devices: Sequence[int],
     costs: Mapping[Node, NodeCost],
-    forward_seconds: Sequence[float],
+    seconds: Sequence[tuple[float, float, float]],
 ) -> tuple[Stage, ...]:
-    """`virtual_devices[i]` and `forward_seconds[i]` of stage i."""
+    """`virtual_devices[i]` and `seconds[i]` (forward, input part, weight part) of stage i."""
     described = []
     for index, part in enumerate(assignment.slices):
         names = sorted(str(node.target) for node in part.state if captured.state[str(node.target)].kind == "parameter")
@@ -104,9 +104,11 @@ def describe_stages(
                 task_graphs=tuple(sorted(own)),
                 num_operations=len(part.operations),
                 forward_flop=float(sum(costs[node].flop for node in part.operations)),
-                forward_s=forward_seconds[index],
+                forward_s=seconds[index][0],
                 parameters=tuple(names),
                 parameter_bytes=parameter_bytes(captured, names),
+                input_backward_s=seconds[index][1],
+                weight_backward_s=seconds[index][2],
             )
         )
     return tuple(described)

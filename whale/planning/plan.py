@@ -10,11 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from whale.planning.figures import Figures
 from whale.planning.shares import UNLIMITED, Load
 from whale.planning.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule, check
+from whale.sharding.record import StageSharding
 
-PLAN_FORMAT = 2  # raised when the meaning of a field changes
+PLAN_FORMAT = 3  # raised when the meaning of a field changes
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Stage:
     """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost model"""
     parameters: tuple[str, ...]
     parameter_bytes: int
+    input_backward_s: float = 0.0
+    """as `forward_s`: gradients of its inputs"""
+    weight_backward_s: float = 0.0
+    """as `forward_s`: gradients of its weights, which a split backward does later"""
+    num_regions: int = 0
+    """parts into which the planner cut its operations, and the number of these, from the first on, that are computed again in backward"""
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class DeviceMemory:
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
-    """buffers of the model, and the mini-batch"""
+    """buffers of the model, those in which shared gradients are summed, and the mini-batch"""
     fixed_bytes: int
     """activations that do not depend on the samples, of all micro-batches in flight"""
     sample_bytes: float
@@ -151,6 +160,10 @@ class Plan:
     """by rank; empty: no limits"""
     least_samples: int = 1
     """0: a device may be left without samples; 1: every device must take part (batch statistics, values without samples)"""
+    figures: Figures | None = None
+    """what the simulation needs; None: a plan made by hand"""
+    shardings: tuple[StageSharding, ...] = ()
+    """of the stages on a grid"""
 
     def loads(self) -> tuple[Load, ...]:
         """By rank: what samples cost there and how many fit."""
@@ -196,6 +209,8 @@ class Plan:
         places = [*self.stage_of_operation, *(stage for stages in self.holders.values() for stage in stages)]
         if any(not -1 <= stage < len(self.stages) for stage in places):
             return f"an operation or weight names a stage beyond its {len(self.stages)}"
+        if problem := self._sharding_contradiction():
+            return problem
         by_rank = (self.device_kinds, self.device_seconds, self.device_fixed_seconds, self.device_flop_per_s, self.memory)
         if any(len(values) not in ((0, self.num_devices) if place > 1 else (self.num_devices,)) for place, values in enumerate(by_rank)):
             return f"it describes {len(self.device_kinds)} devices of {self.num_devices}"
@@ -203,6 +218,24 @@ class Plan:
             check(Schedule.from_json(self.schedule))
         except (KeyError, TypeError, ValueError) as error:
             return f"its schedule does not hold: {error}"
+        return None
+
+    def _sharding_contradiction(self) -> str | None:
+        for device in self.virtual_devices:
+            if device.grid is not None and any(len(ranks) != device.grid.num_devices for ranks in device.ranks):
+                return f"VirtualDevice {device.index} has a grid of {device.grid.name} devices and {device.num_devices} ranks"
+        on_grids = {stage.index for stage in self.stages if self.virtual_devices[stage.virtual_device].grid is not None}
+        if {sharding.stage for sharding in self.shardings} != on_grids or len(self.shardings) != len(on_grids):
+            said = sorted(sharding.stage for sharding in self.shardings)
+            return f"it says how stages {said} are sharded, on grids are {sorted(on_grids)}"
+        for sharding in self.shardings:
+            for name, stored in sharding.stored.items():
+                if sharding.stage not in self.holders.get(name, ()):
+                    return f"{name} is cut on stage {sharding.stage}, which does not hold it"
+                try:
+                    stored.layout()
+                except (TypeError, ValueError) as error:
+                    return f"{name} is cut in a way that cannot be: {error}"
         return None
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:

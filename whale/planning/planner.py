@@ -6,81 +6,47 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from whale import scheduling
-from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, named_args, op_name, trains_batch_norm
+from whale.capture.kinds import named_args, op_name
 from whale.capture.losses import NotAdditive
-from whale.capture.sample_states import batch_dim
-from whale.cluster.cluster import Cluster
-from whale.config import Config
-from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, make_assignment, state_behind
-from whale.planning.balance import Order, Situation, device_orders, explain_shares, refuse_unless_it_fits
-from whale.planning.chunks import chunk_counts, cut_into_chunks, schedule_costs
+from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
+from whale.planning.balance import Order, device_orders, explain_shares
+from whale.planning.chunks import chunk_counts, cut_into_chunks
 from whale.planning.cuts import Floats, NoRoom
-from whale.planning.describe import crossings, describe_stages, describe_task_graphs, holders, tie_decisions
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions
+from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
-from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, DeviceMemory, LossTerm, Plan, Stage
-from whale.planning.shares import DoesNotFit, Load, check_batch, micro_batch_sizes
-from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
+from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
+from whale.planning.pricing import figures_of, typical_share
+from whale.planning.recompute import check_names
+from whale.planning.recompute_choice import explain
+from whale.planning.shares import DoesNotFit, check_batch
+from whale.planning.split_memory import on_grids
+from whale.planning.split_stages import with_grids
+from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
-from whale.planning.workload import ADAM_STATE, Workload
-from whale.profiling.costs import seconds, value_bytes
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be planned."""
-
-    captured: CapturedGraph
-    """with the loss already split into terms"""
-    kinds: Mapping[Node, Kind]
-    marks: Mapping[Node, Mark]
-    default_strategy: Strategy | None
-    term_texts: tuple[str, ...]
-    only_whole: NotAdditive | None
-    """why the loss may not be cut over micro-batches or devices, if so"""
-    cluster: Cluster
-    config: Config
-    batch_size: int
-    optimizer_ratio: float = ADAM_STATE
-    """bytes of optimizer state for each byte of trainable parameters"""
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """Everything that follows from one order of the devices."""
-
-    order: Order
-    task_graphs: TaskGraphs
-    why_task_graphs: str
-    placement: Placement
-    assignment: Assignment
-    stages: tuple[Stage, ...]
-    crossings: tuple[Crossing, ...]
-    schedule: scheduling.Schedule
-    predicted_s: float
-    """of forwards and backwards, by the costs that the schedule was made for"""
-    situation: Situation
-    slowest_s: float
-    """of the device that takes longest for the largest micro-batch"""
-    why_chunks: str = ""
+from whale.planning.workload import Workload
+from whale.profiling.costs import value_bytes
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
-    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio)
+    check_names(captured, config.recompute)
+    width = _width(problem)
+    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
+    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
     drafts, errors = [], []
-    for order in device_orders(problem.cluster, _width(problem), config.dtype):
+    for order in device_orders(problem.cluster, width, config.dtype):
         try:
             drafts.append(_draft(problem, workload, order))
         except (DoesNotFit, NoRoom) as error:
@@ -91,26 +57,26 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     return _plan(problem, workload, best, drafts), best.assignment
 
 
-def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
+def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     """The best number of chunks for this order of the devices; raises where memory is too small."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    _refuse_split(task_graphs, cluster.num_devices)
-    widest = max(placement.num_replicas * device.num_devices for device in placement.virtual_devices)
+    placement = with_grids(placement, task_graphs)
+    widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
-    drafts: dict[int, _Draft] = {}
+    drafts: dict[int, Draft] = {}
     for count in chunk_counts(config, len(placement.virtual_devices)):
         try:
             if count == 1:
-                drafts[count] = _draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
+                drafts[count] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
             else:
                 times, crossing_s = _stage_times(problem, workload, placement), _crossing_seconds(problem)
                 chunks, over = cut_into_chunks(operations, problem.kinds, placement, count, config, times, crossing_s)
-                drafts[count] = _draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
+                drafts[count] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
             if not drafts:
                 raise
@@ -122,95 +88,12 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
 
 
-def _draft_stages(
-    problem: Problem,
-    workload: Workload,
-    operations: list[Node],
-    order: Order,
-    task_graphs: TaskGraphs,
-    why: str,
-    placement: Placement,
-    is_chunked: bool,
-) -> _Draft:
-    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of its own."""
-    captured, config = problem.captured, problem.config
-    if is_chunked:
-        stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
-    else:
-        virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
-        stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
-    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
-    assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
-    micro_batch = problem.batch_size / config.num_micro_batch
-    found = crossings(captured, assignment, placement, device_of_stage, problem.cluster, micro_batch)
-    edges = tuple(sorted({(c.source, c.destination) for c in found}))
-    gradient_edges = tuple(sorted({(c.source, c.destination) for c in found if c.gradient}))
-    stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
-    forward_s = _forward_seconds(problem, workload, placement, assignment, device_of_stage)
-    stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, forward_s)
-
-    def schedule_with(num_micro_batch: int) -> scheduling.Schedule:
-        costs = schedule_costs(stage_graph, stages, found, num_micro_batch)
-        return scheduling.build(config.schedule, stage_graph, num_micro_batch, costs)
-
-    def situation_of(schedule: scheduling.Schedule) -> Situation:
-        peaks = scheduling.peaks_in_flight(schedule)
-        return _situation(problem, workload, placement, assignment, device_of_stage, peaks)
-
-    def situation_with(num_micro_batch: int) -> Situation:
-        return situation_of(schedule_with(num_micro_batch))
-
-    schedule = schedule_with(config.num_micro_batch)
-    situation = situation_of(schedule)
-    refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
-    slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
-    predicted_s = scheduling.simulate(schedule, schedule_costs(stage_graph, stages, found, config.num_micro_batch)).step_s
-    return _Draft(order, task_graphs, why, placement, assignment, stages, found, schedule, predicted_s, situation, slowest_s)
-
-
-def _situation(
-    problem: Problem,
-    workload: Workload,
-    placement: Placement,
-    assignment: Assignment,
-    device_of_stage: list[int],
-    peak_in_flight: Sequence[int],
-) -> Situation:
-    """Load and memory of every rank."""
-    kinds = [device.kind for device in problem.cluster.devices]
-    loads: dict[int, Load] = {}
-    memory: dict[int, DeviceMemory] = {}
-    for device in placement.virtual_devices:
-        stages = [stage for stage, index in enumerate(device_of_stage) if index == device.index]
-        slices = [assignment.slices[stage] for stage in stages]
-        crossing = [[node for node, source, destination in assignment.crossings if stage in (source, destination)] for stage in stages]
-        work = workload.work([node for part in slices for node in part.operations])
-        needed = workload.memory(slices, crossing, [peak_in_flight[stage] for stage in stages])
-        for rank in (rank for replica in device.ranks for rank in replica):
-            loads[rank] = work.load(kinds[rank], problem.config.dtype)
-            memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
-    ranks = range(problem.cluster.num_devices)
-    return Situation(
-        placement.virtual_devices,
-        tuple(loads[rank] for rank in ranks),
-        tuple(memory[rank] for rank in ranks),
-        tuple(kind.name for kind in kinds),
-        _least_samples(problem.captured, assignment),
-        workload.batch_bytes / problem.batch_size,
-    )
-
-
-def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
-    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
-    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
-    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
-    return 1 if sums_inside or unbatched or captured.buffer_updates else 0
-
-
-def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_Draft]) -> Plan:
+def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Draft]) -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
+    held = holders(captured, assignment)
+    ranks_of = [[rank for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
     return Plan(
         format=PLAN_FORMAT,
         model=fingerprint(captured),
@@ -226,7 +109,7 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         stages=draft.stages,
         stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
         crossings=draft.crossings,
-        holders=holders(captured, assignment),
+        holders=held,
         schedule=draft.schedule.to_json(),
         loss_terms=tuple(
             LossTerm(assignment.result_stage[node], text)
@@ -235,24 +118,29 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         decisions=(
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+            *draft.split.decisions,
             *_balance_decisions(problem, draft, tried),
+            *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
         ),
-        notes=tuple(captured.notes),
+        notes=(*captured.notes, *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
         least_samples=situation.least,
+        shardings=draft.split.records(),
+        figures=figures_of(
+            workload,
+            assignment,
+            held,
+            cluster,
+            [ranks_of[stage.virtual_device] for stage in draft.stages],
+            draft.choice,
+            config.recompute,
+            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
+        ),
     )
-
-
-def _forward_seconds(
-    problem: Problem, workload: Workload, placement: Placement, assignment: Assignment, device_of_stage: Sequence[int]
-) -> list[float]:
-    """Of each stage, for a mini-batch that its devices, in all replicas, share by their speed."""
-    times = _stage_times(problem, workload, placement)
-    return [float(times(part.operations, [device_of_stage[stage]]).sum()) for stage, part in enumerate(assignment.slices)]
 
 
 def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> Callable[[Sequence[Node], Sequence[int]], Floats]:
@@ -265,7 +153,7 @@ def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> 
             ranks = [rank for replica in placement.virtual_devices[index].ranks for rank in replica]
             row = np.zeros(len(operations))
             for kind in {kinds[rank] for rank in ranks}:
-                alone = np.array([seconds(workload.costs[node], kind, problem.config.dtype) for node in operations])
+                alone = np.array(workload.forward_seconds(operations, kind))
                 number = sum(kinds[rank] == kind for rank in ranks)
                 row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
             rows[index] = 1.0 / row
@@ -281,17 +169,27 @@ def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
     return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
 
 
-def _balance_decisions(problem: Problem, draft: _Draft, tried: Sequence[_Draft]) -> list[Decision]:
+def _balance_decisions(problem: Problem, draft: Draft, tried: Sequence[Draft]) -> list[Decision]:
     """Why unlike devices do what they do."""
     found = []
     if len(tried) > 1:
         times = ", ".join(f"{other.order.name} {other.slowest_s:.4g} s" for other in tried)
         found.append(Decision("order of devices", draft.order.name, f"the slowest device for one micro-batch: {times}"))
     if not problem.cluster.is_uniform:
-        size = max(micro_batch_sizes(problem.batch_size, problem.config.num_micro_batch))
+        size = problem.largest_micro_batch
         choice, why = explain_shares(draft.situation, size)
         found.append(Decision("samples by rank", choice, why))
     return found
+
+
+def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
+    """What the planner has computed again in backward, and what that costs."""
+    size, before, now = problem.largest_micro_batch, draft.without_recompute, draft.situation
+    saved = max(old.sample_bytes - new.sample_bytes for old, new in zip(before.memory, now.memory, strict=True))
+    extra = max(new.seconds(size) - old.seconds(size) for old, new in zip(before.loads, now.loads, strict=True))
+    busiest = max(load.seconds(size) for load in before.loads)
+    told = explain(draft.choice, problem.config.recompute, extra, busiest, saved * size)
+    return [Decision("recompute", *told)] if told else []
 
 
 def fingerprint(captured: CapturedGraph) -> str:
@@ -333,24 +231,26 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
     def names_behind(node: Node) -> list[str]:
         return [name for name, _ in state_behind(node, problem.kinds)]
 
-    try:
-        found = from_cuts(
-            operations, problem.kinds, wanted, cuts.times, cuts.crossing_seconds, lambda nodes: cuts.memory(nodes, names_behind)
+    def cut_with(again: bool) -> TaskGraphs:
+        return from_cuts(
+            operations,
+            problem.kinds,
+            wanted,
+            cuts.times,
+            cuts.crossing_seconds,
+            lambda nodes: cuts.memory(nodes, names_behind, again),
+            cuts.step_seconds,
         )
+
+    try:
+        found = cut_with(config.recompute is True)
     except NoRoom:
-        raise
+        if config.recompute != "auto":
+            raise
+        found = cut_with(True)
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
-
-
-def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
-    for strategy, label in zip(task_graphs.strategies, task_graphs.labels, strict=True):
-        if strategy.kind == "split" and strategy.num_devices > 1 and num_devices > 1:
-            raise ValueError(
-                f"wh.{strategy} on {label}: sharded TaskGraphs are not built yet. Use wh.replicate({strategy.num_devices}) for now, "
-                f"or run on one device, where annotations change nothing"
-            )
 
 
 def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:

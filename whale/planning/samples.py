@@ -1,10 +1,14 @@
 """Which samples each device gets: the mini-batch is cut into micro-batches, these over replicas, these over the devices of a VirtualDevice.
 
 Cuts are contiguous and in order, so a micro-batch is the same set of samples whatever the plan (docs/internals.md section 3).
+
+On a grid (docs/split.md) all devices run on the samples of their replica, so they take time and memory together; what enters and leaves
+is cut over the places by axis z, then y, then x, which is the order of the places. A place may get none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +27,10 @@ from whale.planning.shares import (
 )
 from whale.planning.slices import Interval
 from whale.planning.virtual_devices import VirtualDevice
+from whale.sharding.grid import Grid
+
+EDGE_AXES = ("z", "y", "x")
+"""by which samples are cut at the edge of a stage on a grid, outermost first"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,9 @@ class Division:
 
     replicas: tuple[int, ...]
     devices: tuple[tuple[tuple[int, ...], ...], ...]
-    """[replica][VirtualDevice][place]"""
+    """[replica][VirtualDevice][place]: samples of what enters and leaves the device"""
+    runs: tuple[tuple[tuple[int, ...], ...], ...]
+    """the same for samples that the device runs on: on a grid, those of its replica"""
     slowest_s: float
     """of the device that takes longest"""
 
@@ -45,21 +55,43 @@ def divide(size: int, virtual_devices: Sequence[VirtualDevice], loads: Sequence[
     for group in groups:  # a replica takes as long as the slowest of its VirtualDevices; many replicas are alike
         key = tuple(map(tuple, group))
         if key not in known:
-            known[key] = [max(times) for times in zip(*(slowest_times(size, devices, least) for devices in group), strict=True)]
+            times = (_times(size, device, members, least) for device, members in zip(virtual_devices, group, strict=True))
+            known[key] = [max(each) for each in zip(*times, strict=True)]
         series.append(known[key])
-    widest = max(device.num_devices for device in virtual_devices)
+    widest = max(device.num_sample_parts for device in virtual_devices)
     replicas = shares_of_series(size, series, least * widest)
-    inside: dict[tuple[int, tuple[Load, ...]], tuple[int, ...]] = {}
-    devices = []
+    inside: dict[tuple[int, int, tuple[Load, ...]], tuple[int, ...]] = {}
+    devices, runs = [], []
     for share, group in zip(replicas, groups, strict=True):
-        parts = []
-        for members in group:
-            place = (share, tuple(members))
+        parts, run = [], []
+        for device, members in zip(virtual_devices, group, strict=True):
+            place = (share, device.index, tuple(members))
             if place not in inside:
-                inside[place] = best_shares(share, members, least)
+                inside[place] = best_shares(share, members, least) if device.grid is None else edge_shares(share, device.grid)
             parts.append(inside[place])
+            run.append(inside[place] if device.grid is None else (share,) * device.num_devices)
         devices.append(tuple(parts))
-    return Division(replicas, tuple(devices), max(series[replica][share] for replica, share in enumerate(replicas)))
+        runs.append(tuple(run))
+    return Division(replicas, tuple(devices), tuple(runs), max(series[replica][share] for replica, share in enumerate(replicas)))
+
+
+def edge_shares(num_samples: int, grid: Grid) -> tuple[int, ...]:
+    """Samples of what enters and leaves each place of a grid."""
+    shares = []
+    for place in range(grid.num_devices):
+        interval = (0, num_samples)
+        for axis in EDGE_AXES:
+            interval = grid.cut(interval, axis, grid.coordinate(place, axis))
+        shares.append(interval[1] - interval[0])
+    return tuple(shares)
+
+
+def _times(size: int, device: VirtualDevice, loads: Sequence[Load], least: int) -> list[float]:
+    """Seconds of the slowest device of a VirtualDevice with 0 .. size samples; infinity where they do not fit."""
+    if device.grid is None:
+        return slowest_times(size, loads, least)
+    most = min(load.most for load in loads)
+    return [max(load.seconds(number) for load in loads) if number <= most else math.inf for number in range(size + 1)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ class SampleMap:
 
     def __post_init__(self) -> None:
         for device in self.plan.virtual_devices:
-            check_batch(self.batch_size, self.num_micro_batch, self.plan.num_replicas * len(device.ranks[0]))
+            check_batch(self.batch_size, self.num_micro_batch, self.plan.num_replicas * device.num_sample_parts)
 
     @cached_property
     def micro_batches(self) -> tuple[Interval, ...]:
@@ -101,9 +133,16 @@ class SampleMap:
         return _shift(intervals(self.division(micro_batch).replicas), self.micro_batches[micro_batch][0])
 
     def devices(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
-        """The part that each device of a VirtualDevice gets."""
+        """The part that enters and leaves each device of a VirtualDevice."""
         start = self.replicas(micro_batch)[replica][0]
         return _shift(intervals(self.division(micro_batch).devices[replica][virtual_device]), start)
+
+    def runs(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
+        """The part that each device of a VirtualDevice runs on."""
+        device = self.plan.virtual_devices[virtual_device]
+        if device.grid is None:
+            return self.devices(micro_batch, replica, virtual_device)
+        return (self.replicas(micro_batch)[replica],) * device.num_devices
 
 
 def _shift(parts: Sequence[Interval], start: int) -> tuple[Interval, ...]:

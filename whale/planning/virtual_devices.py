@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from whale.sharding.grid import Grid
+
 
 @dataclass(frozen=True)
 class VirtualDevice:
@@ -25,11 +27,18 @@ class VirtualDevice:
     index: int
     ranks: tuple[tuple[int, ...], ...]
     """`ranks[replica]`: the ranks in that model replica, in order"""
+    grid: Grid | None = None
+    """where a `split` TaskGraph runs here: the devices of a replica as a block, the same in every replica"""
 
     @property
     def num_devices(self) -> int:
         """Devices in one model replica."""
         return len(self.ranks[0])
+
+    @property
+    def num_sample_parts(self) -> int:
+        """Over how many devices of a replica a micro-batch must be cut. On a grid all devices run on the same samples."""
+        return 1 if self.grid is not None else self.num_devices
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,26 @@
-"""What autograd keeps from forward to backward: found by running the graph once on fake tensors and watching what it saves.
+"""What autograd keeps from forward to backward: found by running operations on fake tensors and watching what they save.
 
 A *kept* storage is counted once in each stage, however many operations save it. Weights, buffers and the batch itself do not count:
 they are there anyway. What a stage receives and sends it keeps as well (`runtime/actions.py`).
+
+Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`), and what it did is then written down
+for all others: which arguments it saves, which new storages it makes, and where its results lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.guards import RECOMPUTE_TAG
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast, fake_mode
 from whale.profiling.costs import concrete_shape
@@ -41,102 +45,211 @@ class Saved:
     """indices into `kept`"""
     result_of_node: Mapping[Node, frozenset[int]]
 
-    def total(self, operations: Iterable[Node], crossing: Iterable[Node] = ()) -> Kept:
-        """Kept by these operations together, and the values that cross into or out of their stage."""
+    def total(self, operations: Iterable[Node], crossing: Iterable[Node] = (), regions: Mapping[Node, Hashable] | None = None) -> Kept:
+        """Kept by these operations together, and the values that cross into or out of their stage.
+
+        `regions`: a region that is computed again keeps what enters it, and nothing else.
+        """
+        regions = regions or {}
         found: set[int] = set()
         for node in operations:
-            found |= self.of_node.get(node, frozenset())
+            region = regions.get(node)
+            if region is None:
+                found |= self.of_node.get(node, frozenset())
+                continue
+            for source in node.all_input_nodes:
+                if regions.get(source) != region:
+                    found |= self.result_of_node.get(source, frozenset())
         for node in crossing:
             found |= self.result_of_node.get(node, frozenset())
-        return Kept(sum(self.kept[i].sample_bytes for i in found), sum(self.kept[i].fixed_bytes for i in found))
+        return self._bytes(found)
+
+    def largest_region(self, regions: Mapping[Node, Hashable]) -> Kept:
+        """What the region with most activations keeps while it is computed again."""
+        found: dict[Hashable, set[int]] = {}
+        for node, region in regions.items():
+            found.setdefault(region, set()).update(self.of_node.get(node, frozenset()))
+        return max(map(self._bytes, found.values()), key=lambda kept: kept.sample_bytes, default=Kept(0.0, 0))
+
+    def results(self, nodes: Iterable[Node]) -> Kept:
+        """Storages that hold these values."""
+        return self._bytes({i for node in nodes for i in self.result_of_node.get(node, ())})
+
+    def _bytes(self, found: Iterable[int]) -> Kept:
+        parts = [self.kept[i] for i in found]
+        return Kept(sum(part.sample_bytes for part in parts), sum(part.fixed_bytes for part in parts))
 
 
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
-    """Runs the captured graph on fake tensors with a batch of that size."""
+    """Follows the storages of the captured graph for a batch of that size."""
     watch = _Watch(captured, batch_size)
-    with fake_mode(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor):
-        values: dict[Node, Any] = {}
+    effects = _Effects()
+    values: dict[Node, Any] = {}
+    with fake_mode(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(effects.pack, lambda tensor: tensor):
         for node in captured.graph.nodes:
             if node.op == "output":
                 break
-            values[node] = watch.run(node, values)
+            values[node] = watch.given_value(node) if node.op != "call_function" else watch.run(node, values, effects)
     return watch.result()
 
 
-class _Watch:
-    def __init__(self, captured: CapturedGraph, batch_size: int) -> None:
-        self.captured, self.batch_size = captured, batch_size
-        self.storages: dict[int, tuple[Any, Node | None]] = {}
-        """id -> (storage, node whose result it holds; None: a temporary of some operation). Kept alive, so that ids stay"""
-        self.given: set[int] = set()
-        """storages of weights, buffers and the batch"""
-        self.node: Node | None = None
-        self.saved: dict[Node, set[int]] = {}
-        self.results: dict[Node, set[int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """All that an operation sees of a tensor."""
 
-    def run(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        if node.op in ("placeholder", "get_attr"):
-            value = self._given(node)
-            self.given.add(self._see(value, None))
-            return value
-        self.node = node
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Form:
+        return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor of the graph: its form, and the number of the storage that it lies in."""
+
+    form: _Form
+    storage: int
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What an operation does with storages. They are numbered: first those of its tensor arguments in order, then new ones."""
+
+    result: Any
+    """as the operation gives it, tensors as `_Placed` with such numbers"""
+    saved: frozenset[int]
+    new_bytes: tuple[int, ...]
+    """of each new storage"""
+
+
+class _Effects:
+    """Runs each operation once for each form of its arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Effect] = {}
+        self._packed: list[Any] | None = None
+
+    def of(self, node: Node, args: Any, kwargs: Any) -> _Effect:
         region = node.meta.get("autocast")
+        key = (node.target, _hashable(region), _hashable(args), _hashable(kwargs))
+        if key not in self._known:
+            self._known[key] = self._run(node, region, args, kwargs)
+        return self._known[key]
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Called by autograd for all that it saves."""
+        if self._packed is not None:
+            self._packed.append(tensor.untyped_storage())
+        return tensor
+
+    def _run(self, node: Node, region: Any, args: Any, kwargs: Any) -> _Effect:
+        storages: list[Any] = []  # kept alive until the end, so that the id of each stays its own
+
+        def make(value: Any) -> Any:
+            if not isinstance(value, _Placed):
+                return value
+            tensor = value.form.make()
+            storages.append(tensor.untyped_storage())
+            return tensor
+
+        fake_args, fake_kwargs = _mapped(args, make), _mapped(kwargs, make)
+        num_given = len(storages)
+        number = {id(storage): place for place, storage in enumerate(storages)}
+
+        def place(storage: Any) -> int:
+            if id(storage) not in number:
+                number[id(storage)] = len(storages)
+                storages.append(storage)
+            return number[id(storage)]
+
+        self._packed = []
         entered = enter_autocast(*region) if region is not None else None
         try:
             assert callable(node.target)
-            result = node.target(*map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__))  # type: ignore[misc]
+            result = node.target(*fake_args, **fake_kwargs)
         finally:
             if entered is not None:
                 exit_autocast(entered)
-            self.node = None
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, Tensor):
-                self.results.setdefault(node, set()).add(self._see(each, node))
-        self._enter_region(node)
+            packed, self._packed = self._packed, None
+        placed = _mapped(
+            list(result) if isinstance(result, tuple) else result,
+            lambda value: _Placed(_Form.of(value), place(value.untyped_storage())) if isinstance(value, Tensor) else value,
+        )
+        saved = frozenset(map(place, packed))
+        return _Effect(placed, saved, tuple(int(storage.nbytes()) for storage in storages[num_given:]))
+
+
+class _Watch:
+    """Numbers the storages of a graph, and notes who keeps them."""
+
+    def __init__(self, captured: CapturedGraph, batch_size: int) -> None:
+        self.captured, self.batch_size = captured, batch_size
+        self.storages: list[tuple[int, Node | None]] = []
+        """(bytes, node whose result it holds; None: a temporary of some operation)"""
+        self.given: set[int] = set()
+        """storages of weights, buffers and the batch"""
+        self.saved: dict[Node, set[int]] = {}
+        self.results: dict[Node, set[int]] = {}
+
+    def given_value(self, node: Node) -> _Placed:
+        """A tensor of the batch, a weight or a buffer."""
+        self.given.add(len(self.storages))
+        self.storages.append((0, None))
+        return _Placed(self._given_form(node), len(self.storages) - 1)
+
+    def run(self, node: Node, values: Mapping[Node, Any], effects: _Effects) -> Any:
+        args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+        effect = effects.of(node, args, kwargs)
+        numbers: list[int] = []
+        _mapped((args, kwargs), lambda value: numbers.append(value.storage) if isinstance(value, _Placed) else None)
+        first_new = len(numbers)
+        numbers.extend(range(len(self.storages), len(self.storages) + len(effect.new_bytes)))
+        own: set[int] = set()
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, _Placed):
+                return value
+            own.add(numbers[value.storage])
+            return _Placed(value.form, numbers[value.storage])
+
+        result = _mapped(effect.result, place)
+        for number, num_bytes in zip(numbers[first_new:], effect.new_bytes, strict=True):
+            self.storages.append((num_bytes, node if number in own else None))
+        if own:
+            self.results[node] = own
+        if effect.saved:
+            self.saved[node] = {numbers[place] for place in effect.saved}
         return result
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        if self.node is not None and _region(self.node) is None:
-            self.saved.setdefault(self.node, set()).add(self._see(tensor, None))
-        return tensor
-
-    def _enter_region(self, node: Node) -> None:
-        """A checkpointed region keeps what enters it, and nothing else."""
-        if (tag := _region(node)) is not None:
-            for source in node.all_input_nodes:
-                if _region(source) != tag:
-                    self.saved.setdefault(node, set()).update(self.results.get(source, ()))
-
-    def _given(self, node: Node) -> Tensor:
+    def _given_form(self, node: Node) -> _Form:
+        value: Any = node.meta.get("val")
         if node.op == "placeholder":
-            value = node.meta["val"]
             shape = concrete_shape(value.shape, self.captured.batch_symbol, self.batch_size)
-            return torch.empty(shape, dtype=value.dtype, device=value.device)
+            return _Form(shape, _contiguous(shape), value.dtype, value.device, False)
         state = self.captured.state[str(node.target)]
-        value = node.meta.get("val")
-        device = value.device if isinstance(value, Tensor) else "cpu"
-        return torch.empty(state.shape, dtype=state.dtype, device=device, requires_grad=state.trainable)
-
-    def _see(self, tensor: Tensor, node: Node | None) -> int:
-        storage = tensor.untyped_storage()
-        known = self.storages.get(id(storage))
-        if known is None or known[1] is None:
-            self.storages[id(storage)] = (storage, node)
-        return id(storage)
+        device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+        return _Form(state.shape, _contiguous(state.shape), state.dtype, device, state.trainable)
 
     def result(self) -> Saved:
         index: dict[int, int] = {}
         kept: list[Kept] = []
-        for key, (storage, node) in self.storages.items():
-            if key in self.given:
+        for number, (num_bytes, node) in enumerate(self.storages):
+            if number in self.given:
                 continue
-            index[key] = len(kept)
-            num_bytes = int(storage.nbytes())
+            index[number] = len(kept)
             has_samples = node is None or not isinstance(node.meta.get("val"), Tensor) or self._has_samples(node)
             kept.append(Kept(num_bytes / self.batch_size, 0) if has_samples else Kept(0.0, num_bytes))
 
         def known(found: Mapping[Node, set[int]]) -> dict[Node, frozenset[int]]:
-            return {node: frozenset(index[key] for key in keys if key in index) for node, keys in found.items()}
+            return {node: frozenset(index[number] for number in numbers if number in index) for node, numbers in found.items()}
 
         return Saved(tuple(kept), known(self.saved), known(self.results))
 
@@ -144,5 +257,22 @@ class _Watch:
         return batch_dim(node, self.captured.batch_symbol) is not None
 
 
-def _region(node: Node) -> Any:
-    return (node.meta.get("custom") or {}).get(RECOMPUTE_TAG)
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor that lies in memory without gaps, the last dim innermost."""
+    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Lists, tuples, dicts and slices with every element changed."""
+    return map_aggregate(value, change)
+
+
+def _hashable(value: Any) -> Any:
+    """Arguments as a key; a number keeps its type, since 1, 1.0 and True are equal but not the same to an operation."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", value.start, value.stop, value.step)
+    return value.form if isinstance(value, _Placed) else (type(value), value)

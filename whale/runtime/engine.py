@@ -16,14 +16,16 @@ from torch.utils.data import Dataset, default_collate
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle, nothing_to_save
 from whale.lowering.program import Lowered
+from whale.planning.plan import Plan
+from whale.runtime.adapting import Adapting
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
-from whale.runtime.metrics import Metrics
+from whale.runtime.metrics import Metrics, Shares
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
-from whale.runtime.state import gather_outputs, gather_state
+from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
@@ -43,7 +45,8 @@ class Engine:
         self.step_count = 0
         self._shapes = Shapes(job)
         self._held = self._held_parameters(self._shapes.first)
-        for ranks in sorted({holders for holders in self._all_holders().values() if len(holders) > 1}):
+        shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
+        for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
         self._gradients.clock = job.emulation.sums if job.emulation is not None else None
@@ -53,8 +56,14 @@ class Engine:
         """largest number of micro-batches whose activations each stage of this rank held in the last step"""
         self._last_outcome: StepOutcome | None = None
         self._metrics = self._open_metrics()
-        self._unwritten: tuple[int, StepResult, int] | None = None
+        self._unwritten: tuple[int, StepResult, Shares] | None = None
+        self._adapting = Adapting(job)
+        self._next_plan: Plan | None = None
+        """with other shares, to be followed when the loader begins its next epoch: samples of this one are already on their way"""
+        self._reads_shards = False
         self._told: set[str] = set()
+        self._trained: frozenset[str] = frozenset()
+        """parameters that the last step trained"""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -106,11 +115,29 @@ class Engine:
             emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
+        self._trained = lowered.trained
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
         timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
         result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
-        self._note(result, batch_size)
+        own_samples = sum(stop - start for start, stop in executor.program.samples)
+        self._note(result, Shares(batch_size, own_samples, self._adapting.num_rebalanced))
+        self._next_plan = self._adapting.after_step(executor, outcome, batch_size, self.step_count - 1) or self._next_plan
+        if not self._reads_shards:
+            self.take_new_shares()
         return result
+
+    def take_new_shares(self) -> None:
+        """Follows the plan that `"adapt": "on"` has made, if there is one: between steps, on all ranks alike. A loader calls it, too."""
+        if self._next_plan is not None:
+            self.plan = self._job.plan = self._next_plan
+            self._shapes.follow(self.plan)
+            self._adapting.followed()
+        self._next_plan, self._reads_shards = None, False
+
+    @property
+    def num_rebalanced(self) -> int:
+        """How often the samples were shared again since the start."""
+        return self._adapting.num_rebalanced
 
     @property
     def _waited_s(self) -> float:
@@ -181,7 +208,7 @@ class Engine:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
-        return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
+        return gather_state(self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks)
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
         """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while training goes on. All ranks must call it.
@@ -219,8 +246,12 @@ class Engine:
         return Path(folder) if folder is not None else Path(str(self._job.config.folder)) / "checkpoints"
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients of the last step, by parameter name."""
+        """This rank's gradients of the last step, by parameter name; of a parameter that is cut, of the part that is here."""
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """All gradients of the last step, whole, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
+        return gather_gradients(self._job.model, self.gradients(), self._trained, self._job.shards, self._job.ranks)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters that the loss trains."""
@@ -255,10 +286,10 @@ class Engine:
         peak = sum(self.plan.device_flop_per_s) or math.inf
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
 
-    def _note(self, result: StepResult, num_samples: int) -> None:
+    def _note(self, result: StepResult, shares: Shares) -> None:
         if self._metrics is not None:
             self._flush_metrics()  # a step late: its loss has arrived
-            self._unwritten = (self.step_count - 1, result, num_samples)
+            self._unwritten = (self.step_count - 1, result, shares)
 
     def _flush_metrics(self) -> None:
         if self._unwritten is not None and self._metrics is not None:
@@ -295,6 +326,12 @@ class Engine:
 
     def _sharded_input(self, lowered: Lowered, batch: ShardedBatch, scale: float) -> StepInput:
         """Rows of this rank's own samples, micro-batch after micro-batch."""
+        if batch.num_rebalanced != self.num_rebalanced:
+            raise ValueError(
+                "this batch of engine.loader was loaded before the samples were shared again: take batches from one loader at a time, "
+                'or set "adapt" to "suggest"'
+            )
+        self._reads_shards = True
         layout: BatchLayout | None = None
         tensors: list[Tensor] = []
         intervals = self._shapes.executor(lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
@@ -330,22 +367,17 @@ class Engine:
         if watch is not None and self._job.config.check_batches:
             watch.note_batch(shapes)
 
-    def _all_holders(self) -> dict[str, tuple[int, ...]]:
-        """Ranks that hold each parameter."""
-        plan = self.plan
-        return {name: tuple(sorted({r for s in stages for r in plan.ranks_of_stage(s)})) for name, stages in plan.holders.items()}
-
     def _held_parameters(self, lowered: Lowered) -> list[Held]:
         """This rank's trainable parameters, in the order in which backward reaches them. Another shape of the batch may train others."""
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        holders = self._all_holders()
+        shards, rank = self._job.shards, self._job.ranks.rank
         trainable = {name for name, _ in self._trainable()}
         names = [name for name, stages in self.plan.holders.items() if name in trainable and own & set(stages)]
         held = []
         for name in by_backward_order(names, lowered.first_use):
             tensor = self._job.weights[name]
             assert isinstance(tensor, torch.nn.Parameter)
-            held.append(Held(name, tensor, holders[name], tuple(sorted(own & set(self.plan.holders[name])))))
+            held.append(Held(name, tensor, shards.on(name, rank).ranks, tuple(sorted(own & set(self.plan.holders[name])))))
         return held
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from whale.emulation.pace import Pace
 from whale.lowering.program import Program
-from whale.runtime.actions import Backward, Forward, Pass, Receive, Send, Synchronise, WeightBackward
+from whale.runtime.actions import Backward, Forward, Pass, Synchronise, WeightBackward
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
+from whale.runtime.messages import Receive, Send
 from whale.runtime.split import Deferred
 from whale.runtime.transport import Transport
 from whale.runtime.watch import Watch
@@ -57,8 +58,11 @@ class StepOutcome:
 class Executor:
     """Runs a program step by step."""
 
-    def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None, with_torch_compile: bool = False
+    ) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
+        self.with_torch_compile = with_torch_compile
         self.pace: Pace | None = None
         """how long actions take on an emulated device; None: as long as they really take"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -72,16 +76,18 @@ class Executor:
         split = {(action.stage, action.micro_batch) for action in program.actions if action.kind is Kind.INPUT}
         deferred = {stage: Deferred() for stage, _ in split}
         last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
-        functions: dict[tuple[int, bool], Callable[..., tuple[Tensor, ...]]] = {}
+        sends: dict[Action, Send] = {}
+        functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
         prepared: list[tuple[Action, Callable[[Pass], None]]] = []
         for action in program.actions:
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                key = (action.stage, is_split)
+                chunk, (start, stop) = program.chunks[action.stage], program.samples[action.micro_batch]
+                key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
-                    name = f"stage {action.stage}, split backward" if is_split else f"stage {action.stage}"
-                    chunk = program.chunks[action.stage].module
-                    functions[key] = compile_chunk(chunk, name, deferred[action.stage] if is_split else None)
+                    name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
+                    own, module = deferred[action.stage] if is_split else None, chunk.module_for(stop - start)
+                    functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
                 run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, last[action.stage] is action).run
@@ -90,9 +96,11 @@ class Executor:
             elif action.kind is Kind.WEIGHT:
                 run = WeightBackward(action).run
             elif action.kind is Kind.SEND:
-                run = Send(program, action).run
+                sends[action] = Send(program, action)
+                run = sends[action].run
             elif action.kind is Kind.RECEIVE:
-                self._receives.append(Receive(program, action, len(self._receives)))
+                arrived = [sends[send] for send in program.arrived_by[action]]
+                self._receives.append(Receive(program, action, len(self._receives), arrived))
                 run = self._receives[-1].run
             elif action.kind is Kind.SYNCHRONISE:
                 run = Synchronise(action).run
@@ -109,6 +117,8 @@ class Executor:
         events, now, watch, transport, pace = outcome.events, time.perf_counter, self.watch, self.transport, self.pace
         if watch is not None:
             watch.step = given.step
+        if transport is not None:
+            transport.begin()
         this = Pass(given, outcome, gradients, transport, self._receives, self.window)
         try:
             with torch.set_grad_enabled(gradients is not None):
@@ -117,8 +127,6 @@ class Executor:
                     if watch is not None:
                         watch.position = position
                     start = now()
-                    if transport is not None:
-                        transport.retire()
                     run(this)
                     if pace is not None and action.is_compute:
                         pace.finish(action, start)
@@ -137,7 +145,7 @@ class Executor:
 
 def _position(place: int, action: Action, run: Callable[[Pass], None], num_actions: int) -> str:
     """For messages about a failed job: `action 3 of 12, receive F 0>1.2 from rank 0`."""
-    pieces = getattr(getattr(run, "__self__", None), "pieces", ())
-    peers = ", ".join(str(peer) for peer in sorted({piece.peer for piece in pieces}))
+    messages = getattr(getattr(run, "__self__", None), "messages", ())
+    peers = ", ".join(str(message.peer) for message in messages)
     toward = {Kind.SEND: f" to rank {peers}", Kind.RECEIVE: f" from rank {peers}"}.get(action.kind, "") if peers else ""
     return f"action {place} of {num_actions}, {action}{toward}"

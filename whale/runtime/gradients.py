@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.planning.buckets import bucket_size
 from whale.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from whale.emulation.sums import SumClock
-
-MANY_BUCKETS = 2  # then half of the gradients is summed under the backward; more buckets cost more than they hide: docs/log.md
-SMALL_BUCKET_BYTES = 1024**2  # below, the time of a sum is latency; DistributedDataParallel begins with as much
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,9 @@ class GradientSynchroniser:
 
 
 def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order; about `MANY_BUCKETS` where that is less."""
+    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order; smaller ones of a small model."""
     total = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
-    bucket_bytes = min(bucket_bytes, max(total // MANY_BUCKETS, SMALL_BUCKET_BYTES))
+    bucket_bytes = bucket_size(total, bucket_bytes)
     pieces: list[list[Held]] = []
     size = 0
     for parameter in parameters:

@@ -1,94 +1,134 @@
-"""Point-to-point messages: posted ahead, never blocking compute, freed when done.
+"""Point-to-point messages: posted ahead, never blocking compute, let go when a later message shows that they have arrived.
 
 gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both
-sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same).
+sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same). CPU ranks on one host hand
+messages over through memory (`runtime/same_host.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.ranks import Ranks
+from whale.runtime.same_host import connect
+
+if TYPE_CHECKING:
+    from whale.runtime.messages import Message
+
+NUM_EPOCHS = 256
+"""then epochs repeat; ranks are never more than a step apart"""
 
 
 class Arrival:
     """A message on its way in."""
 
-    __slots__ = ("buffer", "description", "peer", "work")
+    __slots__ = ("buffer", "description", "peer", "tag", "work")
 
-    def __init__(self, work: dist.Work, buffer: Tensor, peer: int, description: str) -> None:
-        self.work, self.buffer, self.peer, self.description = work, buffer, peer, description
+    def __init__(self, work: dist.Work | None, buffer: Tensor, peer: int, tag: int, description: str) -> None:
+        """`work`: None for a message through memory, which is read when it is waited for."""
+        self.work, self.buffer, self.peer, self.tag, self.description = work, buffer, peer, tag, description
 
 
 class Transport:
     """Sends and receives of one rank, with the time spent waiting."""
 
-    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]]) -> None:
-        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank."""
-        self.ranks = ranks
-        self._channels: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        if not ranks.has_channels_by_tag:
-            for source, destination in sorted(set(pairs)):
-                # one communicator for each direction: a late receive never blocks a send
-                self._channels[source, destination] = dist.new_group([source, destination], timeout=ranks.timeout)
-                self._open(source, destination)
-        self._outgoing: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True) -> None:
+        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank. `share_memory`: where it is possible."""
+        self.ranks, pairs = ranks, sorted(set(pairs))
+        self.epoch = 0
+        """part of every tag, another one in each pass over an action list: a message that a failed step left behind is never taken for one
+        of a later step"""
         self.waited_s = 0.0
+        self._outgoing: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
+        """by peer and tag: messages that are not known to have arrived"""
+        self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        """for each peer: the group that carries messages to it, and its rank in there"""
+        self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._lines_to, self._lines_from = connect(ranks, pairs, share_memory)
+        for source, destination in pairs:
+            group = self._channel(source, destination)
+            if ranks.rank == source:
+                self._to[destination] = (group, dist.get_group_rank(group, destination))
+            elif ranks.rank == destination:
+                self._from[source] = (group, dist.get_group_rank(group, source))
 
-    def _open(self, source: int, destination: int) -> None:
-        """NCCL connects two ranks at their first message and blocks both: done here in one order, never inside a step."""
+    def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
+        """Where messages are matched by order: a communicator for each direction of a pair, so that a late receive never blocks a send."""
+        assert dist.group.WORLD is not None
+        if self.ranks.has_channels_by_tag:
+            return dist.group.WORLD
+        group = dist.new_group([source, destination], timeout=self.ranks.timeout)
+        # NCCL connects two ranks at their first message and blocks both: done here in one order, never inside a step
         greeting = torch.zeros(1, device=self.ranks.device)
         if self.ranks.rank == source:
-            dist.send(greeting, destination, group=self._channels[source, destination])
+            dist.send(greeting, destination, group=group)
         elif self.ranks.rank == destination:
-            dist.recv(greeting, source, group=self._channels[source, destination])
+            dist.recv(greeting, source, group=group)
+        return group
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+    def begin(self) -> None:
+        """Start of a pass over an action list; every rank makes the same passes."""
+        self.epoch = (self.epoch + 1) % NUM_EPOCHS
+        for line in self._lines_from.values():
+            line.forget(lambda tag: tag % NUM_EPOCHS != self.epoch)
+
+    def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
-        group, place = self._channel(self.ranks.rank, peer, peer)
-        self._outgoing.append((group.send([tensor], place, tag), tensor))
+        self._issue(tensor, message.peer, message.tag + self.epoch)
 
-    def post(self, buffer: Tensor, peer: int, tag: int, description: str) -> Arrival:
-        group, place = self._channel(peer, self.ranks.rank, peer)
-        return Arrival(group.recv([buffer], place, tag), buffer, peer, description)
+    def _issue(self, tensor: Tensor, peer: int, tag: int) -> None:
+        line = self._lines_to.get(peer)
+        if line is not None:
+            line.send(tensor, tag)
+            return
+        group, place = _route(self._to, peer)
+        self._outgoing[peer, tag] = (group.send([tensor], place, tag), tensor)
 
-    def _channel(self, source: int, destination: int, peer: int) -> tuple[dist.ProcessGroup, int]:
-        """The group that carries messages of this pair, and the peer's rank in it."""
-        group = self._channels.get((source, destination))
-        if group is not None:
-            return group, dist.get_group_rank(group, peer)
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD, peer
+    def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
+        tag, work = message.tag + self.epoch, None
+        if message.peer not in self._lines_from:
+            group, place = _route(self._from, message.peer)
+            work = group.recv([buffer], place, tag)
+        return Arrival(work, buffer, message.peer, tag, description)
 
     def wait(self, arrival: Arrival) -> None:
         start = time.perf_counter()
         try:
-            arrival.work.wait()
-        except RuntimeError as error:
+            if arrival.work is None:
+                self._lines_from[arrival.peer].wait(arrival.buffer, arrival.tag)
+            else:
+                arrival.work.wait()
+        except (RuntimeError, OSError) as error:
             raise RuntimeError(
                 f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for {arrival.description} from rank {arrival.peer}: "
                 f"that rank is gone or stuck ({str(error).splitlines()[0]})"
             ) from error
         self.waited_s += time.perf_counter() - start
 
-    def retire(self) -> None:
-        """Lets go of messages that have left."""
-        while self._outgoing and self._outgoing[0][0].is_completed():
-            self._outgoing.popleft()
+    def retire(self, message: Message) -> None:
+        """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""
+        outgoing = self._outgoing.pop((message.peer, message.tag + self.epoch), None)
+        if outgoing is not None:
+            outgoing[0].wait()
 
     def drain(self) -> None:
-        """End of a step: everything must have left."""
-        while self._outgoing:
-            work, _ = self._outgoing.popleft()
+        """End of a pass: everything must have left."""
+        for line in self._lines_to.values():
+            line.drain()
+        for work, _ in self._outgoing.values():
             work.wait()
+        self._outgoing.clear()
 
 
-def as_message(tensor: Tensor) -> Tensor:
-    """Contiguous and without history."""
-    return tensor.detach().contiguous()
+def _route(routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int) -> tuple[dist.ProcessGroup, int]:
+    """To or from that peer. Only a batch of another shape can have an edge that the plan does not have."""
+    if peer not in routes:
+        assert dist.group.WORLD is not None
+        routes[peer] = (dist.group.WORLD, peer)
+    return routes[peer]

@@ -13,7 +13,7 @@ from whale.scheduling.choose import Candidate, Choice, choose
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
 from whale.scheduling.list_scheduler import list_orders
-from whale.scheduling.messages import add_messages
+from whale.scheduling.messages import add_messages, arrived_by
 from whale.scheduling.orders import forward_only, gpipe, one_f_one_b, stages_to_end
 from whale.scheduling.picture import draw
 from whale.scheduling.simulate import Timeline, simulate
@@ -34,6 +34,7 @@ __all__ = [
     "StageGraph",
     "Timeline",
     "add_messages",
+    "arrived_by",
     "build",
     "build_forward_only",
     "check",

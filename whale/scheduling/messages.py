@@ -88,3 +88,24 @@ def _add_receives(stage_graph: StageGraph, order: tuple[Action, ...], arriving: 
     for receives, action in zip(before, order, strict=True):
         result += [*receives, action]
     return tuple(result)
+
+
+def arrived_by(stage_graph: StageGraph, orders: Orders, device: int) -> dict[Action, tuple[Action, ...]]:
+    """For each receive of a device: its own sends that must have arrived before this message was sent, and were not named earlier.
+
+    A device that sends something has done all receives that stand before. So a sender knows from the schedule alone when it may let go
+    of what it sent, without asking: gloo cannot tell.
+    """
+    found: dict[Action, tuple[Action, ...]] = {}
+    holder = stage_graph.device_of_stage
+    for other in {holder[action.peer] for action in orders[device] if action.is_message}:
+        arrived: list[Action] = []
+        for action in orders[other]:
+            if not action.is_message or holder[action.peer] != device:
+                continue
+            if action.kind is Kind.RECEIVE:
+                arrived.append(action.counterpart)
+            else:
+                found[action.counterpart] = tuple(arrived)
+                arrived = []
+    return found

@@ -1,0 +1,197 @@
+"""Exchanges: for any two layouts of a tensor on any grid every device ends with what the target says, and gets nothing that it has."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.layout_parts import index, local_parts, meaning, picked
+from tests.thorough import many
+from whale.sharding import exchange_plan
+from whale.sharding.exchange_plan import Step, groups_of, places_needed, plan_exchange
+from whale.sharding.grid import Grid
+from whale.sharding.layout import Cut, Layout, whole
+
+
+@st.composite
+def grids(draw) -> Grid:
+    shape = draw(st.sampled_from([(2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 3, 1), (2, 2, 2), (3, 2, 2), (1, 1, 1)]))
+    weights = {
+        axis: tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(any)))
+        for axis, size in zip("xyz", shape)
+        if draw(st.booleans())
+    }
+    return Grid(*shape, work=weights)
+
+
+@st.composite
+def layouts(draw, shape: tuple[int, ...]) -> Layout:
+    """Any layout of a tensor of this shape: granules, segments, nested axes, partial sums."""
+    cuts = []
+    for size in shape:
+        segments = draw(st.sampled_from([n for n in (1, 2, 3) if size % n == 0]))
+        unit = draw(st.sampled_from([n for n in (1, 2, 3) if (size // segments) % n == 0]))
+        cuts.append(Cut(size // segments // unit, unit, segments))
+    axes: list[list[str]] = [[] for _ in shape]
+    partial = set()
+    for axis in draw(st.permutations("xyz")):
+        role = draw(st.sampled_from(["same", "partial", *range(len(shape))]))
+        if role == "partial":
+            partial.add(axis)
+        elif role != "same":
+            axes[role].append(axis)
+    return Layout(tuple(cuts), tuple(map(tuple, axes)), frozenset(partial))
+
+
+@st.composite
+def cases(draw) -> tuple[Grid, Layout, Layout]:
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 4, 6, 7, 12]), max_size=3).map(tuple))
+    return draw(grids()), draw(layouts(shape)), draw(layouts(shape))
+
+
+def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
+    """One step at all places: every message that is sent is received once, by the place it was meant for."""
+    waiting = {(step.place, block.place): parts[step.place][picked(block.ranges)] for step in steps for block in step.sends}
+    results = []
+    for step in steps:
+        assert parts[step.place].shape == step.input_shape
+        result = np.zeros(step.shape)
+        for term in step.terms:
+            seen = np.zeros(step.shape, int)
+            for block in term:
+                where = picked(block.ranges)
+                result[where] += waiting.pop((block.place, step.place)).reshape(block.shape)
+                seen[where] += 1
+            assert (seen <= 1).all()
+        results.append(result)
+    assert not waiting
+    return results
+
+
+def run_plans(source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray], backend: str = "gloo") -> list[np.ndarray]:
+    hops = exchange_plan.route(source, target, grid, backend)
+    for first, second in zip(hops, hops[1:]):
+        change = exchange_plan._Change(first, second, grid)
+        parts = simulate([change.step(place) for place in range(grid.num_devices)], parts)
+    return parts
+
+
+@given(cases())
+@settings(max_examples=many(3000), deadline=None)
+def test_every_device_ends_with_what_the_target_layout_says(case) -> None:
+    grid, source, target = case
+    value = np.random.default_rng(1).integers(-9, 9, source.shape).astype(float)
+    parts = local_parts(value, source, grid)
+    assert np.array_equal(meaning(parts, source, grid), value)
+    assert np.array_equal(meaning(run_plans(source, target, grid, parts), target, grid), value)
+
+
+@given(cases())
+@settings(max_examples=many(1000), deadline=None)
+def test_large_sums_in_two_steps(case) -> None:
+    grid, source, target = case
+    value = np.random.default_rng(1).integers(-9, 9, source.shape).astype(float)
+    before, exchange_plan.TWO_STEPS_FROM = exchange_plan.TWO_STEPS_FROM, 0
+    try:
+        assert np.array_equal(meaning(run_plans(source, target, grid, local_parts(value, source, grid)), target, grid), value)
+    finally:
+        exchange_plan.TWO_STEPS_FROM = before
+
+
+@given(cases())
+@settings(max_examples=many(1000), deadline=None)
+def test_plans_of_all_places_fit_together_and_backward_is_the_transpose_in_bytes(case) -> None:
+    grid, source, target = case
+    plans = [plan_exchange(source, target, grid, place) for place in range(grid.num_devices)]
+    needed = places_needed(source, target, grid)
+    assert groups_of(plans) <= needed
+    for place, plan in enumerate(plans):
+        for step in (*plan.forward, *plan.backward):
+            assert not step.places or place in step.places
+            assert {block.place for block in step.sends} <= {place, *step.places}
+            assert {block.place for term in step.terms for block in term} <= {place, *step.places}
+            assert len(step.places) != 1
+    for direction in ("forward", "backward"):
+        steps = [[step.places for step in getattr(plan, direction) if step.places] for plan in plans]
+        for place, mine in enumerate(steps):  # everyone who is waited for comes to the same calls, in the same order
+            assert all(steps[other] == mine for places in mine for other in places), place
+    if not source.partial and not target.partial:
+        # gather <-> reduce-scatter, slice <-> pad: what came on the way there goes on the way back
+        assert sum(sum(step.num_sent for step in plan.forward) for plan in plans) == sum(
+            sum(step.num_sent for step in plan.backward) for plan in plans
+        )
+
+
+@given(cases())
+@settings(max_examples=many(1000), deadline=None)
+def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
+    """The fewest elements possible: what all devices need and do not have."""
+    grid, source, target = case
+    source, target = Layout(source.cuts, source.axes), Layout(target.cuts, target.axes)
+    least = 0
+    for place in range(grid.num_devices):
+        needed, held = np.zeros(source.shape, bool), np.zeros(source.shape, bool)
+        needed[index(target, grid, place)] = True
+        held[index(source, grid, place)] = True
+        least += int((needed & ~held).sum())
+    plans = [plan_exchange(source, target, grid, place, backward=False) for place in range(grid.num_devices)]
+    assert sum(plan.num_sent for plan in plans) == least
+
+
+@pytest.mark.parametrize("g", [2, 3, 4, 8])
+def test_bytes_of_the_collectives(g) -> None:
+    """research/tensor3d.md 1.1: gather and reduce-scatter (g-1)/g of the whole, all-reduce twice that."""
+    grid, cuts = Grid(1, g, 1), (Cut(24), Cut(7))
+    shard, same = Layout(cuts, (("y",), ())), whole(cuts)
+    partial = same.conjugate(grid)
+    n = prod(same.shape)
+    for source, target, pattern, sent in [
+        (shard, same, "gather", (g - 1) * n // g),
+        (partial, shard, "reduce-scatter", (g - 1) * n // g),
+        (same, shard, "local", 0),
+        (shard, partial, "local", 0),
+        (same, partial, "local", 0),
+        (partial, same, "all-reduce", (g - 1) * n),
+        (shard, Layout(cuts, ((), ("y",))), "all-to-all", None),
+    ]:
+        (step,) = plan_exchange(source, target, grid, 1).forward
+        assert step.pattern == pattern and step.places == (tuple(range(g)) if pattern != "local" else ())
+        assert sent is None or step.num_sent == sent
+    assert plan_exchange(same, same, grid, 0).is_identity and plan_exchange(partial, partial, grid, 1).is_identity
+
+
+def test_a_large_all_reduce_scatters_and_gathers() -> None:
+    grid, cuts = Grid(1, 4, 1), (Cut(1024), Cut(512))
+    same = whole(cuts)
+    plan = plan_exchange(same.conjugate(grid), same, grid, 2)
+    assert [step.pattern for step in plan.forward] == ["reduce-scatter", "gather"] == [step.pattern for step in plan.backward]
+    assert plan.num_sent == 4 * 3 * 1024 * 512 // 4
+    assert [step.pattern for step in plan_exchange(same.conjugate(grid), same, grid, 2, backend="nccl").forward] == ["all-reduce"]
+    uneven = Grid(1, 4, 1, work={"y": (3, 1, 1, 1)})
+    assert plan_exchange(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2).forward[0].pattern == "all-to-all"
+
+
+def test_equal_holders_on_the_own_line_send() -> None:
+    """x is cut, y holds the same: whoever is on the receiver's y sends, so both y send equally much."""
+    grid = Grid(2, 2, 1)
+    cuts = (Cut(8),)
+    for place in range(4):
+        (step,) = plan_exchange(Layout(cuts, (("x",),)), whole(cuts), grid, place, backward=False).forward
+        assert step.places == grid.line(place, ["x"]) and step.num_sent == 4
+
+
+def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:
+    grid, cuts = Grid(1, 1, 4), (Cut(16), Cut(3))
+    plan = plan_exchange(Layout(cuts, (("z",), ())), whole(cuts), grid, 1)
+    assert plan.forward[0].is_in_order and plan.forward[0].is_made_of_runs and plan.backward[0].leaves_in_order
+    columns = plan_exchange(Layout(cuts, ((), ("z",))), whole(cuts), grid, 1)
+    assert not columns.forward[0].is_in_order
+
+
+def test_different_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(4,\) before and \(5,\) after"):
+        plan_exchange(whole([Cut(4)]), whole([Cut(5)]), Grid(1, 2, 1), 0)

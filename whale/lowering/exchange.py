@@ -1,0 +1,249 @@
+"""Changes of layout on real tensors: the messages of an `ExchangePlan`, forward and backward.
+
+What is differentiated is the sum of all devices' losses, so the backward of an exchange is the exchange of the gradient between the
+conjugate layouts (docs/split.md, line 1). Both are planned when the chunk is lowered; here nothing is decided but the way that fits
+the size of the message.
+
+gloo: one `all_to_all_single` for small messages; a message to each peer for large ones, which needs no copy where a part of the tensor
+is contiguous. Its own reduce-scatter is an all-reduce inside, and its rings are slow for small tensors (research/tensor3d.md 4.3).
+NCCL: the collective that the plan's pattern names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step, in_order
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+"""places of the grid, in order -> process group of their ranks, in the same order"""
+
+PEER_TO_PEER_FROM_BYTES = 8 << 20
+"""on gloo: from here on the copies that an all-to-all needs cost more than a message to each peer"""
+
+_TAG = (1 << 31) - 2
+"""of messages to peers; bridges of the core count theirs from 0"""
+
+
+@dataclass
+class Sent:
+    """What this process has sent in exchanges, for tests, benchmarks and reports."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
+
+    def reset(self) -> None:
+        self.num_bytes = self.num_messages = 0
+
+
+sent = Sent()
+
+
+def exchange(x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
+    """x in the plan's target layout; contiguous. x: this place's part in the source layout."""
+    if plan.is_identity:
+        return x
+    result: Tensor = _Exchange.apply(x, plan, groups)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
+        ctx.plan, ctx.groups = plan, groups
+        return _fresh(run(x, plan.forward, groups), x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return run(gradients[0], ctx.plan.backward, ctx.groups), None, None
+
+
+def _fresh(result: Tensor, x: Tensor) -> Tensor:
+    """A Function must not give back its argument itself."""
+    return result.view_as(result) if result is x else result
+
+
+def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
+    """The steps one after the other, without history."""
+    if x.dtype == torch.bool:  # gloo does not send it
+        return run(x.view(torch.uint8), steps, groups).view(torch.bool)
+    for step in steps:
+        x = start(x, step, groups).wait()
+    return x
+
+
+@dataclass
+class Pending:
+    """An exchange under way. `wait` gives the result; nothing that was handed to `start` may change before."""
+
+    step: Step
+    x: Tensor
+    work: list[dist.Work]
+    parts: dict[int, Tensor]
+    """place -> what comes from there, flat"""
+    result: Tensor | None = None
+    """already complete when everything has arrived"""
+    stacked: Tensor | None = None
+    """all terms of a sum, one below the other"""
+    outgoing: Sequence[Tensor] = ()
+
+    def wait(self) -> Tensor:
+        for work in self.work:
+            work.wait()
+        if self.result is not None:
+            return self.result
+        if self.stacked is not None:
+            return self.stacked.sum(0)
+        return _put_together(self.step, self.x, self.parts)
+
+
+def start(x: Tensor, step: Step, groups: Groups) -> Pending:
+    """Sends what this place has to send and makes room for what comes. All places of `step.places` call it in the same order."""
+    if not step.places:
+        return Pending(step, x, [], {}, result=_local(x, step))
+    group = groups[step.places]
+    sent.num_bytes += step.num_sent * x.element_size()
+    sent.num_messages += 1
+    if dist.get_backend(group) == "nccl":
+        return _start_all_to_all(x, step, group) if step.pattern == "all-to-all" else _start_even(x, step, group)
+    is_small = step.largest * x.element_size() < PEER_TO_PEER_FROM_BYTES
+    return _start_all_to_all(x, step, group) if is_small else _start_peer_to_peer(x, step, group)
+
+
+def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+    """One even collective (NCCL)."""
+    if step.pattern == "all-reduce":
+        total = x.clone(memory_format=torch.contiguous_format)
+        return Pending(step, x, [_must(dist.all_reduce(total, group=group, async_op=True))], {}, result=total)
+    if step.pattern == "reduce-scatter":
+        outgoing = _packed(x, step.sends, in_order(step.sends, step.input_shape))
+        result = x.new_empty(step.shape)
+        work = dist.reduce_scatter_single(result.view(-1), outgoing, group=group, async_op=True)
+        return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
+    flat = x.contiguous().view(-1)
+    room = x.new_empty(flat.numel() * len(step.places))
+    work = _must(dist.all_gather_single(room, flat, group=group, async_op=True))
+    if step.is_in_order:
+        return Pending(step, x, [work], {}, result=room.view(step.shape), outgoing=[flat])
+    return Pending(step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat])
+
+
+def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+    """One message to everyone."""
+    outgoing = _packed(x, step.leaving, step.leaves_in_order)
+    arriving, leaving = step.sizes
+    room = x.new_empty(sum(arriving))
+    work = _must(dist.all_to_all_single(room, outgoing, arriving, leaving, group=group, async_op=True))
+    pending = Pending(step, x, [work], {}, outgoing=[outgoing])
+    if step.is_in_order:
+        pending.result = room.view(step.shape)
+    elif step.own_travels:
+        pending.stacked = room.view(len(step.terms), *step.shape)
+    else:
+        pending.parts = dict(zip(step.places, room.split(arriving)))
+    return pending
+
+
+def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+    """A message to each peer: straight out of x and straight into the result where the part is contiguous there."""
+    x = x.contiguous()
+    pending = Pending(step, x, [], {})
+    result = x.new_empty(step.shape) if step.is_made_of_runs else None
+    position = {place: index for index, place in enumerate(step.places)}
+    for term in step.terms:
+        for block in term:
+            if block.place != step.place:
+                room = x.new_empty(block.count) if result is None else _part(result, block.ranges).view(-1)
+                pending.parts[block.place] = room
+                pending.work.append(_must(dist.irecv(room, group=group, group_src=position[block.place], tag=_TAG)))
+    outgoing = []
+    mine = position[step.place]
+    for block in sorted(step.sends, key=lambda block: (position[block.place] - mine) % len(position)):  # not all to the same one first
+        if block.place != step.place:
+            outgoing.append(_gathered(x, block).contiguous().view(-1))
+            pending.work.append(_must(dist.isend(outgoing[-1], group=group, group_dst=position[block.place], tag=_TAG)))
+    pending.outgoing = outgoing
+    if result is not None:
+        if step.own is not None:
+            here, there = step.own
+            _part(result, there.ranges).copy_(_gathered(x, here))
+        pending.result = result
+    return pending
+
+
+def _must(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None only for processes outside of the group
+    return work
+
+
+# ---- parts of tensors -------------------------------------------------------------------------------------------------
+
+
+def _local(x: Tensor, step: Step) -> Tensor:
+    """A step without messages: slice, pad with zeros, or mask."""
+    if step.is_filled and step.own is not None:
+        return _gathered(x, step.own[0]).contiguous()
+    return _put_together(step, x, {})
+
+
+def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
+    """The result from what arrived and what this place had: terms are added in order, more than two of them in float32 at least."""
+    values = {place: part for place, part in parts.items()}
+    if step.own is not None:
+        values[step.place] = _gathered(x, step.own[0])
+    if step.is_sum_of_wholes and len(step.terms) == 2:
+        first, second = (values[term[0].place].view(step.shape) for term in step.terms)
+        return torch.add(first, second)
+    is_wide = len(step.terms) > 2 and x.dtype.is_floating_point
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
+    result = x.new_empty(step.shape, dtype=dtype) if step.is_filled else x.new_zeros(step.shape, dtype=dtype)
+    for number, term in enumerate(step.terms):
+        for block in term:
+            for where, what in _pieces(block, values[block.place].view(block.shape)):
+                part = _part(result, where)
+                part.copy_(what) if number == 0 else part.add_(what)
+    return result.to(x.dtype)
+
+
+def _gathered(x: Tensor, block: Block) -> Tensor:
+    """The product of the block's ranges as one tensor: a view where every dim has one range."""
+    for dim, ranges in enumerate(block.ranges):
+        if ranges != ((0, x.shape[dim]),):
+            pieces = [x.narrow(dim, a, b - a) for a, b in ranges]
+            x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return x
+
+
+def _pieces(block: Block, value: Tensor) -> list[tuple[Ranges, Tensor]]:
+    """A block of several ranges as parts with one range for each dim, each with its piece of the value."""
+    pieces: list[tuple[Ranges, Tensor]] = [((), value)]
+    for dim, ranges in enumerate(block.ranges):
+        starts = list(accumulate((b - a for a, b in ranges), initial=0))
+        pieces = [
+            ((*where, (interval,)), what.narrow(dim, start, interval[1] - interval[0]))
+            for where, what in pieces
+            for interval, start in zip(ranges, starts)
+        ]
+    return pieces
+
+
+def _part(x: Tensor, ranges: Ranges) -> Tensor:
+    """A view; one range for each dim."""
+    for dim, ((a, b),) in enumerate(ranges):
+        if (a, b) != (0, x.shape[dim]):
+            x = x.narrow(dim, a, b - a)
+    return x
+
+
+def _packed(x: Tensor, blocks: Sequence[Block], is_in_order: bool) -> Tensor:
+    """All blocks one after the other, flat: x itself where they already lie so."""
+    if is_in_order:
+        return x.contiguous().view(-1)
+    return torch.cat([_gathered(x, block).reshape(-1) for block in blocks]) if blocks else x.new_empty(0)

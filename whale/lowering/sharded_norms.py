@@ -1,0 +1,148 @@
+"""Norms whose normalised entries lie on several devices: a line of devices tells each other two numbers per row, or per channel.
+
+With n_i entries, mean m_i and sum of squared distances M_i on device i, and n = sum n_i:
+
+    mean = sum n_i m_i / n          n variance = sum M_i + n_i (m_i - mean)^2                                           (1)
+
+so nothing cancels, as it would in E[x^2] - E[x]^2. Backward of y = x^ w + b with x^ = (x - mean) r, g = w dy:
+
+    dx = r (g - sum(g) / n - x^ sum(g x^) / n)                                                                          (2)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.lowering.lines import Line, gathered, sum_over_line, summed, wide
+
+
+def layer_norm(x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line) -> Tensor:
+    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the line have a part each; weight and bias are cut alike."""
+    result: Tensor = _LayerNorm.apply(x, num_dims, weight, bias, eps, line)  # type: ignore[no-untyped-call]
+    return result
+
+
+def rms_norm(x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line) -> Tensor:
+    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype, as in torch."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, line)  # type: ignore[no-untyped-call]
+    return result
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    line: Line,
+) -> Tensor:
+    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the line; running statistics are updated in place."""
+    dims = [0, *range(2, x.ndim)]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    values = wide(x)
+    num_local = float(x.numel() // max(1, x.shape[1]))
+    sums = sum_over_line(torch.cat([values.sum(dims), values.new_tensor([num_local])]), line)
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = values - mean.view(shape)
+    variance = sum_over_line(centred.square().sum(dims), line) / count  # a second round: exact where one round would cancel
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    result = centred * torch.rsqrt(variance + eps).view(shape)
+    result = result if weight is None else result * weight.view(shape)
+    result = result if bias is None else result + bias.view(shape)
+    return result.to(x.dtype)
+
+
+def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor, float]:
+    """Mean and variance of every row and n: line (1). x: at least float32."""
+    shape = [*x.shape[: x.ndim - len(dims)], *[1] * len(dims)]
+    count = _entries(x, dims)
+    if count:
+        variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    else:
+        variance = mean = x.new_zeros(shape)
+    rows = mean.numel()
+    everyone = gathered(torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]), line)
+    means, squares, counts = everyone[:, :rows], everyone[:, rows : 2 * rows], everyone[:, 2 * rows :]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = (squares + counts * (means - mean).square()).sum(0) / total
+    return mean.view(shape), variance.view(shape), float(total)
+
+
+def _entries(x: Tensor, dims: list[int]) -> int:
+    """Entries of one row here."""
+    count = 1
+    for dim in dims:
+        count *= x.shape[dim]
+    return count
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line) -> Tensor:
+        dims = list(range(x.ndim - num_dims, x.ndim))
+        values = wide(x)
+        mean, variance, total = _statistics(values, dims, line)
+        scale = torch.rsqrt(variance + eps)
+        normal = (values - mean).mul_(scale)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.line, ctx.dims, ctx.total, ctx.bias_dtype = line, dims, total, None if bias is None else bias.dtype
+        if weight is not None:
+            normal = normal * weight if bias is None else torch.addcmul(wide(bias), normal, wide(weight))
+        elif bias is not None:
+            normal = normal + bias
+        return normal.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        dy = wide(gradients[0])
+        normal = (wide(x) - mean).mul_(scale)
+        rows = list(range(x.ndim - len(ctx.dims)))
+        d_weight = (dy * normal).sum(rows).to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        d_bias = dy.sum(rows).to(ctx.bias_dtype) if ctx.bias_dtype is not None and ctx.needs_input_grad[3] else None
+        if not ctx.needs_input_grad[0]:  # the same on all devices of the line
+            return None, None, d_weight, d_bias, None, None
+        g = dy if weight is None else dy * weight
+        sums = summed(torch.stack([g.sum(ctx.dims, keepdim=True), (g * normal).sum(ctx.dims, keepdim=True)]), ctx.line) / ctx.total
+        dx = (g - sums[0]).addcmul_(normal, sums[1], value=-1).mul_(scale)  # line (2)
+        return dx.to(x.dtype), None, d_weight, d_bias, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, eps: float, line: Line) -> Tensor:
+        dims = list(range(x.ndim - num_dims, x.ndim))
+        values = wide(x)
+        squares = values.square().sum(dims, keepdim=True)
+        sums = summed(torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]), line)
+        total = float(sums[-1])
+        scale = torch.rsqrt(sums[:-1].view(squares.shape) / total + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.line, ctx.dims, ctx.total = line, dims, total
+        normal = values * scale
+        return (normal if weight is None else normal * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        dy = wide(gradients[0])
+        normal = wide(x) * scale
+        rows = list(range(x.ndim - len(ctx.dims)))
+        d_weight = (dy * normal).sum(rows).to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, None, d_weight, None, None
+        g = dy if weight is None else dy * weight
+        sums = summed((g * normal).sum(ctx.dims, keepdim=True), ctx.line) / ctx.total
+        return torch.addcmul(g, normal, sums, value=-1).mul_(scale).to(x.dtype), None, d_weight, None, None

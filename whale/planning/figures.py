@@ -1,0 +1,97 @@
+"""What a plan costs on its cluster, by the cost model: the part of a plan that the simulation and the emulation compute on.
+
+Times are affine in the samples of a micro-batch, bytes as well. No torch here: a saved plan is simulated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from whale.cluster.network import Network
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """fixed + samples * per sample; nothing to do takes no time."""
+
+    sample_s: float
+    fixed_s: float = 0.0
+
+    def of(self, num_samples: float) -> float:
+        return self.fixed_s + num_samples * self.sample_s if num_samples else 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.sample_s + other.sample_s, self.fixed_s + other.fixed_s)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one stage on one kind of device, for one micro-batch."""
+
+    forward: Seconds
+    input_backward: Seconds
+    weight_backward: Seconds
+    """products of weight gradients, which a split backward does later"""
+
+    @property
+    def backward(self) -> Seconds:
+        return self.input_backward + self.weight_backward
+
+    @property
+    def total(self) -> Seconds:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One stage."""
+
+    times: dict[str, StageTimes]
+    """by kind of device"""
+    kept_sample_bytes: float
+    """from forward to backward, for each sample of a micro-batch"""
+    kept_fixed_bytes: float
+    working_sample_bytes: float
+    """room that its backward needs beside what is kept: gradients, and a region that is computed again"""
+    weight_part_sample_bytes: float = 0.0
+    """what is kept from the input part of a split backward to its weight part"""
+
+    def kept_bytes(self, num_samples: int) -> float:
+        return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0
+
+
+@dataclass(frozen=True)
+class StateFigures:
+    """All parameters and buffers that the same stages hold, or that a grid cuts alike: then the bytes are those of the largest part."""
+
+    stages: tuple[int, ...]
+    weight_bytes: int = 0
+    trained_bytes: int = 0
+    """of these the part that gets gradients"""
+    buffer_bytes: int = 0
+    parts: tuple[tuple[int, ...], ...] = ()
+    """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold everything"""
+
+    def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same, and sum its gradients."""
+        return self.parts or (tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The whole plan."""
+
+    stages: tuple[StageFigures, ...]
+    states: tuple[StateFigures, ...]
+    network: Network
+    update_s: tuple[float, ...]
+    """by rank: time of the optimizer"""
+    memory_bytes: tuple[int, ...]
+    """by rank: what the device has; 0: not known"""
+    optimizer_ratio: float
+    """bytes of optimizer state for each byte of trained parameters"""
+    batch_bytes: int
+    """of the mini-batch, which every device gets"""
+    overlaps: bool = True
+    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""

@@ -1,0 +1,249 @@
+"""Which part of a tensor goes from which device to which when its layout on a grid changes. Pure data: nothing is sent here.
+
+The value of an element is the sum of what the devices along the partial axes hold. What an exchange does along one axis, by the
+tensor's role there before and after it:
+
+    from \\ to    cut                      same              partial
+    cut          all-to-all (or nothing)  gather            pad with zeros, local
+    same         slice, local             nothing           mask: coordinate 0 keeps it, local                          (1)
+    partial      reduce-scatter           all-reduce        nothing
+
+For a receiver r the senders are the devices that agree with r on every axis where nothing has to move:
+
+    senders(r) = { s : s_q = r_q on every axis q that is same before, or partial after, the exchange }                  (2)
+
+An element's coordinates on the axes that cut it are fixed, so along them exactly one sender has it; along the partial axes that are
+summed all have a term. Where a device already has what it needs it is its own sender, and of several equal holders the one on
+r's own line sends: nobody receives what it has, nobody receives anything twice. Terms are added in the order of the places, so all
+receivers of an element get the same bits.
+
+A large all-reduce is a reduce-scatter and a gather when these send less:
+
+    direct (g - 1) n          in two steps 2 (g - 1) n / g                                                              (3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step
+from whale.sharding.grid import Grid, Interval
+from whale.sharding.layout import Layout, whole
+
+TWO_STEPS_FROM = 65_536
+"""elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3 GB/s (research/tensor3d.md 4.3)"""
+
+
+def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, backend: str = "gloo", backward: bool = True) -> ExchangePlan:
+    """What the device at `place` does to turn one layout into another, and its gradient back. `backend`: gloo or nccl."""
+    if source.shape != target.shape:
+        raise ValueError(f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} after")
+    return ExchangePlan(
+        source,
+        target,
+        _steps(source, target, grid, place, backend),
+        _steps(target.conjugate(grid), source.conjugate(grid), grid, place, backend) if backward else (),
+    )
+
+
+def plan_nothing() -> ExchangePlan:
+    """Of a tensor that stays as it is."""
+    return ExchangePlan(whole(()), whole(()), (), ())
+
+
+def places_needed(source: Layout, target: Layout, grid: Grid, *, backend: str = "gloo", backward: bool = True) -> set[tuple[int, ...]]:
+    """The sets of places that exchange messages, over the whole grid: all ranks make a process group of each, in one (sorted) order."""
+    pairs = [(source, target)] + ([(target.conjugate(grid), source.conjugate(grid))] if backward else [])
+    groups: set[tuple[int, ...]] = set()
+    for a, b in pairs:
+        hops = route(a, b, grid, backend)
+        for first, second in zip(hops, hops[1:]):
+            axes = _moving_axes(first, second, grid)
+            groups |= {grid.line(place, axes) for place in range(grid.num_devices)} if axes else set()
+    return groups
+
+
+def groups_of(plans: Iterable[ExchangePlan]) -> set[tuple[int, ...]]:
+    """The same for plans that are already made, of all places together."""
+    return {step.places for plan in plans for step in (*plan.forward, *plan.backward) if step.places}
+
+
+def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
+    """The layouts one after the other; one in between where line (3) says so. The same on every device."""
+    summed = [axis for axis in grid.axes if axis in source.partial and axis in target.same_on(grid)]
+    if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
+        return source, target
+    if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
+        return source, target
+    direct = _most_sent(source, target, grid)
+    if direct <= TWO_STEPS_FROM:
+        return source, target
+    best, between = direct - TWO_STEPS_FROM, None
+    for dim in range(len(target.cuts)):
+        axes = tuple((*own, *summed) if d == dim else own for d, own in enumerate(target.axes))
+        middle = replace(target, axes=axes)
+        sent = _most_sent(source, middle, grid) + _most_sent(middle, target, grid)
+        if sent < best:
+            best, between = sent, middle
+    return (source, target) if between is None else (source, between, target)
+
+
+# ---- one step ---------------------------------------------------------------------------------------------------------
+
+
+def _steps(source: Layout, target: Layout, grid: Grid, place: int, backend: str) -> tuple[Step, ...]:
+    hops = route(source, target, grid, backend)
+    steps = [_Change(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
+    return tuple(step for step in steps if not step.is_identity)
+
+
+class _Change:
+    """From one layout to another in one step, for all places."""
+
+    def __init__(self, source: Layout, target: Layout, grid: Grid) -> None:
+        self.source, self.target, self.grid = source, target, grid
+        same, self.summed = source.same_on(grid), [axis for axis in grid.axes if axis in source.partial - target.partial]
+        self.masked = [axis for axis in same if axis in target.partial]
+        self.padded = [axis for axis in grid.axes if axis in source.sharded and axis in target.partial]
+        self.moving = _moving_axes(source, target, grid)
+
+    def step(self, place: int) -> Step:
+        sends = [(other, *parts) for other in self._receivers(place) if (parts := self.parts(place, other)) is not None]
+        received = [(other, *parts) for other in self._senders(place) if (parts := self.parts(other, place)) is not None]
+        terms: dict[tuple[int, ...], list[Block]] = {}
+        for other, _, wanted in received:
+            terms.setdefault(self._term(other), []).append(Block(other, wanted))
+        line = self.grid.line(place, self.moving) if self.moving else ()
+        if not any(self._sends_something(member) for member in line):
+            line = ()
+        return Step(
+            place=place,
+            places=line,
+            input_shape=self.source.local_shape(self.grid, place),
+            shape=self.target.local_shape(self.grid, place),
+            sends=tuple(Block(other, held) for other, held, _ in sends),
+            terms=tuple(tuple(terms[key]) for key in sorted(terms)),
+            pattern=self._pattern(line) if line else "local",
+            largest=max((layout.local_count(self.grid, member) for member in line for layout in (self.source, self.target)), default=0),
+        )
+
+    def num_sent(self, place: int) -> int:
+        """Elements that this place sends to others."""
+        parts = (self.parts(place, other) for other in self._receivers(place) if other != place)
+        return sum(Block(place, found[0]).count for found in parts if found is not None)
+
+    def parts(self, sender: int, receiver: int) -> tuple[Ranges, Ranges] | None:
+        """What goes from one to the other: ranges of the sender's tensor and of the receiver's; None when there is nothing."""
+        if any(self.grid.coordinate(receiver, axis) for axis in self.masked):
+            return None
+        held, wanted = [], []
+        for dim in range(len(self.source.cuts)):
+            here, there = _overlap(self.source.ranges(self.grid, sender, dim), self.target.ranges(self.grid, receiver, dim))
+            if not here:
+                return None
+            held.append(here)
+            wanted.append(there)
+        return tuple(held), tuple(wanted)
+
+    def _senders(self, receiver: int) -> tuple[int, ...]:
+        """Line (2); those that cannot have anything left out."""
+        return self.grid.line(receiver, self.moving)
+
+    _receivers = _senders  # to agree on an axis is mutual
+
+    def _term(self, sender: int) -> tuple[int, ...]:
+        return tuple(self.grid.coordinate(sender, axis) for axis in ("z", "y", "x") if axis in self.summed)
+
+    def _sends_something(self, place: int) -> bool:
+        return any(other != place and self.parts(place, other) is not None for other in self._receivers(place))
+
+    def _pattern(self, line: Sequence[int]) -> str:
+        """What a back-end can do in one even collective."""
+        inputs = {self.source.local_shape(self.grid, place) for place in line}
+        outputs = {self.target.local_shape(self.grid, place) for place in line}
+        if len(inputs) > 1 or len(outputs) > 1 or self.masked or self.padded:
+            return "all-to-all"
+        held, wanted = prod(inputs.pop()), prod(outputs.pop())
+        num_terms = prod(self.grid.size(axis) for axis in self.summed)
+        if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(line):
+            return "all-reduce"
+        if not self.summed and wanted == held * len(line):
+            return "gather"
+        if num_terms == len(line) and held == wanted * len(line):
+            return "reduce-scatter"
+        return "all-to-all"
+
+
+def _is_plain_all_reduce(source: Layout, target: Layout, grid: Grid) -> bool:
+    """Cut alike; only partial axes become the same everywhere."""
+    if source.partial == target.partial or not target.partial <= source.partial:
+        return False
+    return replace(source, partial=frozenset()) == replace(target, partial=frozenset())
+
+
+def _moving_axes(source: Layout, target: Layout, grid: Grid) -> tuple[str, ...]:
+    """Axes along which something is sent: summed ones, and those that cut a dim of which a device may want what another has."""
+    if prod(source.shape) == 0:
+        return ()
+    moving = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
+    for dim, axes in enumerate(source.axes):
+        for axis in axes:
+            if axis in grid.axes and axis not in target.partial and _leaves(source, target, grid, dim, axis):
+                moving.append(axis)
+    return tuple(axis for axis in grid.axes if axis in moving)
+
+
+def _leaves(source: Layout, target: Layout, grid: Grid, dim: int, axis: str) -> bool:
+    """Whether a device may want a part of this dim from another coordinate of the axis."""
+    if axis not in target.axes[dim]:
+        return True
+    involved = [q for q in grid.axes if q in source.axes[dim] or q in target.axes[dim]]
+    held = {at: source.ranges(grid, place, dim) for at, place in _corners(grid, involved)}
+    wanted = {at: target.ranges(grid, place, dim) for at, place in _corners(grid, involved)}
+    index = involved.index(axis)
+    free = [q in source.axes[dim] and q not in target.partial for q in involved]
+    return any(
+        s[index] != r[index] and all(f or a == b for f, a, b in zip(free, s, r)) and _overlap(held[s], wanted[r])[0]
+        for s in held
+        for r in wanted
+    )
+
+
+def _corners(grid: Grid, axes: Sequence[str]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """All coordinates on these axes, each with the place that has 0 on the others."""
+    below = {"x": 1, "y": grid.gx, "z": grid.gx * grid.gy}
+    for at in product(*(range(grid.size(axis)) for axis in axes)):
+        yield at, sum(coordinate * below[axis] for coordinate, axis in zip(at, axes))
+
+
+def _most_sent(source: Layout, target: Layout, grid: Grid) -> int:
+    change = _Change(source, target, grid)
+    return max(change.num_sent(place) for place in range(grid.num_devices))
+
+
+def _overlap(held: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    """Index ranges that both have, counted once from the beginning of what the first holds and once of what the second does."""
+    here: list[Interval] = []
+    there: list[Interval] = []
+    before = 0
+    for a, b in held:
+        start = 0
+        for c, d in wanted:
+            first, stop = max(a, c), min(b, d)
+            if first < stop:
+                _append(here, there, (before + first - a, before + stop - a), (start + first - c, start + stop - c))
+            start += d - c
+        before += b - a
+    return tuple(here), tuple(there)
+
+
+def _append(here: list[Interval], there: list[Interval], mine: Interval, yours: Interval) -> None:
+    """Neighbours on both sides are joined."""
+    if here and here[-1][1] == mine[0] and there[-1][1] == yours[0]:
+        here[-1], there[-1] = (here[-1][0], mine[1]), (there[-1][0], yours[1])
+    else:
+        here.append(mine)
+        there.append(yours)

@@ -1,0 +1,143 @@
+"""Who holds which part of which tensor, as the plan says it, and how parts are taken from whole tensors and put together again.
+
+A device of a grid holds of each dim some index ranges (several for a fused dim: one in each segment). So a shard is a product of ranges,
+and in the whole tensor a few boxes. Its holders are all ranks with the very same ranges: the same place of other replicas, the places along
+axes that do not cut it, and the devices of other stages that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from whale.planning.plan import Plan
+from whale.sharding.record import StoredLayout
+
+Range = tuple[int, int]
+Box = tuple[Range, ...]
+Ranges = tuple[tuple[Range, ...], ...]
+"""for each dim, the index ranges that are held, in order"""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor, and the ranks that hold it."""
+
+    name: str
+    ranges: Ranges | None
+    """None: the whole tensor"""
+    ranks: tuple[int, ...]
+    """in rank order"""
+    whole_shape: tuple[int, ...] = ()
+    """of the whole tensor, where this is only a part"""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """None: that of the whole tensor."""
+        return None if self.ranges is None else tuple(sum(stop - start for start, stop in dim) for dim in self.ranges)
+
+    def boxes(self, shape: Sequence[int]) -> list[tuple[Box, Box]]:
+        """(box of the whole tensor, the same in the indices of the shard); empty ones are left out. `shape`: of the whole tensor."""
+        if self.ranges is None:
+            everything = tuple((0, size) for size in shape)
+            return [(everything, everything)]
+        found = []
+        for parts in product(*(_with_offsets(dim) for dim in self.ranges)):
+            box, own = tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+            if all(start < stop for start, stop in box):
+                found.append((box, own))
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor, in memory of its own (the whole tensor can go)."""
+        if self.ranges is None:
+            return whole
+        part = whole.detach()
+        for dim, ranges in enumerate(self.ranges):
+            if ranges != ((0, whole.shape[dim]),):
+                part = torch.cat([part.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+        part = part.clone(memory_format=torch.contiguous_format)
+        return torch.nn.Parameter(part, requires_grad=whole.requires_grad) if isinstance(whole, torch.nn.Parameter) else part
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Writes this part into the whole tensor."""
+        for box, own in self.boxes(whole.shape):
+            whole[_slices(box)] = part[_slices(own)]
+
+
+class Shards:
+    """All shards of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._stored = {sharding.stage: sharding.stored for sharding in plan.shardings}
+        self._of_name: dict[str, tuple[Shard, ...]] = {}
+        self._ranges: dict[tuple[int, StoredLayout], list[Ranges]] = {}
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Nothing is cut anywhere."""
+        return not any(self._stored.values())
+
+    def of(self, name: str) -> tuple[Shard, ...]:
+        """The different parts of a tensor, those of lower ranks first. What the graph does not use is whole on stage 0."""
+        if name not in self._of_name:
+            self._of_name[name] = self._find(name)
+        return self._of_name[name]
+
+    def first(self, name: str) -> Shard:
+        """The first part of a tensor that is not empty."""
+        parts = self.of(name)
+        return next((shard for shard in parts if shard.ranges is None or shard.boxes(shard.whole_shape)), parts[0])
+
+    def on(self, name: str, rank: int) -> Shard:
+        """The part that a rank holds."""
+        return next(shard for shard in self.of(name) if rank in shard.ranks)
+
+    def _find(self, name: str) -> tuple[Shard, ...]:
+        found: dict[Ranges | None, set[int]] = {}
+        empty: list[Shard] = []
+        shape: tuple[int, ...] = ()
+        for stage in self.plan.holders.get(name, (0,)):
+            device = self.plan.virtual_devices[self.plan.stages[stage].virtual_device]
+            stored = self._stored.get(stage, {}).get(name)
+            shape = stored.layout().shape if stored is not None else shape
+            for ranks in device.ranks:
+                for place, rank in enumerate(ranks):
+                    ranges = None if stored is None else self._ranges_on(device.index, stored)[place]
+                    if ranges is not None and any(all(start == stop for start, stop in dim) for dim in ranges):
+                        empty.append(Shard(name, ranges, (rank,), shape))  # nothing to sum: no need to meet anybody
+                    else:
+                        found.setdefault(ranges, set()).add(rank)
+        held = [rank for ranks in found.values() for rank in ranks]
+        assert len(held) == len(set(held)), f"{name} is cut in two ways on one rank"
+        shards = [Shard(name, ranges, tuple(sorted(ranks)), shape if ranges is not None else ()) for ranges, ranks in found.items()]
+        return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
+
+    def _ranges_on(self, device: int, stored: StoredLayout) -> list[Ranges]:
+        """By place."""
+        key = (device, stored)
+        if key not in self._ranges:
+            grid, layout = self.plan.virtual_devices[device].grid, stored.layout()
+            assert grid is not None
+            dims = range(len(layout.cuts))
+            self._ranges[key] = [tuple(layout.ranges(grid, place, dim) for dim in dims) for place in range(grid.num_devices)]
+        return self._ranges[key]
+
+
+def _with_offsets(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
+    """Each range, and where it lies in the shard."""
+    found, offset = [], 0
+    for start, stop in ranges:
+        found.append(((start, stop), (offset, offset + stop - start)))
+        offset += stop - start
+    return found
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

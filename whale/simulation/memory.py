@@ -1,0 +1,91 @@
+"""Memory of a device by accounting: what the plan puts there, action by action.
+
+weights, buffers     from the start; buffers are the model's own, those in which shared gradients are summed, and the mini-batch
+gradients            of a stage from its first backward of a step to the next step
+optimizer state      from the first update on, as many bytes for a byte of weights as the user's optimizer makes
+activations          what a stage keeps of a micro-batch, from its forward to the end of its backward, and room to work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale.planning.figures import Figures, StateFigures
+from whale.planning.plan import Plan
+from whale.scheduling import Action, Kind
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = ("weights", "gradients", "optimizer state", "activations", "buffers")
+
+
+class Account:
+    """What one device holds, by class, now and when it was fullest."""
+
+    def __init__(self, figures: Figures, own_stages: Sequence[int], shared_bytes: int) -> None:
+        """`shared_bytes`: gradients that this device sums with others."""
+        self.figures, self.shared_bytes = figures, shared_bytes
+        self.held = tuple(state for state in figures.states if set(state.stages) & set(own_stages))
+        self.used = dict.fromkeys(CLASSES, 0.0)
+        self.peak: dict[str, float] = {}
+        """of every class at the moment at which most was used in all"""
+        self._with_gradients: set[int] = set()
+
+    @property
+    def total(self) -> float:
+        return sum(self.used.values())
+
+    def place_weights(self) -> None:
+        """What is there before the first step."""
+        for state in self.held:
+            self.take(WEIGHTS, state.weight_bytes, "the start")
+            self.take(BUFFERS, state.buffer_bytes, "the start")
+        self.take(BUFFERS, self.shared_bytes + self.figures.batch_bytes, "the start")
+
+    def place_optimizer(self, ratio: float) -> None:
+        """Its state: `ratio` bytes for each byte of trained weights."""
+        self.take(OPTIMIZER, ratio * sum(state.trained_bytes for state in self.held), "update")
+
+    def begin_step(self) -> None:
+        """Gradients and activations of the step before are gone."""
+        self.used[GRADIENTS] = self.used[ACTIVATIONS] = 0.0
+        self._with_gradients = set()
+
+    def start(self, action: Action, num_samples: int) -> None:
+        """A compute action begins: what it makes is there from now on, and its room to work."""
+        stage = self.figures.stages[action.stage]
+        if action.kind is Kind.FORWARD:
+            self.take(ACTIVATIONS, stage.kept_bytes(num_samples), str(action))
+            return
+        for state in self._new_gradients(action.stage):
+            self.take(GRADIENTS, state.trained_bytes, str(action))
+        self._with_gradients.add(action.stage)
+        if action.kind is not Kind.WEIGHT:
+            self.take(ACTIVATIONS, stage.working_sample_bytes * num_samples, str(action))
+
+    def end(self, action: Action, num_samples: int) -> None:
+        """It is over, and with it what it worked on."""
+        stage = self.figures.stages[action.stage]
+        later = stage.weight_part_sample_bytes * num_samples
+        if action.kind is Kind.WEIGHT:
+            self.used[ACTIVATIONS] -= later
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            self.used[ACTIVATIONS] -= stage.working_sample_bytes * num_samples + stage.kept_bytes(num_samples)
+        if action.kind is Kind.INPUT:
+            self.take(ACTIVATIONS, later, str(action))
+
+    def _new_gradients(self, stage: int) -> list[StateFigures]:
+        """States that get their first gradient of the step from this stage."""
+        if stage in self._with_gradients:
+            return []
+        return [state for state in self.held if stage in state.stages and not self._with_gradients & set(state.stages)]
+
+    def take(self, what: str, num_bytes: float, action: str) -> None:
+        """An emulated device overrides this, to refuse what it has no room for."""
+        self.used[what] += num_bytes
+        if self.total > sum(self.peak.values()):
+            self.peak = dict(self.used)
+
+
+def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:
+    """Trained bytes on these stages whose gradients are summed with other devices."""
+    own = [state for state in figures.states if set(state.stages) & set(own_stages)]
+    return sum(state.trained_bytes for state in own if any(len(ranks) > 1 for ranks in state.groups(plan.ranks_of_stage)))

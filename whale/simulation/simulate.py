@@ -1,0 +1,223 @@
+"""Discrete events over the action lists of a plan: every rank, every message, every sum of gradients, in the order of time.
+
+A rank does its actions in their order. A compute action takes the time that the cost model gives this device for its own samples. A
+send is issued at once and takes its link while the rank goes on; a receive waits until all its pieces are there. A stage that is closed
+(SYNCHRONISE) lets its gradients be summed under way; when all sums of a rank are there it waits for the others (the step's loss and
+gradient norm are summed over all ranks) and updates its weights.
+
+`scheduling.simulate` is the small sister for one model replica of like devices with costs in any unit, which the list scheduler calls
+thousands of times; where links are free and devices alike both give the same times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from whale.planning.figures import Figures
+from whale.planning.plan import Plan
+from whale.scheduling import Action, Edge, Kind
+from whale.simulation.links import Links
+from whale.simulation.memory import ACTIVATIONS, Account, shared_bytes
+from whale.simulation.sums import Sum, sums_of
+from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, MemoryPoint, Timeline
+from whale.simulation.times import Times
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""of plans whose config does not say"""
+MessageKey = tuple[Edge, int, bool, int]
+"""edge, micro-batch, gradient, rank that receives"""
+
+
+def simulate(plan: Plan) -> Timeline:
+    """What one step of this plan does on its cluster, by the cost model: times and memory of every device. Nothing is run."""
+    return run(plan, figures_in(plan))
+
+
+def figures_in(plan: Plan) -> Figures:
+    if plan.figures is None:
+        raise ValueError("this plan has no figures of its cluster, so it cannot be simulated: make it again with wh.plan or `whale plan`")
+    return plan.figures
+
+
+def run(plan: Plan, figures: Figures, factor: float = 1.0) -> Timeline:
+    """The same with other figures, all times stretched by `factor`."""
+    return _Simulation(Times(plan, figures), factor).run()
+
+
+class _Rank:
+    """Where one rank is in its list of actions."""
+
+    def __init__(self, rank: int, actions: Sequence[Action], samples: Sequence[int], replica: int, account: Account) -> None:
+        self.rank, self.actions, self.samples, self.replica, self.account = rank, actions, samples, replica, account
+        self.place = 0
+        self.waits_since: float | None = None
+        self.events: list[Event] = []
+        self.memory: list[MemoryPoint] = []
+        self.last_backward: dict[int, tuple[float, float]] = {}
+        """of each stage: start and end"""
+        self.done_s = 0.0
+        """its last action is over"""
+
+    def note_memory(self, now: float) -> None:
+        self.memory.append(MemoryPoint(now, self.account.total, self.account.used[ACTIVATIONS]))
+
+
+class _Simulation:
+    def __init__(self, times: Times, factor: float) -> None:
+        self.times, self.factor = times, factor
+        self.plan, self.figures = times.plan, times.figures
+        self.links = Links(self.figures.network, factor)
+        self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
+        self.arrivals: dict[MessageKey, list[float]] = {}
+        """of the pieces that are on their way or there"""
+        self.waiting: dict[MessageKey, _Rank] = {}
+        self.queue: list[tuple[float, int]] = []
+        bucket_bytes = int(self.plan.config.get("bucket_bytes", DEFAULT_BUCKET_BYTES))
+        self.sums = sums_of(self.plan, self.figures, bucket_bytes, factor)
+        self.open: dict[Sum, set[tuple[int, int]]] = {}
+        """(rank, stage) that a sum still waits for"""
+        self.free: dict[tuple[int, ...], float] = {}
+        """when each group has done the sums that it began"""
+        self.sums_there: dict[int, float] = {}
+        """by rank: end of its last sum"""
+
+    def _rank(self, rank: int) -> _Rank:
+        device, replica, _ = self.plan.place_of_rank(rank)
+        own = self.plan.stages_of_rank(rank)
+        account = Account(self.figures, own, shared_bytes(self.plan, self.figures, own))
+        return _Rank(rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account)
+
+    def run(self) -> Timeline:
+        for each in self.sums:
+            self.open[each] = {(r, stage) for stage in each.stages for r in self.plan.ranks_of_stage(stage) if r in each.ranks}
+        for state in self.ranks:
+            state.account.place_weights()
+            state.account.place_optimizer(self.figures.optimizer_ratio)
+            state.note_memory(0.0)
+            heapq.heappush(self.queue, (0.0, state.rank))
+        while self.queue:
+            now, rank = heapq.heappop(self.queue)
+            self._go_on(self.ranks[rank], now)
+        stuck = [state for state in self.ranks if state.place < len(state.actions)]
+        if stuck:
+            rank, action = stuck[0].rank, stuck[0].actions[stuck[0].place]
+            raise ValueError(f"the plan's schedule does not come to an end: rank {rank} waits for ever at {action}. Make the plan again")
+        return self._finish()
+
+    def _go_on(self, state: _Rank, now: float) -> None:
+        """Does actions of one rank until one takes time or waits for others."""
+        while state.place < len(state.actions):
+            action = state.actions[state.place]
+            if action.is_compute:
+                if state.waits_since is None:
+                    self._begin(state, action, now)
+                    return
+                self._end(state, action, now)
+            elif action.kind is Kind.SEND:
+                self._send(state, action, now)
+            elif action.kind is Kind.RECEIVE:
+                if not self._receive(state, action, now):
+                    return
+            elif action.kind is Kind.SYNCHRONISE:
+                self._close(state, action.stage, now)
+            state.place += 1
+        state.done_s = now
+
+    def _begin(self, state: _Rank, action: Action, now: float) -> None:
+        samples = state.samples[action.micro_batch]
+        state.waits_since = now  # until its own end
+        state.account.start(action, samples)
+        state.note_memory(now)
+        heapq.heappush(self.queue, (now + self.factor * self.times.seconds(action, state.rank, samples), state.rank))
+
+    def _end(self, state: _Rank, action: Action, now: float) -> None:
+        assert state.waits_since is not None
+        state.events.append(Event(str(action), state.waits_since, now))
+        if action.kind is not Kind.FORWARD:
+            state.last_backward[action.stage] = (state.waits_since, now)
+        state.waits_since = None
+        state.account.end(action, state.samples[action.micro_batch])
+        state.note_memory(now)
+
+    def _send(self, state: _Rank, action: Action, now: float) -> None:
+        edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+        for piece in self.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
+            if piece.source != state.rank:
+                continue
+            key = (edge, action.micro_batch, action.gradient, piece.destination)
+            arrival = self.links.send(str(action), piece.source, piece.destination, piece.num_bytes, now)
+            self.arrivals.setdefault(key, []).append(arrival)
+            if key in self.waiting and self._is_on_its_way(key, state.replica):
+                heapq.heappush(self.queue, (max(now, *self.arrivals[key]), self.waiting.pop(key).rank))
+
+    def _receive(self, state: _Rank, action: Action, now: float) -> bool:
+        """Whether everything is there; if not, the rank is called again when it is."""
+        edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+        key = (edge, action.micro_batch, action.gradient, state.rank)
+        if not self._is_on_its_way(key, state.replica):
+            state.waits_since = now
+            self.waiting[key] = state
+            return False
+        there = max(self.arrivals.get(key, ()), default=now)
+        if there > now:
+            state.waits_since = now if state.waits_since is None else state.waits_since
+            heapq.heappush(self.queue, (there, state.rank))
+            return False
+        if state.waits_since is not None:
+            state.events.append(Event(str(action), state.waits_since, now))
+            state.waits_since = None
+        return True
+
+    def _is_on_its_way(self, key: MessageKey, replica: int) -> bool:
+        edge, micro_batch, gradient, rank = key
+        pieces = self.times.pieces(edge, micro_batch, replica, gradient)
+        return len(self.arrivals.get(key, ())) == sum(piece.destination == rank for piece in pieces)
+
+    def _close(self, state: _Rank, stage: int, now: float) -> None:
+        """All gradients of the stage are final on this rank; a sum begins for good when that is so on all ranks."""
+        for each, left in list(self.open.items()):
+            if (state.rank, stage) in left:
+                left.discard((state.rank, stage))
+                if not left:
+                    del self.open[each]
+                    self._sum(each)
+
+    def _sum(self, each: Sum) -> None:
+        before = self.free.get(each.ranks, 0.0)
+        first, end = 0.0, 0.0
+        for rank in each.ranks:
+            closings = [times for stage, times in self.ranks[rank].last_backward.items() if stage in each.stages]
+            start, closed = max(closings, key=lambda times: times[1])
+            first = max(first, each.first_ready(closed, closed - start))
+            end = max(end, each.end(closed, closed - start, before))
+        for host, seconds in each.leaving:
+            end = max(end, self.links.book_card(host, seconds, max(first, before)))
+        self.free[each.ranks] = end
+        for rank in each.ranks:
+            self.sums_there[rank] = max(end, self.sums_there.get(rank, 0.0))
+
+    def _finish(self) -> Timeline:
+        """Waiting for sums, then for all ranks, then the update."""
+        for state in self.ranks:
+            there = max(state.done_s, self.sums_there.get(state.rank, 0.0))
+            state.events.append(Event(SUMS, state.done_s, there))
+        all_there = max(state.events[-1].end_s for state in self.ranks)
+        update_s = [self.factor * seconds for seconds in self.figures.update_s]
+        devices = []
+        for state in self.ranks:
+            state.events.append(Event(UPDATE, all_there, all_there + update_s[state.rank]))
+            state.note_memory(all_there)
+            devices.append(
+                DeviceTimeline(
+                    rank=state.rank,
+                    kind=self.plan.device_kinds[state.rank],
+                    host=self.figures.network.hosts[state.rank],
+                    events=tuple(state.events),
+                    memory=tuple(state.memory),
+                    peak_bytes=state.account.peak,
+                    memory_bytes=self.figures.memory_bytes[state.rank],
+                )
+            )
+        step_s = all_there + max(update_s)
+        return Timeline(tuple(devices), tuple(self.links.messages), all_there, step_s, self.plan.batch_size)

@@ -1,0 +1,82 @@
+"""Gradient sums take the time of a ring over the slowest link of their group.
+
+A ring of k devices that sums n bytes sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps:
+
+    T = 2 (k - 1) (n / k / rate + latency).                                                    (1)
+
+The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs. Bucket i is ready at
+t - d + d i / b and takes T / b, so that the last one is there at
+
+    max(t - d + d / b + T,  t + T / b).                                                        (2)
+
+A group sums one thing after the other, and begins when the last of its members is ready: the latest end that any member comes to by
+itself is the end for all. Where a ring leaves a host it takes the network card of that host, after what was there before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale.cluster.network import Link, Network
+from whale.planning.buckets import bucket_size
+from whale.planning.figures import Figures
+from whale.planning.plan import Plan
+
+
+def ring_s(num_bytes: float, links: Sequence[Link], num_devices: int) -> float:
+    """Line (1) over the slowest of these links."""
+    if num_devices < 2:
+        return 0.0
+    rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
+    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + latency)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Gradients of the parameters that the same stages hold, summed over all their ranks."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    seconds: float
+    num_buckets: int
+    leaving: tuple[tuple[str, float], ...] = ()
+    """hosts that its ring leaves, and for how long it takes their network cards"""
+
+    def first_ready(self, closed: float, last_backward_s: float) -> float:
+        """When the first bucket can go, where the last backward of these stages on a rank ends at `closed`."""
+        return closed - last_backward_s + last_backward_s / self.num_buckets
+
+    def end(self, closed: float, last_backward_s: float, free: float) -> float:
+        """Line (2), where the group is free at `free`."""
+        start = max(self.first_ready(closed, last_backward_s), free)
+        return max(start + self.seconds, closed + self.seconds / self.num_buckets)
+
+
+def sums_of(plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0) -> list[Sum]:
+    """All sums of a step, their times stretched by `factor`."""
+    found = []
+    for state in figures.states:
+        for ranks in state.groups(plan.ranks_of_stage):
+            if len(ranks) > 1 and state.trained_bytes:
+                size = bucket_size(state.trained_bytes, bucket_bytes)
+                seconds, leaving = sum_seconds(state.trained_bytes, ranks, figures.network)
+                cards = tuple((host, factor * time) for host, time in leaving)
+                num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+                found.append(Sum(state.stages, ranks, factor * seconds, num_buckets, cards))
+    return found
+
+
+def sum_seconds(num_bytes: float, ranks: Sequence[int], network: Network) -> tuple[float, list[tuple[str, float]]]:
+    """Line (1) for these ranks, or what was measured, where a sum was; and (host, seconds on its card) where the ring leaves a host."""
+    pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
+    links = [network.link(a, b) for a, b in pairs]
+    if network.all_reduce is not None:
+        latency_s = network.all_reduce.latency_s / (2 * (len(network.hosts) - 1))  # of all its steps
+        links = [Link(network.all_reduce.bytes_per_s, latency_s)]
+    one_link_bytes = 2 * (len(ranks) - 1) / len(ranks) * num_bytes
+    leaving = [
+        (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s) for a, b in pairs if network.hosts[a] != network.hosts[b]
+    ]
+    return ring_s(num_bytes, links, len(ranks)), leaving

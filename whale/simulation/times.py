@@ -1,0 +1,116 @@
+"""Seconds of the actions of a plan and bytes of its messages, from the figures of the plan. Simulation and emulation take the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.planning.figures import Figures, Seconds
+from whale.planning.plan import Plan
+from whale.planning.samples import SampleMap
+from whale.planning.slices import Interval, bridge, whole
+from whale.scheduling import Action, Edge, Kind, Schedule
+
+NEXT_TO_NOTHING = 0.01
+"""an action that takes less than this part of the longest one does not set the stretch of an emulation"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank sends another of one message."""
+
+    source: int
+    destination: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """A plan with its figures; nothing is stretched here."""
+
+    plan: Plan
+    figures: Figures
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule.from_json(self.plan.schedule)
+
+    @cached_property
+    def _of_kind(self) -> list[dict[str, dict[Kind, Seconds]]]:
+        """[stage][kind of device][kind of action]"""
+        return [
+            {
+                kind: {
+                    Kind.FORWARD: times.forward,
+                    Kind.BACKWARD: times.backward,
+                    Kind.INPUT: times.input_backward,
+                    Kind.WEIGHT: times.weight_backward,
+                }
+                for kind, times in stage.times.items()
+            }
+            for stage in self.figures.stages
+        ]
+
+    def seconds(self, action: Action, rank: int, num_samples: float) -> float:
+        """Of a compute action on the device of this rank."""
+        return self._of_kind[action.stage][self.plan.device_kinds[rank]][action.kind].of(num_samples)
+
+    @cached_property
+    def samples(self) -> SampleMap:
+        return SampleMap(self.plan, self.plan.batch_size, self.plan.num_micro_batch)
+
+    @cached_property
+    def _num_samples(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.plan.num_devices)]
+        for micro_batch in range(self.plan.num_micro_batch):
+            division = self.samples.division(micro_batch)
+            for device in self.plan.virtual_devices:
+                for replica, ranks in enumerate(device.ranks):
+                    for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
+                        found[rank].append(share)
+        return found
+
+    def num_samples(self, rank: int) -> list[int]:
+        """Samples of each micro-batch of the planned mini-batch that this rank runs on."""
+        return self._num_samples[rank]
+
+    def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[Piece]:
+        """Of the message between two stages, or of its gradient on the way back; everything between the same two ranks together."""
+        key = (edge, self.samples.micro_batches[micro_batch][1] - self.samples.micro_batches[micro_batch][0], replica, gradient)
+        if key not in self._pieces:
+            self._pieces[key] = list(self._make_pieces(edge, micro_batch, replica, gradient))
+        return self._pieces[key]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[Edge, int, int, bool], list[Piece]]:
+        return {}  # micro-batches of one size are cut alike
+
+    def _make_pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> Iterator[Piece]:
+        crossings = [c for c in self.plan.crossings if (c.source, c.destination) == edge and (c.gradient or not gradient)]
+        here, there = (self.plan.stages[stage].virtual_device for stage in edge)
+        ranks = [self.plan.virtual_devices[device].ranks[replica] for device in (here, there)]
+        total: dict[tuple[int, int], float] = {}
+        batched = sum(c.sample_bytes for c in crossings if c.batched)
+        if batched:
+            for part in bridge(self._intervals(micro_batch, replica, here), self._intervals(micro_batch, replica, there)):
+                total[part.source, part.destination] = part.num_samples * float(batched)
+        unbatched = sum(c.sample_bytes for c in crossings if not c.batched)
+        if unbatched:
+            for source, destination in whole(len(ranks[0]), len(ranks[1])):
+                total[source, destination] = total.get((source, destination), 0.0) + unbatched
+        for (source, destination), num_bytes in total.items():
+            a, b = ranks[0][source], ranks[1][destination]
+            yield Piece(b, a, num_bytes) if gradient else Piece(a, b, num_bytes)
+
+    def _intervals(self, micro_batch: int, replica: int, device: int) -> tuple[Interval, ...]:
+        return self.samples.devices(micro_batch, replica, device)
+
+    @cached_property
+    def shortest_s(self) -> float:
+        """Of all compute actions of all ranks, but for those that take next to nothing: they would stretch a step to hours."""
+        times = []
+        for rank in range(self.plan.num_devices):
+            samples, device = self.num_samples(rank), self.plan.place_of_rank(rank)[0]
+            times += [self.seconds(a, rank, samples[a.micro_batch]) for a in self.schedule.orders[device] if a.is_compute]
+        return min((time for time in times if time >= NEXT_TO_NOTHING * max(times)), default=0.0)
