@@ -50,24 +50,23 @@ class Account:
         self._with_gradients = set()
 
     def start(self, action: Action, num_samples: int) -> None:
-        """A compute action begins: what it makes is there from now on, and its room to work."""
+        """A compute action begins: what a forward keeps is there from now on, a backward needs room to work."""
         stage = self.figures.stages[action.stage]
         if action.kind is Kind.FORWARD:
             self.take(ACTIVATIONS, stage.kept_bytes(num_samples), str(action))
-            return
-        for state in self._new_gradients(action.stage):
-            self.take(GRADIENTS, state.trained_bytes, str(action))
-        self._with_gradients.add(action.stage)
-        if action.kind is not Kind.WEIGHT:
+        elif action.kind is not Kind.WEIGHT:
             self.take(ACTIVATIONS, stage.working_sample_bytes * num_samples, str(action))
 
     def end(self, action: Action, num_samples: int) -> None:
-        """It is over, and with it what it worked on."""
+        """It is over, and with it what it worked on. Gradients grow while activations go: what is there at most is there at either end."""
         stage = self.figures.stages[action.stage]
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             self.used[ACTIVATIONS] -= stage.working_sample_bytes * num_samples
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             self.used[ACTIVATIONS] -= stage.kept_bytes(num_samples)
+            for state in self._new_gradients(action.stage):
+                self.take(GRADIENTS, state.trained_bytes, str(action))
+            self._with_gradients.add(action.stage)
 
     def _new_gradients(self, stage: int) -> list[StateFigures]:
         """States that get their first gradient of the step from this stage."""
