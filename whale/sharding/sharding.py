@@ -65,9 +65,10 @@ class Sharding:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Sharding:
+        gx, gy, gz = data["grid"]
         weights = {key: {axis: tuple(values) for axis, values in data[key].items()} for key in ("work", "memory")}
         return Sharding(
-            grid=Grid(*data["grid"], **weights),
+            grid=Grid(gx, gy, gz, weights["work"], weights["memory"]),
             choices={int(node): tuple(names) for node, names in data["choices"].items()},  # type: ignore[misc]
             stored={name: layout_from_json(layout) for name, layout in data["stored"].items()},
             operations=tuple(ShardedOperation(*op) for op in data["operations"]),
