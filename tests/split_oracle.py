@@ -1,7 +1,8 @@
 """All devices of a grid in one process, without a message: the reference that tells whether layouts and rules are right.
 
-The graphs of all places run in step. An exchange puts the whole tensor together from all parts and cuts it again, with ordinary operations, so
-autograd gives its exact transpose; an operation that would talk to others runs whole on the tensors put together. Hundreds of grids take seconds.
+The graphs of all places run in step. An exchange puts the whole tensor together from all parts and cuts it again, with ordinary
+operations, so autograd gives its exact transpose; an operation that would talk to others runs whole on the tensors put together. Hundreds
+of grids take seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def assemble(parts: Sequence[Tensor], layout: Layout, grid: Grid) -> Tensor:
         if any(grid.coordinate(place, axis) for axis in layout.same_on(grid)):
             continue
         shape = layout.local_shape(grid, place)
-        assert tuple(part.shape) == shape, f"place {place} holds {tuple(part.shape)}, its layout {layout.text()} of {layout.shape} says {shape}"
+        assert tuple(part.shape) == shape, (
+            f"place {place} holds {tuple(part.shape)}, its layout {layout.text()} of {layout.shape} says {shape}"
+        )
         for dim in range(len(layout.cuts)):
             index = _index(layout, grid, place, dim)
             wide = part.new_zeros([*part.shape[:dim], layout.shape[dim], *part.shape[dim + 1 :]])

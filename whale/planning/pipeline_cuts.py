@@ -71,17 +71,32 @@ class CutProblem:
         links = [self.cluster.link(a, b) for a, b in pairs] or [self.cluster.intra_host]
         return min(links, key=lambda link: link.bytes_per_s)
 
-    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]]) -> StageMemory:
+    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
+        """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""
         kept = self.workload.kept_by_operation(operations)
         static = np.array(self.workload.static_by_operation(operations, names_behind))
         fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
         samples = np.ceil(float(self.shares().max()) * micro_batch)
-        rows = [static + in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) * (fixed + samples * per_sample)
-                for k in range(self.num_stages)]  # fmt: skip
+        flying = [in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)]
+        rows = [static + (1 if again else number) * (fixed + samples * per_sample) for number in flying]
         # 0 is not known, so no limit
         capacities = [min(self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage) for stage in self.ranks]
-        return StageMemory(np.array(rows), np.array(capacities, dtype=np.float64) - self.workload.batch_bytes)
+        entering = samples * self._least_alive(operations) if again else 0.0
+        room = np.array(capacities, dtype=np.float64) - self.workload.batch_bytes - 2 * entering * np.array(flying)  # in and out
+        return StageMemory(np.array(rows), room)
+
+    def _least_alive(self, operations: Sequence[Node]) -> float:
+        """Bytes a sample that cross where least does, in the middle half of the model: both its ends are thin."""
+        symbol, place = self.workload.captured.batch_symbol, {node: index for index, node in enumerate(operations)}
+        change = np.zeros(len(operations) + 1)
+        for node, index in place.items():
+            last = max((place[user] for user in node.users if user in place), default=index)
+            change[index + 1] += value_bytes(node, symbol, 1)
+            change[last + 1] -= value_bytes(node, symbol, 1)
+        quarter = len(operations) // 4
+        middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
+        return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:

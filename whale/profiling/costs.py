@@ -84,6 +84,24 @@ def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> 
     return float(len(operands) - weights), float(weights)
 
 
+SPLIT_OFF = (
+    PRODUCTS
+    - frozenset({"aten.addmv", "aten.addbmm", "aten.baddbmm", "aten.bmm", "aten.mv"})
+    - frozenset({"aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"})
+)
+"""whose weight gradients a split backward puts off (`runtime/split.py`)"""
+
+
+def split_input(node: Node, gradients: Container[Node]) -> Node | None:
+    """The input that is kept until the weight gradient of this layer is computed; None where nothing is put off."""
+    packet = str(getattr(node.target, "overloadpacket", ""))
+    if packet not in SPLIT_OFF or len(node.args) < 2:
+        return None
+    source, weight = node.args[1:3] if packet in ADDED_PRODUCTS else node.args[:2]
+    is_layer = isinstance(source, Node) and source in gradients and isinstance(weight, Node) and weight.op == "get_attr"
+    return source if is_layer and weight in gradients else None  # type: ignore[return-value]
+
+
 def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:
     """Forward cost of every node but the output, for a batch of that size. Inputs, weights and constants only have bytes."""
     values: dict[Node, Any] = {}

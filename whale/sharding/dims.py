@@ -1,12 +1,12 @@
 """Which dims of which values are cut together, and in which granules.
 
-Dims that an option cuts together form a class. All members have the same number of granules, so that the same granules are on the same device
-whatever the tensor: the width of a projection and the heads it is viewed as, tokens [samples x length] and samples.
+Dims that an option cuts together form a class. All members have the same number of granules, so that the same granules are on the same
+device whatever the tensor: the width of a projection and the heads it is viewed as, tokens [samples x length] and samples.
 
     size of a dim = segments * count * unit         count = greatest common divisor of size / segments over the class        (1)
 
-Segments differ inside a class by constant ratios: a fused [q k v] has three for one of its parts. A class whose ratios contradict each other,
-or whose sizes are not multiples of them, is never cut. In a class of samples a granule is one sample.
+Segments differ inside a class by constant ratios: a fused [q k v] has three for one of its parts. A class whose ratios contradict each
+other, or whose sizes are not multiples of them, is never cut. In a class of samples a granule is one sample.
 """
 
 from __future__ import annotations

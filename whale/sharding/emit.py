@@ -1,7 +1,7 @@
 """The graph that one device of a grid runs for one stage and one number of samples: local operations with constant sizes, and exchanges.
 
-All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A value is brought into another layout once,
-whoever needs it there, when the first one does.
+All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A value is brought into another layout
+once, whoever needs it there, when the first one does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from torch.fx.node import map_arg
 from whale.capture.kinds import is_random, op_name
 from whale.compat import enter_autocast, exit_autocast
 from whale.sharding.describe import layout_of
-from whale.sharding.dims import Value, tensor_of, value_of
+from whale.sharding.dims import Value, value_of
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Layout
-from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
+from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
 SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random")
 """operations that talk to other devices, or draw random numbers"""
+CALLS = "calls_of_whale"
+"""attribute that holds modules which send; no model has it"""
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,29 @@ class Communication(Protocol):
 def emit(
     space: Space, sharding: Sharding, place: int, num_samples: int, weights: Mapping[str, torch.Tensor], communication: Communication
 ) -> GraphModule:
-    """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum of the loss terms (if the stage has any),
-    new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name."""
+    """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum of the loss terms (if the stage has
+    any), new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name."""
     return _Emitter(space, sharding, place, num_samples, weights, communication).emit()
 
 
 class _Emitter:
     def __init__(
-        self, space: Space, sharding: Sharding, place: int, num_samples: int, weights: Mapping[str, torch.Tensor], communication: Communication
+        self,
+        space: Space,
+        sharding: Sharding,
+        place: int,
+        num_samples: int,
+        weights: Mapping[str, torch.Tensor],
+        communication: Communication,
     ) -> None:
         self.space, self.sharding, self.place, self.num_samples = space, sharding, place, num_samples
         self.weights, self.communication = weights, communication
         self.grid = sharding.grid
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
         self.graph = Graph()
-        self.root = nn.Module()
+        self.root, self.calls = nn.Module(), nn.Module()
+        self.root.add_module(CALLS, self.calls)
+        self.num_calls = 0
         self.copies: dict[Value, Node] = {}
         self.layouts: dict[Value, Layout] = {}
         self.changed: dict[tuple[Value, Layout], Node] = {}
@@ -142,9 +152,10 @@ class _Emitter:
         return self.changed[value, target]
 
     def _call(self, module: nn.Module, prefix: str, arguments: tuple[Any, ...]) -> Node:
-        name = f"{prefix}_{sum(1 for existing, _ in self.root.named_children() if existing.startswith(prefix))}"
-        self.root.add_module(name, module)
-        return self.graph.call_module(name, arguments)
+        name = f"{prefix}_{self.num_calls}"
+        self.num_calls += 1
+        self.calls.add_module(name, module)
+        return self.graph.call_module(f"{CALLS}.{name}", arguments)
 
     # -------------------------------------------------------------------------------------------------------- one operation
 
@@ -192,7 +203,11 @@ class _Emitter:
             if axis in chosen and chosen[axis].local:
                 kinds.setdefault(chosen[axis].local, []).append(axis)
         values = [value_of(source) for source in self.space.operations[node].inputs] if chosen else []
-        outputs = [self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()}) for value in self._outputs(node)] if chosen else []
+        outputs = (
+            [self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()}) for value in self.space.outputs_of(node)]
+            if chosen
+            else []
+        )
         if is_random(node):
             kinds.setdefault("random", [])
         for kind in SPECIAL:
@@ -205,9 +220,6 @@ class _Emitter:
         shapes = [layout.local_shape(self.grid, self.place) for layout in outputs]
         is_mean = any(kind in kinds for kind in ("mean", "mean loss"))
         return local_call(self.graph, node, self._arguments(node, sources), shapes if chosen else None, self.shapes if is_mean else None)
-
-    def _outputs(self, node: Node) -> list[Value]:
-        return self.space.outputs_of(node)
 
     def _arguments(self, node: Node, sources: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The node's arguments with local tensors and constant sizes."""
@@ -261,6 +273,3 @@ def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner.register_parameter(leaf, tensor)
     else:
         owner.register_buffer(leaf, tensor)
-
-
-__all__ = ["SAME", "Communication", "Special", "emit", "tensor_of"]

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from whale.capture.kinds import op_name
@@ -38,7 +39,28 @@ def local_call(
             return graph.call_function(aten.split_with_sizes.default, (positional[0], [shape[dim] for shape in shapes], dim))
         if name == "type_as":
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
+        if name.startswith("conv"):
+            return _convolution(graph, node, positional, keywords, shapes[0])
     return graph.call_function(node.target, positional, keywords)  # type: ignore[arg-type]
+
+
+def _convolution(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape) -> Node:
+    """A device without channels: torch gives a result of the wrong shape there."""
+    bias = positional[2] if len(positional) > 2 else keywords.get("bias")
+    others = {name: value for name, value in keywords.items() if name != "bias"}
+    arguments: Any = (node.target, positional[0], positional[1], bias, list(shape), list(positional[3:]), others)
+    return graph.call_function(convolve, arguments)
+
+
+def convolve(
+    target: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], options: list[Any], keywords: dict[str, Any]
+) -> Tensor:
+    """A convolution that also works without channels: zeros, and the bias."""
+    if weight.numel():
+        result: Tensor = target(x, weight, bias, *options, **keywords)
+        return result
+    zeros = x.new_zeros(shape) + x.sum() * 0 + weight.sum()  # with a history
+    return zeros if bias is None else zeros + bias.view(-1, *[1] * (len(shape) - 2))
 
 
 def _mean(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes) -> Node:

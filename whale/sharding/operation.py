@@ -1,8 +1,8 @@
 """What the rules know of one operation: its tensor inputs by name, shapes, and the options that its dims give.
 
-An **option** says for one axis how all tensors of an operation lie along it: each is cut on one of its dims, the same everywhere, or a partial sum.
-Most rules only name the dims: dims with the same letter run along each other, as in an einsum. Cutting a letter cuts every tensor that has it;
-a tensor without it is the same everywhere; a result without it is a partial sum when the letter is summed over.
+An **option** says for one axis how all tensors of an operation lie along it: each is cut on one of its dims, the same everywhere, or a
+partial sum. Most rules only name the dims: dims with the same letter run along each other, as in an einsum. Cutting a letter cuts every
+tensor that has it; a tensor without it is the same everywhere; a result without it is a partial sum when the letter is summed over.
 
 Shapes are read at a prime number of samples: a size that this prime divides holds the samples, whatever else it holds.
 """

@@ -8,7 +8,9 @@ import torch
 
 from whale.sharding.operation import PARTIAL, SAME, Label, Operation, Option, Placement, dims_of, labelled, letters, partial_options, rule
 
-LINEAR_UNARY = frozenset(["neg", "positive", "clone", "contiguous", "detach", "alias", "real", "imag", "conj", "masked_fill", "zeros_like", "lift_fresh_copy"])
+LINEAR_UNARY = frozenset(
+    ["neg", "positive", "clone", "contiguous", "detach", "alias", "real", "imag", "conj", "masked_fill", "zeros_like", "lift_fresh_copy"]
+)
 """linear in their first tensor"""
 BILINEAR = frozenset(["mul", "multiply"])
 LINEAR_PAIR = frozenset(["add", "sub", "subtract"])
@@ -134,7 +136,10 @@ REDUCTIONS = ("none", "mean", "sum")
 """what the argument `reduction` of torch's losses means"""
 
 
-@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss")
+@rule(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss"
+    " soft_margin_loss"
+)
 def pointwise_loss(op: Operation) -> list[Option]:
     how = REDUCTIONS[op.argument("reduction")]
     rank = max(len(shape) for shape in op.shapes)
@@ -142,7 +147,8 @@ def pointwise_loss(op: Operation) -> list[Option]:
     inputs = [labels[rank - len(shape) :] for shape in op.shapes]
     if how == "none":
         return labelled(op, inputs, [labels])
-    return labelled(op, inputs, [[]], sums=[str(label) for label in labels], local={str(each): "mean loss" for each in labels if how == "mean"})
+    names = [str(label) for label in labels]
+    return labelled(op, inputs, [[]], sums=names, local=dict.fromkeys(names, "mean loss") if how == "mean" else None)
 
 
 @rule("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d")

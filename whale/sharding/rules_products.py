@@ -23,12 +23,11 @@ def linear(op: Operation) -> list[Option]:
 
 @rule("addmm addmv")
 def addmm(op: Operation) -> list[Option]:
+    """An input that is added once, and a product."""
     right: list[Label] = ["k", "n"] if op.name == "addmm" else ["k"]
     result: list[Label] = ["m", "n"] if op.name == "addmm" else ["m"]
     own = result[len(result) - len(op.shapes[0]) :]
-    second = "mat2" if op.name == "addmm" else "vec"
-    first = "mat1" if op.name == "addmm" else "mat"
-    return _product(op, op.named(**{"self": own, first: ["m", "k"], second: right}), result, added=0, factors=(1, 2))
+    return _product(op, [own, ["m", "k"], right], result, added=0, factors=(1, 2))
 
 
 @rule("mm bmm matmul mv dot inner")

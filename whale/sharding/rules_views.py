@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -226,8 +225,3 @@ def gather(op: Operation) -> list[Option]:
 def one_hot(op: Operation) -> list[Option]:
     labels = letters("d", len(op.shapes[0]))
     return labelled(op, [labels], [[*labels, None]])
-
-
-def renamed(options: list[Option], number: int) -> list[Option]:
-    """The same options under other names."""
-    return [replace(option, name=f"{option.name}.{number}") for option in options]
