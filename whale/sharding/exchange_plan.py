@@ -45,11 +45,14 @@ def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, bac
     """What the device at `place` does to turn one layout into another, and its gradient back. `backend`: gloo or nccl."""
     if source.shape != target.shape:
         raise ValueError(f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} after")
+    gradient = target.conjugate(grid), source.conjugate(grid)
     return ExchangePlan(
         source,
         target,
-        _steps(source, target, grid, place, backend),
-        _steps(target.conjugate(grid), source.conjugate(grid), grid, place, backend) if backward else (),
+        forward=_steps(source, target, grid, place, backend),
+        backward=_steps(*gradient, grid, place, backend) if backward else (),
+        sends=bool(_moving_axes(source, target, grid)),
+        sends_back=backward and bool(_moving_axes(*gradient, grid)),
     )
 
 
