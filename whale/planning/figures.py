@@ -93,3 +93,5 @@ class Figures:
     """bytes of optimizer state for each byte of trained parameters"""
     batch_bytes: int
     """of the mini-batch, which every device gets"""
+    overlaps: bool = True
+    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""

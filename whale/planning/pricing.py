@@ -28,6 +28,10 @@ from whale.sharding.layout import Layout
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
 
+UNFUSED_PASSES, UNFUSED_STATE_PASSES = 6, 8
+"""the same on a CPU, where torch's optimizers run operation by operation: AdamW moves about 21 times the bytes of its weights;
+gradients are copied into their buckets and their norm is taken"""
+
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
 Parts = tuple[tuple[int, ...], ...]
@@ -122,12 +126,14 @@ def figures_of(
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
+        overlaps=not any(device.kind.is_cpu for device in cluster.devices),
     )
 
 
 def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind) -> float:
     """Of the optimizer, which is limited by memory bandwidth."""
-    return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+    passes = UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio if kind.is_cpu else UPDATE_PASSES + 2 * optimizer_ratio
+    return trained_bytes * passes / kind.bytes_per_s
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
