@@ -72,7 +72,8 @@ def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = No
         elif node.op == "call_module":  # a region that is computed again in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
             is_split = bool(instead) and isinstance(region, Recomputed)
-            setattr(weights, str(node.target), _split_region(region, instead) if is_split else region)
+            setattr(weights, f"m{number}", _split_region(region, instead) if is_split else region)
+            node.target = f"m{number}"
         elif node.op == "call_function":
             node.target = instead.get(node.target, node.target)
             _call_directly(node)
