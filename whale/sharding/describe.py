@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from torch.fx import Node
 
 from whale.capture.graph import module_name
 from whale.capture.kinds import op_name
-from whale.sharding.dims import Value, value_of
+from whale.sharding.dims import Value
 from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Cut, Layout
@@ -21,45 +22,42 @@ if TYPE_CHECKING:
     from whale.sharding.solve import Solver
 
 WORDS = {"n": "column", "k": "row", "heads": "by heads", "v": "by vocabulary", "classes": "by classes", "h": "by width", "h0": "by width"}
+"""options in words; others are named by their dim"""
 
 
 def describe(solver: Solver, seconds: float) -> Sharding:
     """The result of a solver."""
     space, grid = solver.space, solver.grid
     index = {node: place for place, node in enumerate(space.program.captured.graph.nodes)}
-    choices = {index[node]: tuple(chosen[axis].name if axis in chosen else "" for axis in AXES) for node, chosen in solver.chosen.items()}
-    uses = needed_layouts(solver)
+    choices: dict[int, tuple[str, str, str]] = {}
     operations, replicated = [], []
     sent = _sent_by_reader(solver)
-    for node, chosen in solver.chosen.items():
+    for node in space.operations:
+        chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
+        choices[index[node]] = tuple(chosen[axis].name if axis in chosen else "" for axis in AXES)  # type: ignore[assignment]
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
-        pattern = _pattern(space, node, chosen)
-        cost = solver.node_costs[node]
+        cost = solver.terms.node_costs[node]
         if cost.flop or sent.get(node):
-            operations.append(ShardedOperation(index[node], what, pattern, sent.get(node, 0.0)))
-        if cost.output_bytes > node_itemsize(node) and len(space.options[node]) == 1 and grid.axes:
+            operations.append(ShardedOperation(index[node], what, _pattern(space, node, chosen), sent.get(node, 0.0)))
+        if cost.output_bytes > _itemsize(node) and len(space.options[node]) == 1 and grid.axes:
             replicated.append(what)
-    stored = {str(node.target): _stored_layout(solver, node, uses) for node in space.parameters}
-    held = [
-        sum(layout.local_count(grid, place) * _itemsize(space, name) for name, layout in stored.items())
-        for place in range(grid.num_devices)
-    ]
+    stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
     return Sharding(
         grid=grid,
-        choices=choices,  # type: ignore[arg-type]
+        choices=choices,
         stored=stored,
         operations=tuple(operations),
         replicated=tuple(replicated),
         seconds=seconds,
         sum_seconds=sum(_sum_seconds(solver, node, stored[str(node.target)]) for node in space.parameters),
         sent_bytes=sum(sent.values()),
-        weight_bytes=max(held, default=0.0),
+        weight_bytes=_most_stored(solver, stored),
     )
 
 
 def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
     """Of the gradients of a parameter over the devices that hold the same part, for one micro-batch."""
-    grid, costs = solver.grid, solver.costs
+    grid, costs = solver.grid, solver.terms.costs
     if node not in solver.space.program.gradients:
         return 0.0
     largest = layout.largest_count(grid) * node.meta["val"].dtype.itemsize
@@ -67,38 +65,37 @@ def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
     return 2 * largest * along / costs.num_micro_batch
 
 
-def node_itemsize(node: Node) -> int:
+def _itemsize(node: Node) -> int:
     """Bytes of one number of its (first) result."""
     held = node.meta["val"]
     first = held[0] if isinstance(held, list | tuple) else held
     return int(first.dtype.itemsize)
 
 
-def _itemsize(space: Space, name: str) -> int:
-    return space.program.captured.state[name].dtype.itemsize
+def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:
+    """Bytes of weights on the device that has most."""
+    state = solver.space.program.captured.state
+    alike = Counter((layout, state[name].dtype.itemsize) for name, layout in stored.items())
+    places = range(solver.grid.num_devices)
+    return max(sum(number * size * layout.local_count(solver.grid, p) for (layout, size), number in alike.items()) for p in places)
 
 
-def needed_layouts(solver: Solver) -> dict[Value, list[dict[str, Placement]]]:
-    """Every layout in which a value is read, each once, in the order of its readers."""
-    found: dict[Value, list[dict[str, Placement]]] = {}
-    for value, readers in solver.readers.items():
-        for node, slot in readers:
-            target = {axis: option.inputs[slot] for axis, option in solver.chosen[node].items()}
-            if target not in found.setdefault(value, []):
-                found[value].append(target)
-    return found
-
-
-def _stored_layout(solver: Solver, node: Node, uses: Mapping[Value, list[dict[str, Placement]]]) -> Layout:
+def _stored_layout(solver: Solver, node: Node) -> Layout:
     """Axes that cut a parameter only to store it stand innermost."""
-    placements = solver.placed[node]
     fixed = solver.fixed.get(str(node.target))
     if fixed is not None:
         return fixed
-    used = {axis for axis in placements for target in uses.get((node, 0), []) if target[axis] == placements[axis]}
+    placements = solver.lies((node, 0))
+    readers = [
+        (reader, slot) for reader in node.users if reader in solver.space.operations for slot in _slots(solver.space, reader, (node, 0))
+    ]
+    used = {axis for axis, placement in placements.items() for reader, slot in readers if solver.needed(reader, slot)[axis] == placement}
     stored = frozenset(axis for axis, placement in placements.items() if placement != SAME and axis not in used)
-    cuts = solver.space.granules.cuts((node, 0), solver.num_samples)
-    return layout_of(cuts, placements, stored)
+    return layout_of(solver.space.granules.cuts((node, 0), solver.num_samples), placements, stored)
+
+
+def _slots(space: Space, reader: Node, value: Value) -> list[int]:
+    return [slot for slot, each in enumerate(space.inputs_of(reader)) if each == value]
 
 
 def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()) -> Layout:
@@ -109,29 +106,24 @@ def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored
 
 
 def _sent_by_reader(solver: Solver) -> dict[Node, float]:
-    """Bytes of the exchanges that each operation is the first to need."""
+    """Bytes of the exchanges that each operation is the first to need; those of a result belong to its own operation."""
     axes = solver.grid.axes
     sizes = [solver.grid.size(axis) for axis in axes]
     total: dict[Node, float] = {}
-    for value, readers in solver.readers.items():
-        source = solver.source_of(value)
-        seen: list[list[Placement]] = []
-        for node, slot in readers:
-            target = [solver.chosen[node][axis].inputs[slot] for axis in axes]
-            if target in seen:
-                continue
-            seen.append(target)
-            gradient = value[0] in solver.space.program.gradients
-            sent = sent_bytes(numel_bytes(value, solver.shapes), [source[axis] for axis in axes], target, sizes, gradient)
-            total[node] = total.get(node, 0.0) + sum(sent)
-    for node, placement in solver.wanted:
-        value = value_of(node)
-        if value[0] in solver.number:
-            source = solver.source_of(value)
-            sent = sent_bytes(numel_bytes(value, solver.shapes), [source[axis] for axis in axes], [placement] * len(axes), sizes, True)
-            if any(sent):
-                total[value[0]] = total.get(value[0], 0.0) + sum(sent)
-    return total
+    for read in solver.reads:
+        lies = solver.lies(read.value)
+        source = [lies[axis] for axis in axes]
+        num_bytes = numel_bytes(read.value, solver.terms.shapes)
+        gradient = read.producer in solver.space.program.gradients
+        needed = [(read.readers[reader], solver.needed(read.readers[reader], slot)) for reader, slot in read.slots]
+        targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
+        targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
+        seen: list[list[Placement]] = [source]
+        for node, target in targets:
+            if target not in seen:
+                seen.append(target)
+                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, gradient))
+    return {node: number for node, number in total.items() if number}
 
 
 def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
@@ -139,8 +131,11 @@ def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
     said: dict[str, list[str]] = {}
     for axis in AXES:
         if axis in chosen:
-            option = chosen[axis]
-            word = "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")
-            word = {"whole": "whole"}.get(option.name, word) if option.is_cut or option.name == "whole" else "partial sums"
-            said.setdefault(word, []).append(axis)
+            said.setdefault(_word(space, node, chosen[axis]), []).append(axis)
     return ", ".join(f"{word} over {''.join(axes)}" for word, axes in said.items()) or "whole"
+
+
+def _word(space: Space, node: Node, option: Option) -> str:
+    if not option.is_cut:
+        return "whole" if option.name == "whole" else "partial sums"
+    return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")

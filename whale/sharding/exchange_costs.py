@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from whale.sharding.operation import PARTIAL, SAME, Placement
 
@@ -61,10 +62,16 @@ def _conjugate(placement: Placement) -> Placement:
 
 
 def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int]) -> list[float]:
+    return [num_bytes * part for part in _parts(tuple(source), tuple(target), tuple(sizes))]
+
+
+@lru_cache(maxsize=65536)
+def _parts(source: tuple[Placement, ...], target: tuple[Placement, ...], sizes: tuple[int, ...]) -> list[float]:
+    """Of a tensor of one byte."""
     result = [0.0] * len(sizes)
     if source == target:
         return result
-    left = num_bytes
+    left = 1.0
     for before, after, size in zip(source, target, sizes):
         if isinstance(before, int) or isinstance(after, int):
             left /= size

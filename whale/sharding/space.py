@@ -7,7 +7,7 @@ column and row, (q, q, 1) 2-D with weights that stay, (q, q, q) the cube.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, op_name
 from whale.capture.sample_states import batch_dim
 from whale.capture.samples import SampleFlow
+from whale.profiling.costs import NodeCost
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
-from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.rules import options_of
@@ -69,6 +69,7 @@ class Space:
         shapes = Shapes(captured.batch_symbol)
         states = SampleFlow(captured, dict(program.kinds)).states
         self.granules = Granules(shapes)
+        self._costs: dict[int, Mapping[Node, NodeCost]] = {}
         self.operations: dict[Node, Operation] = {}
         self._values: dict[Node, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
         self.parameters = tuple(node for node in program.state if captured.state[str(node.target)].kind == "parameter")
@@ -109,6 +110,12 @@ class Space:
         values = (*self.inputs_of(node), *self.outputs_of(node))
         placed = zip(values, (*option.inputs, *option.outputs), strict=True)
         return any(self.granules.is_samples(value, placement) for value, placement in placed if isinstance(placement, int))
+
+    def node_costs(self, num_samples: int, count: Callable[[CapturedGraph, int], Mapping[Node, NodeCost]]) -> Mapping[Node, NodeCost]:
+        """Costs of all nodes for so many samples, counted once."""
+        if num_samples not in self._costs:
+            self._costs[num_samples] = count(self.program.captured, num_samples)
+        return self._costs[num_samples]
 
     def sample_dim(self, node: Node) -> int | None:
         return batch_dim(node, self.program.captured.batch_symbol)
@@ -159,16 +166,20 @@ class Space:
             return cut or found
         return found
 
-    def joint_options(self, node: Node, axes: Sequence[str], grid: Grid) -> list[tuple[Option, ...]]:
-        """One option for each of these axes. x and y cut different dims of a product's weight, when it has two."""
+    def joint_options(self, node: Node, axes: Sequence[str], others: Mapping[str, Option]) -> list[tuple[Option, ...]]:
+        """One option for each of these axes, with `others` chosen on the rest. x and y cut different dims of a product's weight, when it
+        has two that can be cut."""
         result: list[tuple[Option, ...]] = [()]
         for axis in axes:
             result = [(*before, option) for before in result for option in self.axis_options(node, axis)]
-        if self.is_product(node) and "x" in axes and "y" in axes:
-            x, y = axes.index("x"), axes.index("y")
-            apart = [joint for joint in result if joint[x].name != joint[y].name]
-            return apart or result
-        return result
+        if not self.is_product(node):
+            return result
+        apart = []
+        for joint in result:
+            chosen = {**others, **dict(zip(axes, joint))}
+            if len({chosen[axis].name for axis in "xy" if axis in chosen}) == sum(axis in chosen for axis in "xy"):
+                apart.append(joint)
+        return apart or result
 
     def stored_options(self, node: Node, axis: str, fixed: Layout | None) -> tuple[Placement, ...]:
         """How a parameter may lie along an axis."""
