@@ -5,6 +5,7 @@ Times are affine in the samples of a micro-batch, bytes as well. No torch here: 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from whale.cluster.network import Network
@@ -60,13 +61,19 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class StateFigures:
-    """All parameters and buffers that the same stages hold."""
+    """All parameters and buffers that the same stages hold, or that a grid cuts alike: then the bytes are those of the largest part."""
 
     stages: tuple[int, ...]
     weight_bytes: int = 0
     trained_bytes: int = 0
     """of these the part that gets gradients"""
     buffer_bytes: int = 0
+    parts: tuple[tuple[int, ...], ...] = ()
+    """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold everything"""
+
+    def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same, and sum its gradients."""
+        return self.parts or (tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan,
 from whale.planning.pricing import figures_of, stage_seconds, typical_share
 from whale.planning.shares import DoesNotFit, check_batch, micro_batch_sizes
 from whale.planning.situations import make_situation
+from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import Split, SplitProblem, together_seconds, with_grids
 from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
@@ -250,7 +251,14 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
         memory=situation.memory,
         least_samples=situation.least,
         shardings=draft.split.records(),
-        figures=figures_of(workload, assignment, held, cluster, [ranks_of[stage.virtual_device] for stage in draft.stages]),
+        figures=figures_of(
+            workload,
+            assignment,
+            held,
+            cluster,
+            [ranks_of[stage.virtual_device] for stage in draft.stages],
+            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
+        ),
     )
 
 

@@ -8,7 +8,8 @@ Devices that share the samples of a stage by their speed take, together,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch.fx import Node
 
@@ -18,13 +19,27 @@ from whale.planning.assignment import Assignment, carries_gradient
 from whale.planning.describe import holders as holders_of
 from whale.planning.figures import Figures, StageFigures, StageTimes, StateFigures
 from whale.planning.plan import Plan
+from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import WORKING_COPIES, Workload
+from whale.sharding.layout import Layout
 
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
+Parts = tuple[tuple[int, ...], ...]
+"""for each part of a tensor the ranks that hold it"""
+
+
+@dataclass(frozen=True)
+class OnGrids:
+    """What a grid changes."""
+
+    stages: Mapping[int, Callable[[StageFigures], StageFigures]] = field(default_factory=dict)
+    """figures of a stage, from those that it would have on devices which share its samples"""
+    weights: Mapping[str, tuple[int, Parts]] = field(default_factory=dict)
+    """bytes of the largest part of a parameter, and who holds which part"""
 
 
 def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> int:
@@ -67,8 +82,10 @@ def figures_of(
     holders: Mapping[str, tuple[int, ...]],
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
+    on_grids: OnGrids | None = None,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i."""
+    """`ranks[i]`: all ranks that run stage i. `on_grids`: what is different for stages on grids."""
+    on_grids = on_grids or OnGrids()
     stages = []
     for index, part in enumerate(assignment.slices):
         crossing = [node for node, source, destination in assignment.crossings if index in (source, destination)]
@@ -77,8 +94,9 @@ def figures_of(
         times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind) for kind in kinds}
         largest = max((workload.costs[node].output_bytes for node in part.operations if node in workload.gradients), default=0)
         working = WORKING_COPIES * largest / workload.batch_size
-        stages.append(StageFigures(dict(sorted(times.items())), kept.sample_bytes, kept.fixed_bytes, working))
-    states = _states(workload.captured, holders)
+        figures = StageFigures(dict(sorted(times.items())), kept.sample_bytes, kept.fixed_bytes, working)
+        stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
+    states = _states(workload.captured, holders, on_grids.weights)
     own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
     known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
     for device, own in zip(cluster.devices, own_stages, strict=True):
@@ -101,20 +119,57 @@ def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind)
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
-    """A plan with the figures of another cluster of as many devices."""
+    """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
     share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
-    return replace(plan, figures=figures_of(workload, assignment, holders_of(captured, assignment), cluster, ranks))
+    held = holders_of(captured, assignment)
+    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, _grids_of(plan, captured, held)))
 
 
-def _states(captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> tuple[StateFigures, ...]:
-    states: dict[tuple[int, ...], StateFigures] = {}
+def _grids_of(plan: Plan, captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> OnGrids:
+    """What a finished plan says of its grids."""
+    if plan.figures is None or not plan.shardings:
+        return OnGrids()
+    known = plan.figures.stages
+    stages = {sharding.stage: partial(_as_before, known[sharding.stage]) for sharding in plan.shardings}
+    layouts = {name: stored.layout() for sharding in plan.shardings for name, stored in sharding.stored.items()}
+    devices = {stage.index: plan.virtual_devices[stage.virtual_device] for stage in plan.stages}
+    return OnGrids(stages, sharded_weights(captured, layouts, holders, devices))
+
+
+def _as_before(known: StageFigures, _: StageFigures) -> StageFigures:
+    return known
+
+
+def sharded_weights(
+    captured: CapturedGraph, layouts: Mapping[str, Layout], holders: Mapping[str, tuple[int, ...]], devices: Mapping[int, VirtualDevice]
+) -> dict[str, tuple[int, Parts]]:
+    """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
+    found: dict[str, tuple[int, Parts]] = {}
+    for name, layout in layouts.items():
+        grid = devices[holders[name][0]].grid
+        if grid is None or not layout.sharded:
+            continue  # whole everywhere
+        same = dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices))
+        members = [ranks for stage in holders[name] for ranks in devices[stage].ranks]
+        parts = tuple(tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same)
+        found[name] = (layout.largest_count(grid) * captured.state[name].dtype.itemsize, parts)
+    return found
+
+
+def _states(
+    captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, Parts]]
+) -> tuple[StateFigures, ...]:
+    states: dict[tuple[tuple[int, ...], Parts], StateFigures] = {}
     for name, stages in holders.items():
-        tensor, known = captured.state[name], states.get(stages, StateFigures(stages))
+        tensor = captured.state[name]
+        num_bytes, parts = weights.get(name, (tensor.num_bytes, ()))
+        key = (stages, parts)
+        known = states.get(key, StateFigures(stages, parts=parts))
         if tensor.kind == "parameter":
-            trained = known.trained_bytes + tensor.num_bytes * tensor.trainable
-            states[stages] = replace(known, weight_bytes=known.weight_bytes + tensor.num_bytes, trained_bytes=trained)
+            trained = known.trained_bytes + num_bytes * tensor.trainable
+            states[key] = replace(known, weight_bytes=known.weight_bytes + num_bytes, trained_bytes=trained)
         else:
-            states[stages] = replace(known, buffer_bytes=known.buffer_bytes + tensor.num_bytes)
+            states[key] = replace(known, buffer_bytes=known.buffer_bytes + num_bytes)
     return tuple(states.values())

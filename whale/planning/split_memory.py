@@ -1,4 +1,4 @@
-"""Memory of the devices of a grid: their parts of the weights, and of what autograd keeps.
+"""Memory and times of the devices of a grid: their parts of the weights, and of what autograd keeps.
 
 What an operation keeps lies like its tensors: cut by every axis along which its option cuts something. So of the bytes that it would keep
 on one device a place keeps the part
@@ -8,11 +8,14 @@ on one device a place keeps the part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from whale.planning.figures import Seconds, StageFigures, StageTimes
 from whale.planning.plan import DeviceMemory
-from whale.planning.split_stages import Split
+from whale.planning.pricing import OnGrids, sharded_weights
+from whale.planning.split_stages import Split, together_seconds
 from whale.planning.workload import Workload
 from whale.profiling.saved import Kept
 from whale.sharding.grid import AXES
@@ -25,7 +28,7 @@ def grid_memory(
 ) -> list[DeviceMemory]:
     """By place. `whole`: the same stages on one device."""
     grid = split.shardings[stages[0]].grid
-    kept = [_kept(workload, split.spaces[stage], split.shardings[stage]) for stage in stages]
+    kept = [kept_on_grid(workload, split.spaces[stage], split.shardings[stage]) for stage in stages]
     fixed = sum(flying * each.fixed_bytes for flying, each in zip(in_flight, kept, strict=True))
     per_sample = sum(flying * each.sample_bytes for flying, each in zip(in_flight, kept, strict=True))
     all_kept = [workload.saved.total(split.spaces[stage].program.operations) for stage in stages]
@@ -51,7 +54,25 @@ def grid_memory(
     return found
 
 
-def _kept(workload: Workload, space: Space, sharding: Sharding) -> Kept:
+def on_grids(workload: Workload, split: Split, holders: Mapping[str, tuple[int, ...]], device_of_stage: Sequence[int]) -> OnGrids:
+    """The figures of the stages on grids: all devices of a grid work together, each on its part."""
+
+    def figures(stage: int, alone: StageFigures) -> StageFigures:
+        sharding = split.shardings[stage]
+        kept = kept_on_grid(workload, split.spaces[stage], sharding)
+        forward, inputs, weights = (Seconds(s / split.num_samples) for s in together_seconds(sharding, 1))
+        times = dict.fromkeys(alone.times, StageTimes(forward, inputs, weights))
+        working = alone.working_sample_bytes / sharding.grid.num_devices
+        return StageFigures(times, kept.sample_bytes, kept.fixed_bytes, working)
+
+    layouts = {name: layout for sharding in split.shardings.values() for name, layout in sharding.stored.items()}
+    devices = {stage: split.placement.virtual_devices[device] for stage, device in enumerate(device_of_stage)}
+    return OnGrids(
+        {stage: partial(figures, stage) for stage in split.shardings}, sharded_weights(workload.captured, layouts, holders, devices)
+    )
+
+
+def kept_on_grid(workload: Workload, space: Space, sharding: Sharding) -> Kept:
     """Line (1), every storage counted where it is kept largest."""
     nodes = list(space.program.captured.graph.nodes)
     largest: dict[int, float] = {}

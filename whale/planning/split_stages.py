@@ -204,7 +204,7 @@ class SplitProblem:
 
 def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, float, float]:
     """Of a mini-batch on a grid: forward, input part and weight part of the backward."""
-    forward = sharding.seconds / 3 * num_micro_batch  # a backward has two products where its forward has one
+    forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch  # a backward has two products where its forward has one
     return forward, forward, forward
 
 

@@ -77,7 +77,14 @@ def samples_by_rank(plan: Plan) -> list[list[int]]:
 
 def forward_flop(plan: Plan, stages: Sequence[Stage], num_samples: int) -> float:
     """Of so many samples on these stages."""
-    return sum(stage.forward_flop for stage in stages) * num_samples / plan.batch_size
+    flop = sum(stage.forward_flop / _num_sharers(plan, stage) for stage in stages)
+    return flop * num_samples / plan.batch_size
+
+
+def _num_sharers(plan: Plan, stage: Stage) -> int:
+    """Devices of a grid do the work for a sample together."""
+    device = plan.virtual_devices[stage.virtual_device]
+    return device.num_devices if device.grid is not None else 1
 
 
 def layers_of(stages: Sequence[Stage]) -> str:

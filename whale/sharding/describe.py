@@ -49,6 +49,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         operations=tuple(operations),
         replicated=tuple(replicated),
         seconds=seconds,
+        sum_seconds=_sum_seconds(solver, stored),
         sent_bytes=sum(sent.values()),
         weight_bytes=_most_stored(solver, stored),
     )
@@ -59,6 +60,17 @@ def _itemsize(node: Node) -> int:
     held = node.meta["val"]
     first = held[0] if isinstance(held, list | tuple) else held
     return int(first.dtype.itemsize)
+
+
+def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
+    """Of the gradients of all parameters over the devices that hold the same parts, for one micro-batch."""
+    grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
+    trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
+    total = 0.0
+    for (layout, size), number in Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained).items():
+        along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
+        total += number * 2 * size * layout.largest_count(grid) * along if along else 0.0
+    return total / costs.num_micro_batch
 
 
 def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:

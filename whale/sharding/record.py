@@ -71,7 +71,7 @@ class StageSharding:
             choices=tuple((node, options[names]) for node, names in sharding.choices.items()),
             operations=sharding.operations,
             replicated=sharding.replicated,
-            seconds=sharding.seconds,
+            seconds=sharding.seconds - sharding.sum_seconds,
             sent_bytes=sharding.sent_bytes,
             num_samples=num_samples,
             notes=sharding.notes,

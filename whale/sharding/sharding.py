@@ -38,6 +38,8 @@ class Sharding:
     """operations that every device does whole, though they have work: no rule fits them"""
     seconds: float = 0.0
     """predicted: forward and backward of one micro-batch, and its share of the sums of gradients"""
+    sum_seconds: float = 0.0
+    """of these the share of the sums of gradients"""
     sent_bytes: float = 0.0
     """by one device in that time"""
     weight_bytes: float = 0.0
@@ -55,6 +57,7 @@ class Sharding:
             "operations": [[op.node, op.what, op.pattern, op.sent_bytes] for op in self.operations],
             "replicated": list(self.replicated),
             "seconds": self.seconds,
+            "sum_seconds": self.sum_seconds,
             "sent_bytes": self.sent_bytes,
             "weight_bytes": self.weight_bytes,
             "notes": list(self.notes),
@@ -71,6 +74,7 @@ class Sharding:
             operations=tuple(ShardedOperation(*op) for op in data["operations"]),
             replicated=tuple(data["replicated"]),
             seconds=data["seconds"],
+            sum_seconds=data["sum_seconds"],
             sent_bytes=data["sent_bytes"],
             weight_bytes=data["weight_bytes"],
             notes=tuple(data["notes"]),

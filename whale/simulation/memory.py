@@ -85,4 +85,4 @@ class Account:
 def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:
     """Trained bytes on these stages whose gradients are summed with other devices."""
     own = [state for state in figures.states if set(state.stages) & set(own_stages)]
-    return sum(state.trained_bytes for state in own if len({r for stage in state.stages for r in plan.ranks_of_stage(stage)}) > 1)
+    return sum(state.trained_bytes for state in own if any(len(ranks) > 1 for ranks in state.groups(plan.ranks_of_stage)))

@@ -90,7 +90,7 @@ class _Simulation:
 
     def run(self) -> Timeline:
         for each in self.sums:
-            self.open[each] = {(r, stage) for stage in each.stages for r in self.plan.ranks_of_stage(stage)}
+            self.open[each] = {(r, stage) for stage in each.stages for r in self.plan.ranks_of_stage(stage) if r in each.ranks}
         for state in self.ranks:
             state.account.place_weights()
             state.account.place_optimizer(self.figures.optimizer_ratio)
