@@ -26,14 +26,14 @@ from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
-from whale.sharding.solve import solve
+from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space, StageProgram
 
 GridShape = tuple[int, int, int]
 SHORT_OF_MEMORY = 1e-9
 """seconds that a byte of a stored weight is worth where the fastest way has no room: more than any message costs"""
-SHOWN = 4
-"""grids whose times are written out, the best first"""
+LOOKED_AT = 3
+"""grids that are solved to the end, of all of so many devices"""
 
 
 def stage_program(
@@ -143,19 +143,38 @@ class SplitProblem:
         devices, decisions = list(self.placement.virtual_devices), []
         shardings: dict[int, Sharding] = {}
         for (_, given), alike in self._alike.items():
-            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices))]
-            tried = [self._try(alike, grid) for grid in grids]
+            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices, self._is_flat(alike)))]
+            tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
             fitting = [each for each in tried if self._fits(each)]
             if not fitting:  # less memory is worth time then
-                tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in grids]
+                tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in self._promising(alike, grids, SHORT_OF_MEMORY)]
                 fitting = [each for each in tried if self._fits(each)] or [min(tried, key=self._weight_bytes)]
             best = min(fitting, key=lambda each: each.seconds)
             shardings |= best.shardings
             for device in best.devices:
                 devices[device.index] = device
-            decisions.append(_decision(best, tried))
+            decisions.append(_decision(best, tried, len(grids)))
         placement = replace(self.placement, virtual_devices=tuple(devices))
         return Split(placement, shardings, self._spaces, self.num_samples, tuple(decisions))
+
+    def _is_flat(self, devices: Sequence[VirtualDevice]) -> bool:
+        """Whether every VirtualDevice lies on one host in each replica, so that x and y are alike."""
+        return all(len({self.cluster.devices[rank].host for rank in members}) == 1 for device in devices for members in device.ranks)
+
+    def _promising(self, devices: Sequence[VirtualDevice], grids: Sequence[Grid], memory_price: float | None = None) -> list[Grid]:
+        """The grids that are worth a close look: those of least time by a quick one."""
+        if len(grids) <= LOOKED_AT:
+            return list(grids)
+        predicted: dict[str, float] = {}
+        for grid in grids:
+            total = 0.0
+            for device in devices:
+                costs = self._costs(replace(device, grid=grid), grid)
+                costs = costs if memory_price is None else replace(costs, memory_price=memory_price)
+                own = [stage for stage in self._spaces if self.device_of_stage[stage] == device.index]
+                total += sum(predict_seconds(self._spaces[stage], grid, self.num_samples, costs) for stage in own)
+            predicted[grid.name] = total
+        return sorted(grids, key=lambda grid: predicted[grid.name])[:LOOKED_AT]
 
     def _try(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None) -> _Tried:
         """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are."""
@@ -240,10 +259,9 @@ class SplitProblem:
         kinds = [self.cluster.devices[rank].kind for members in device.ranks for rank in members]
         rates, latencies = {}, []
         for axis in grid.axes:
-            links = []
-            for members in device.ranks:
-                for place in range(grid.num_devices):
-                    links += [self.cluster.link(members[place], members[other]) for other in grid.line(place, [axis]) if other != place]
+            lines = {grid.line(place, [axis]) for place in range(grid.num_devices)}
+            pairs = [(line[0], other) for line in lines for other in line[1:]]
+            links = [self.cluster.link(members[place], members[other]) for members in device.ranks for place, other in pairs]
             rates[axis] = min(link.bytes_per_s for link in links)
             latencies.append(max(link.latency_s for link in links))
         return GridCosts(
@@ -262,24 +280,24 @@ def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, f
     return forward, forward, forward
 
 
-def _decision(best: _Tried, tried: Sequence[_Tried]) -> Decision:
+def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
     sent = sum(each.sent_bytes for each in best.shardings.values())
     why = f"one micro-batch takes {best.seconds:.4g} s, a device sends {sent:.4g} bytes in it"
-    others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)[:SHOWN]
+    others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
     compared = ", ".join(f"{each.grid.name} {each.seconds:.4g} s" for each in others)
-    why += f"; the next of {len(tried)} grids: {compared}" if others else "; as asked for"
+    why += f"; the next of {num_grids} grids: {compared}" if others else "; as asked for"
     numbers = ", ".join(str(device.index) for device in best.devices)
     return Decision(f"grid of VirtualDevice {numbers}", best.grid.name, why + (f"; {best.uneven}" if best.uneven else ""))
 
 
-def grid_shapes(num_devices: int) -> list[tuple[int, int, int]]:
-    """Every grid of so many devices, the line first."""
+def grid_shapes(num_devices: int, is_flat: bool = False) -> list[GridShape]:
+    """Every grid of so many devices, the line first. `is_flat`: x and y may be exchanged, so one of the two orders is enough."""
     shapes = [
         (x, y, num_devices // (x * y))
         for x in range(1, num_devices + 1)
         if num_devices % x == 0
         for y in range(1, num_devices // x + 1)
-        if num_devices // x % y == 0
+        if num_devices // x % y == 0 and (x <= y or not is_flat)
     ]
     return sorted(shapes, key=lambda shape: (shape != (1, num_devices, 1), shape))
 
