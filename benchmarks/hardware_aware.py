@@ -5,8 +5,8 @@ Both plans run in turns in the same processes with stub chunks; every forward, b
 best that whole samples and whole layers allow, found by trying all of them on the cost model:
 
     data parallel   the least T for which the devices together can do all samples, each within T
-    pipeline        all cuts between layers x all orders of devices x all shares of the two replicas, by
-                    step = sum of the stages + (micro-batches - 1) * slowest stage, the slower replica counts
+    pipeline        all cuts between layers x all orders of devices x all shares of the two replicas, by a formula;
+                    the best of them by simulation
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 from benchmarks.paper_models import Captured, capture
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from whale import scheduling
 from whale.cluster.file import loads
+from whale.cluster.network import Network
 from whale.config import Config
 from whale.emulation.emulation import Emulation, stub_job
 from whale.emulation.pace import stretch_factor
 from whale.emulation.settings import Settings
-from whale.planning.plan import Plan
+from whale.planning.figures import Seconds, StageFigures, StageTimes
+from whale.planning.plan import Plan, Stage
+from whale.planning.virtual_devices import VirtualDevice
 from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.simulation import simulate
@@ -43,8 +46,15 @@ NUM_STAGES, NUM_MICRO_BATCH = 4, 8
 DATA_PARALLEL = {"BERT-Large": 16 * 24, "ResNet50": 16 * 64}
 """samples of a mini-batch"""
 PIPELINE = {"BERT-Large": 8 * 16, "ResNet50": 8 * 64}
-LAYERS = {"BERT-Large": 24, "ResNet50": 16}
+LAYERS = {"BERT-Large": 24, "ResNet50": 24}
 """pieces of about equal time between which the ceiling of the pipeline may cut"""
+FREE_LINKS = "links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}"
+"""the pieces are cut as if messages took no time"""
+KINDS = ("V100-32GB", "P100")
+SIMULATED = 400
+"""candidates for the ceiling of the pipeline that are simulated, in all"""
+EACH = 20
+"""and at most for each order of the devices"""
 ROUNDS, LIMIT_S = 4, 50.0
 ALLOWED = {"data parallel": 0.98, "pipeline": 0.97}
 AWARE, EVEN = "hardware-aware", "even"
@@ -71,11 +81,12 @@ def pipeline(model: Captured) -> Case:
     cluster, batch_size = loads(CLUSTER % (4, 4)), PIPELINE[model.name]
     config = {"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_MICRO_BATCH, "schedule": "1f1b"}
     plans = {AWARE: model.plan(cluster, batch_size, **config), EVEN: model.even_plan(cluster, batch_size, **config)}
-    every_kind = loads(
-        f"hosts: [{{name: a, kind: V100-32GB, count: {LAYERS[model.name]}}}, {{name: b, kind: P100, count: {LAYERS[model.name]}}}]"
+    number = LAYERS[model.name]
+    every_kind = loads(f"hosts: [{{name: a, kind: V100-32GB, count: {number}}}, {{name: b, kind: P100, count: {number}}}]\n{FREE_LINKS}")
+    layers = model.even_plan(every_kind, batch_size, **{**config, "num_task_graph": number})
+    return Case(
+        f"{model.name}, 4 V100 + 4 P100", "pipeline", plans, simulate(plans[EVEN]).gradients_s / _best_pipeline(layers, plans[EVEN])
     )
-    layers = model.even_plan(every_kind, batch_size, **{**config, "num_task_graph": LAYERS[model.name]})
-    return Case(f"{model.name}, 4 V100 + 4 P100", "pipeline", plans, _even_pipeline(plans[EVEN]) / _best_pipeline(layers, batch_size))
 
 
 # ---- ceilings
@@ -115,51 +126,114 @@ def _best_step(plan: Plan) -> float:
     return min(found)[1]
 
 
-def _even_pipeline(plan: Plan) -> float:
-    times = PlanTimes(plan, figures_in(plan))
-    worst = 0.0
-    for replica in range(plan.num_replicas):
-        ranks = [plan.virtual_devices[stage.virtual_device].ranks[replica][0] for stage in plan.stages]
-        stages = [_sample_seconds(plan, s, plan.device_kinds[rank], times.num_samples(rank)[0]) for s, rank in enumerate(ranks)]
-        worst = max(worst, sum(stages) + (plan.num_micro_batch - 1) * max(stages))
-    return worst
+def _merged(layers: Plan, starts: tuple[int, ...], ranks: list[tuple[int, int]], even: Plan, seconds: tuple[float, ...]) -> Plan:
+    """The pipeline whose stages are these layers together. `ranks[stage]`: of both replicas; `seconds`: of a sample, by rank."""
+    fine = figures_in(layers)
+    edges = [*starts, len(layers.stages)]
+    stage_of = [next(stage for stage in reversed(range(NUM_STAGES)) if layer >= starts[stage]) for layer in range(len(layers.stages))]
+    stages, states = [], []
+    for first, last in itertools.pairwise(edges):
+        parts, kinds = fine.stages[first:last], fine.stages[first].times
+        times = {kind: _joined([part.times[kind] for part in parts]) for kind in kinds}
+        kept = sum(part.kept_sample_bytes for part in parts)
+        stages.append(StageFigures(times, kept, 0.0, max(part.working_sample_bytes for part in parts)))
+    for state in fine.states:
+        states.append(replace(state, stages=tuple(sorted({stage_of[layer] for layer in state.stages}))))
+    crossings = [replace(c, source=stage_of[c.source], destination=stage_of[c.destination]) for c in layers.crossings]
+    crossings = [c for c in crossings if c.source != c.destination]
+    pairs = tuple(sorted({(c.source, c.destination) for c in crossings}))
+    backward = tuple(sorted({(c.source, c.destination) for c in crossings if c.gradient}))
+    graph = scheduling.StageGraph(tuple(range(NUM_STAGES)), pairs, backward)
+    return replace(
+        even,
+        virtual_devices=tuple(VirtualDevice(stage, tuple((rank,) for rank in both)) for stage, both in enumerate(ranks)),
+        stages=tuple(Stage(stage, stage, (), 1, 1.0, 1.0, (), 0) for stage in range(NUM_STAGES)),
+        crossings=tuple(crossings),
+        schedule=scheduling.build("1f1b", graph, NUM_MICRO_BATCH).to_json(),
+        device_seconds=seconds,
+        device_fixed_seconds=(),
+        memory=(),
+        figures=replace(figures_in(even), stages=tuple(stages), states=tuple(states)),
+    )
 
 
-def _best_pipeline(layers: Plan, batch_size: int) -> float:
-    """`layers`: a plan with a stage for each layer, in one replica on V100 and in one on P100."""
-    size, kinds = batch_size // NUM_MICRO_BATCH, ("V100-32GB", "P100")
-    cuts = np.array(list(itertools.combinations(range(1, len(layers.stages)), NUM_STAGES - 1)))
-    edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), len(layers.stages))], axis=1)
-    parts: dict[str, list[np.ndarray[Any, Any]]] = {}  # (fixed, per sample) of every stage, for all cuts at once
-    for kind in kinds:
-        totals = [stage.times[kind].total for stage in figures_in(layers).stages]
-        parts[kind] = [np.concatenate([[0.0], np.cumsum(values)]) for values in zip(*((each.fixed_s, each.sample_s) for each in totals))]
+def _joined(parts: list[StageTimes]) -> StageTimes:
+    def total(times: list[Seconds]) -> Seconds:
+        return Seconds(sum(each.sample_s for each in times), sum(each.fixed_s for each in times))
 
-    def steps(order: tuple[str, ...], num_samples: int) -> np.ndarray[Any, Any]:
-        """Of one replica, for every cut."""
-        if not num_samples:
-            return np.zeros(len(cuts))
-        stages = []
-        for place, kind in enumerate(order):
-            fixed, per_sample = (line[edges[:, place + 1]] - line[edges[:, place]] for line in parts[kind])
-            stages.append(fixed + num_samples * per_sample)
-        found: np.ndarray[Any, Any] = np.sum(stages, axis=0) + (NUM_MICRO_BATCH - 1) * np.max(stages, axis=0)
-        return found
+    return StageTimes(
+        total([part.forward for part in parts]),
+        total([part.input_backward for part in parts]),
+        total([part.weight_backward for part in parts]),
+    )
 
+
+def _best_pipeline(layers: Plan, even: Plan) -> float:
+    """Step of the best of all cuts, orders and shares: every one by a formula, and the best of them by simulation.
+
+    `layers`: a plan with a stage for each layer, in one replica on V100 and in one on P100.
+    """
+    size = even.batch_size // NUM_MICRO_BATCH
+    found = []
+    for first, second in sorted(_replicas()):
+        ranks = _ranks(first, second, even)
+        for starts, share, step in _by_formula(layers, figures_in(even).network, first, second, size):
+            found.append((step, starts, ranks, share))
     best = float("inf")
-    for first, second in _replicas(kinds):
-        for share in range(size + 1):
-            best = min(best, float(np.maximum(steps(first, share), steps(second, size - share)).min()))
+    for _, starts, ranks, share in sorted(found)[:SIMULATED]:
+        # speeds that make the shares come out so
+        of_replica = (1.0 / max(share, 1e-9), 1.0 / max(size - share, 1e-9))
+        seconds = [0.0] * even.num_devices
+        for both in ranks:
+            for replica, rank in enumerate(both):
+                seconds[rank] = of_replica[replica]
+        step_s = simulate(_merged(layers, starts, ranks, even, tuple(seconds))).gradients_s
+        best = min(best, step_s)
     return best
 
 
-def _replicas(kinds: tuple[str, str]) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _by_formula(
+    layers: Plan, network: Network, first: tuple[str, ...], second: tuple[str, ...], size: int
+) -> list[tuple[tuple[int, ...], int, float]]:
+    """(starts, share, step) of the best cuts for these two pipelines: sum of the stages and messages + (M - 1) * the slowest of them."""
+    fine = figures_in(layers)
+    cuts = np.array(list(itertools.combinations(range(1, len(layers.stages)), NUM_STAGES - 1)))
+    edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), len(layers.stages))], axis=1)
+    lines = {
+        kind: np.concatenate([[0.0], np.cumsum([stage.times[kind].total.sample_s for stage in fine.stages])])
+        for kind in fine.stages[0].times
+    }
+    bytes_before = np.array(
+        [0.0, *(sum(c.sample_bytes for c in layers.crossings if c.source < p <= c.destination) for p in range(1, len(layers.stages)))]
+    )
+    candidates = []
+    for share in range(size // 2, size - size // 5):
+        steps = []
+        for order, samples in ((first, share), (second, size - share)):
+            parts = [samples * (lines[kind][edges[:, place + 1]] - lines[kind][edges[:, place]]) for place, kind in enumerate(order)]
+            for place in range(1, NUM_STAGES):
+                link = network.intra_host if order[place - 1] == order[place] else network.inter_host
+                parts.append(samples * bytes_before[edges[:, place]] / link.bytes_per_s)
+            steps.append(np.sum(parts, axis=0) + (NUM_MICRO_BATCH - 1) * np.max(parts, axis=0))
+        total = np.maximum(*steps)
+        for place in np.argsort(total)[:EACH]:
+            candidates.append(((0, *map(int, cuts[place])), share, float(total[place])))
+    return sorted(candidates, key=lambda each: each[2])[:EACH]
+
+
+def _replicas() -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
     """All ways to make two pipelines of four devices of each kind."""
     found = set()
-    for order in itertools.product(kinds, repeat=NUM_STAGES):
-        rest = [kind for kind in kinds for _ in range(4 - order.count(kind))]
+    for order in itertools.product(KINDS, repeat=NUM_STAGES):
+        rest = [kind for kind in KINDS for _ in range(4 - order.count(kind))]
         found |= {(order, tuple(second)) for second in itertools.permutations(rest)}
     return found
+
+
+def _ranks(first: tuple[str, ...], second: tuple[str, ...], plan: Plan) -> list[tuple[int, int]]:
+    """Devices of these kinds for every stage of both replicas."""
+    free = {kind: [rank for rank, each in enumerate(plan.device_kinds) if each == kind] for kind in KINDS}
+    return [(free[a].pop(0), free[b].pop(0)) for a, b in zip(first, second, strict=True)]
 
 
 # ---- measured

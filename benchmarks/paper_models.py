@@ -35,7 +35,7 @@ def bert_large() -> nn.Module:
 
 def t5_large() -> nn.Module:
     sizes = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "d_kv": 64}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False))
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0))
 
 
 def words(batch_size: int) -> dict[str, torch.Tensor]:

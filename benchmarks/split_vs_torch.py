@@ -114,7 +114,7 @@ def measure(case: Case) -> Times:
 def whale_side(case: Case) -> Side:
     wh.init()
     model = Model(case.num_blocks)
-    wh.annotate(model, {"blocks": wh.split(NUM_RANKS)})
+    wh.annotate(model, {"blocks.*": wh.split(NUM_RANKS)})
     engine = wh.parallelize(model, case.batch(0), optimizer=make_optimizer)
     return Side("whale", lambda step: engine.step(case.batch(step)), lambda result: result.loss)
 

@@ -23,7 +23,16 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
-from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
+from whale.lowering.weights import (
+    Init,
+    build_on_meta,
+    digest_weights,
+    has_real_weights,
+    initialise_weights,
+    named_tensors,
+    refuse_shared_memory,
+    take_weights,
+)
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.planning.workload import ADAM_STATE
@@ -114,7 +123,7 @@ def plan(
     `optimizer`: as for `parallelize`, for the memory of its state; without one, that of Adam is counted.
     """
     checked = _config(config)
-    built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+    built = _built(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
@@ -162,8 +171,9 @@ def parallelize(
     try:
         layout, tensors = read_batch(sample_batch)
         if captures:
-            built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+            built = _built(model)
             is_real = has_real_weights(built)
+            refuse_shared_memory(built)
             device = torch.device(ranks.device).type
             checked = is_real and config.check_capture and ranks.rank == 0
             prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
@@ -178,7 +188,9 @@ def parallelize(
         if ranks.rank == 0:
             assert built is not None and prepared is not None
             if plan is not None:
-                chosen = _given_plan(plan, prepared, ranks)
+                chosen = _given_plan(plan, prepared)
+                if settings is None:  # an emulated job may follow the plan of any cluster
+                    _check_cluster(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
                 chosen = _plan(built, prepared, devices, config, layout, ratio)
@@ -197,6 +209,14 @@ def parallelize(
     if weights is not None:
         load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
     return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
+
+
+def _built(model: Model) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    if not callable(model):
+        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
+    return build_on_meta(model)
 
 
 def _prepare(
@@ -248,7 +268,7 @@ def _plan(
     return made
 
 
-def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> Plan:
+def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:
     chosen = given if isinstance(given, Plan) else Plan.load(given)
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
@@ -257,6 +277,19 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared, ranks: Ranks) -> P
             f"Make a new plan with wh.plan or `whale plan`"
         )
     return chosen
+
+
+def _check_cluster(chosen: Plan, devices: Cluster) -> None:
+    """Refuses a plan whose shares and stages were made for other devices; another number of them is said by `_check_num_devices`."""
+    here = [device.kind.name for device in devices.devices]
+    different = [rank for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False)) if planned != found]
+    if different and len(here) == chosen.num_devices:
+        first = different[0]
+        raise ValueError(
+            f"this plan was made for another cluster: rank {first} is a {chosen.device_kinds[first]} in the plan and a {here[first]} here "
+            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or give the plan's own cluster "
+            f"(cluster=..., `whale run --cluster`)"
+        )
 
 
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:

@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "precision": ("default", "bf16", "fp16"),
     "on_nonfinite": ("stop", "skip", "continue"),
+    "adapt": ("off", "suggest", "on"),
 }
 """the values that a field of text may have"""
 
@@ -40,10 +41,11 @@ SMALLEST: dict[str, int] = {
     "bucket_bytes": 1,
     "num_posted_receives": 1,
     "keep_checkpoints": 1,
+    "adapt_steps": 1,
 }
 """the smallest value of a field that counts"""
 
-ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s")
+ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s", "adapt_threshold")
 """fields that must be more than 0"""
 
 RUN_FOLDER_VARIABLE = "WHALE_RUN_FOLDER"
@@ -82,6 +84,20 @@ class Config:
     num_waves: int | None = None
     """Each wave puts two chunks of the model on every device. None: one wave for `wave` and `interleaved`, none for `zero-bubble`, and
     `auto` chooses. Annotations then say how many devices there are; where the chunks are cut is decided by time."""
+
+    recompute: bool | str | list[str] = "auto"
+    """Activations that are computed again in backward instead of being kept. `auto`: where memory asks for it, as little as possible; True:
+    all; False: none; or names of modules (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
+
+    adapt: str = "off"
+    """Whether samples move between devices when a device is steadily faster or slower than planned: `on` moves them between steps (the
+    mini-batch stays the same), `suggest` only says what it would do, `off` measures nothing."""
+
+    adapt_threshold: float = 0.15
+    """How far from its planned share of the speed a device may be, as a part of it, before samples move."""
+
+    adapt_steps: int = 10
+    """For how many steps in a row a device must be beyond the threshold. Ranks compare their times once in so many steps."""
 
     seed: int = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""
@@ -130,6 +146,9 @@ class Config:
 
     num_posted_receives: int = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more memory."""
+
+    compile: bool = False
+    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need a C++ compiler."""
 
     share_memory: bool = True
     """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through gloo."""
@@ -183,6 +202,8 @@ class Config:
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
     """The value as the type of its field, or a ValueError that names key and value."""
+    if key == "recompute":
+        return _checked_recompute(value)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in kinds:
         return None
@@ -195,6 +216,14 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}.")
     _check_range(key, result)
     return result
+
+
+def _checked_recompute(value: Any) -> bool | str | list[str]:
+    if isinstance(value, bool) or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) and name for name in value):
+        return list(value)
+    raise ValueError(f"Config: 'recompute' must be 'auto', True, False or a list of module names, not {value!r}.")
 
 
 def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:

@@ -176,7 +176,7 @@ def distance(a: Tensor | None, b: Tensor | None) -> float:
         return 0.0 if a is b else float("inf")
     if a.shape != b.shape:
         return float("inf")
-    return float((a - b).abs().max()) if a.numel() else 0.0
+    return float((a - b).detach().abs().max()) if a.numel() else 0.0
 
 
 def compared(expected: Tensor, result: Tensor, leaves, parts, cutting: Cutting, dim: int, dims) -> float:

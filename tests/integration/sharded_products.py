@@ -14,7 +14,9 @@ from tests.integration.sharded_cases import GRIDS, Cutting, distance, everyone, 
 from tests.layout_parts import index, meaning
 from whale.lowering import sharded_ops as ops
 from whale.lowering.exchange import Groups, sent
+from whale.lowering.overlap import overlap
 from whale.sharding.exchange_plan import plan_exchange
+from whale.sharding.exchange_steps import ExchangePlan
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout
 
@@ -157,3 +159,57 @@ def random_numbers() -> Iterator[tuple[str, float]]:
             same = all(grid.coordinate(other, axis) == grid.coordinate(place, axis) for axis in "xz")
             yield "draws are equal where the value is the same", float(np.array_equal(value, others[place]) != same)
     yield "draws without training", distance(ops.dropout(x, 0.25, False, replace(ops.Draw(0, ()))), x)
+
+
+class Exchanged(torch.nn.Module):
+    """An exchange as a module of a graph."""
+
+    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+        super().__init__()
+        self.plan, self.groups = plan, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.exchange(x, self.plan, self.groups)
+
+
+def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModule:
+    """Three linear layers of kinds A, B, A, with an exchange in front of every operand and behind every product."""
+    root, graph, place = torch.nn.Module(), torch.fx.Graph(), dist.get_rank()
+    cuts = (Cut(m), Cut(width))
+    value = graph.placeholder("x")
+    for number, (rows, columns) in enumerate([("y", "x"), ("x", "y"), ("y", "x")]):
+        weight = Layout((Cut(width), Cut(width)), ((rows,), (columns, "z")), stored=frozenset("z"))
+        root.register_parameter(f"w{number}", torch.nn.Parameter(part(numbers(width, width, seed=number), weight, grid).detach()))
+        plans = [
+            plan_exchange(Layout(cuts, (("z", rows), (columns,))), Layout(cuts, (("z",), (columns,))), grid, place),
+            plan_exchange(weight, replace(weight, axes=((rows,), (columns,)), stored=frozenset()), grid, place),
+            plan_exchange(Layout(cuts, (("z",), (rows,)), frozenset(columns)), Layout(cuts, (("z", columns), (rows,))), grid, place),
+        ]
+        for name, plan in zip("xwy", plans):
+            root.add_module(f"{name}_{number}", Exchanged(plan, groups))
+        gathered = graph.call_module(f"x_{number}", (value,))
+        other = graph.call_module(f"w_{number}", (graph.create_node("get_attr", f"w{number}"),))
+        product = graph.call_function(torch.ops.aten.linear.default, (gathered, other))
+        value = graph.call_function(torch.ops.aten.gelu.default, (graph.call_module(f"y_{number}", (product,)),))
+    graph.output(value)
+    return torch.fx.GraphModule(root, graph)
+
+
+def overlapped(groups: Groups) -> Iterator[tuple[str, float]]:
+    """With messages under the work: the same bits. On the cube linear layers become one call, along z the next weight begins early."""
+    m, width = 16, 16
+    for grid, keep in [(Grid(2, 2, 2), True), (Grid(2, 2, 2), False), (Grid(1, 1, 8), True)]:
+        modules = [chain(grid, m, width, groups) for _ in range(2)]
+        overlap(modules[1], keep)
+        x = part(numbers(m, width, seed=30).detach(), Layout((Cut(m), Cut(width)), (("z", "y"), ("x",))), grid)
+        results = []
+        for module in modules:
+            mine = x.clone().requires_grad_()
+            y = module(mine)
+            results.append([y, *torch.autograd.grad(y, [mine, *module.parameters()], torch.ones_like(y))])
+        yield "overlap", max(distance(a, b) for a, b in zip(*results))
+        calls = [str(node.target) for node in modules[1].graph.nodes if node.op.startswith("call")]
+        if grid.gx > 1:
+            yield "overlap: linear layers are one call", float(sum(call.startswith("linear_of_") for call in calls) != 3)
+        else:
+            yield "overlap: weights begin early", float(calls.index("w_1_begins") > calls.index("aten.linear.default"))

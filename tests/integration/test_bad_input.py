@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.ranks import ModelServer, preload
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("torch", "whale", "tests.integration.test_bad_input", "torch.export.experimental")  # the last: what the first export imports
 
@@ -305,6 +306,14 @@ def test_a_plan_for_another_number_of_devices(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     wh.plan(two_stages(Net()), make_batch(), cluster=2).save(path)
     assert_says(message_of(lambda: use(path)), "2 devices", "this job has 1", "that many ranks")
+
+
+def test_a_plan_for_another_cluster() -> None:
+    t4 = wh.Cluster((Device(0, "localhost", 0, device_kind("T4")),), PCIE_3_X16, ETHERNET_50G)
+    plan = wh.plan(Net(), make_batch(), cluster=t4)
+    words = ("another cluster", "rank 0 is a T4 in the plan and a CPU here", "1 of 1 ranks differ", "--cluster")
+    assert_says(message_of(lambda: use(plan)), *words)
+    assert wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=plan, cluster=t4).plan == plan
 
 
 def broken(text: str, change: Callable[[dict[str, Any]], None]) -> str:

@@ -81,7 +81,7 @@ def many_rounds(num_rounds: int, num_bytes: int) -> bool:
     return right
 
 
-def test_the_ring_goes_round_and_what_does_not_fit_goes_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_goes_round_and_what_does_not_fit_goes_by_gloo() -> None:
     assert run_ranks(with_small_ring, 2, 40, 27_001) == [True, True]  # faster sender than receiver: also with a full ring
     assert run_ranks(with_small_ring, 2, 4, 100_001) == [True, True]  # larger than the ring
 

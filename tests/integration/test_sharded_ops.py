@@ -19,7 +19,8 @@ def run_all() -> dict[str, float | str]:
     worst: dict[str, float] = defaultdict(float)
     families = (cases.norms, cases.softmaxes, cases.embeddings, cases.cross_entropies, products.experts)
     by_line = chain.from_iterable(family(cutting) for cutting in cases.cuttings(groups) for family in families)
-    for name, error in chain(by_line, products.linear_layers(groups), products.summa(groups), products.random_numbers()):
+    on_grids = [products.linear_layers(groups), products.summa(groups), products.random_numbers(), products.overlapped(groups)]
+    for name, error in chain(by_line, *on_grids):
         worst[name] = max(worst[name], error)
     return results | worst
 
@@ -59,6 +60,9 @@ OPERATIONS = [
     "share that is kept",
     "draws are equal where the value is the same",
     "draws without training",
+    "overlap",
+    "overlap: linear layers are one call",
+    "overlap: weights begin early",
 ]
 
 

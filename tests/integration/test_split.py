@@ -109,12 +109,36 @@ def everything(num_devices: int, grid: tuple[int, int, int] | None = None) -> di
     return {"*": ("split", num_devices, grid)}
 
 
+TWO_OF_TWO = {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("split", 2, None)}
+GPT2_IN_TWO = {
+    "transformer.wte|transformer.wpe|transformer.h.0": ("split", 2, None),
+    "transformer.h.1|transformer.ln_f|lm_head": ("split", 2, None),
+}
+
 CASES = [
-    Case("mlp", 2, everything(2, (1, 2, 1))),
     Case("mlp", 4, everything(4, (2, 2, 1))),
-    Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, (1, 3, 1))}),
-    Case("chain", 4, {"blocks.[01]*": ("split", 2, (1, 2, 1)), "blocks.[23]*|head": ("split", 2, (1, 1, 2))}, {"num_micro_batch": 2}),
+    Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
+    Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
     Case("gpt2", 2, everything(2)),
+]
+SLOW_CASES = [
+    Case("mlp", 2, everything(2, (1, 2, 1))),
+    Case("mlp", 8, everything(8, (2, 2, 2))),
+    Case("mlp", 6, everything(6, (1, 6, 1))),
+    Case("mlp", 4, everything(4, (1, 1, 4))),
+    Case("mlp", 4, everything(2, (1, 2, 1)), {"colocate": True}),
+    Case("classifier", 4, {"features*": ("replicate", 4), "classifier": ("split", 4, None)}, {"num_micro_batch": 2}),
+    Case("classifier", 4, everything(4, (2, 2, 1))),
+    Case("chain", 4, {"blocks.[01]*": ("split", 2, (1, 2, 1)), "blocks.[23]*|head": ("split", 2, (1, 1, 2))}, {"num_micro_batch": 2}),
+    Case("chain", 3, {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("replicate", 1)}, {"num_micro_batch": 3}),
+    Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
+    Case("gpt2", 4, everything(4, (2, 2, 1))),
+    Case("gpt2", 4, everything(4, (1, 4, 1))),
+    Case("gpt2", 4, everything(4, (1, 1, 4))),
+    Case("gpt2", 8, everything(8, (2, 2, 2))),
+    Case("gpt2", 4, GPT2_IN_TWO, {"num_micro_batch": 2}),
 ]
 
 
@@ -173,18 +197,28 @@ def merged(ranks: list[Any], model: nn.Module) -> Trace:
     return Trace(losses, gradients, {name: state[name] for name, _ in model.named_parameters()})
 
 
-Server = tuple[ModelServer, dict[str, Trace]]
+class Servers:
+    """One process for each model that has it captured, started when a test first asks, with its local training."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, tuple[ModelServer, Trace]] = {}
+
+    def of(self, model: str) -> tuple[ModelServer, Trace]:
+        if model not in self.started:
+            server = ModelServer(prepare_model, model)
+            self.started[model] = server, server.run_local(train_locally)
+        return self.started[model]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelServer, Trace]]:
-    with ModelServer(prepare_model, request.param) as started:
-        yield request.param, started, started.run_local(train_locally)
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    found = Servers()
+    yield found
+    for server, _ in found.started.values():
+        server.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_trains_like_local(server: tuple[str, ModelServer, Trace], case: Case) -> None:
-    name, started, reference = server
-    if case.model != name:
-        pytest.skip("another model")
-    compare(reference, merged(started.run(train_on_rank, case.num_ranks, case), build(name)))
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=lambda case: case.name)
+def test_trains_like_local(servers: Servers, case: Case) -> None:
+    server, reference = servers.of(case.model)
+    compare(reference, merged(server.run(train_on_rank, case.num_ranks, case), build(case.model)))

@@ -40,7 +40,8 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
 
 
 def plan_of(cluster: Cluster, batch_size: int = 16, optimizer: object = adam, **config: object) -> Plan:
-    return wh.plan(Net(), torch.randn(batch_size, WIDTH), cluster=cluster, config=dict(config), optimizer=optimizer)  # type: ignore[arg-type]
+    settings = {"recompute": False, **config}
+    return wh.plan(Net(), torch.randn(batch_size, WIDTH), cluster=cluster, config=settings, optimizer=optimizer)  # type: ignore[arg-type]
 
 
 def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:

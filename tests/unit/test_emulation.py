@@ -79,7 +79,7 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
 
 
 def small_memory(room: int = 1000) -> Memory:
-    stages, states = (StageFigures({}, 10.0, 50.0, 5.0),), (StateFigures((0,), 300, 200, 20),)
+    stages, states = (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),), (StateFigures((0,), 300, 200, 20),)
     network = Network(("cellar",), Link(1.0, 0.0), Link(1.0, 0.0))
     figures = Figures(stages, states, network, update_s=(0.0,), memory_bytes=(room,), optimizer_ratio=2.0, batch_bytes=7)
     kind = DeviceKind("mouse", 1e12, room, 1e11)
@@ -100,11 +100,11 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
     memory.start(Action(Kind.INPUT, 0, 0), 4)
     assert memory.used["activations"] == 180 + 20 and memory.used["gradients"] == 200  # with room to work
     memory.end(Action(Kind.INPUT, 0, 0), 4)
-    assert memory.used["activations"] == 180
+    assert memory.used["activations"] == 90 + 4 * 30  # inputs of layers and gradients of their results wait for the weight part
     note(memory, Action(Kind.WEIGHT, 0, 0), 4)
     note(memory, backward(0, 1), 4)
     assert memory.used["activations"] == 0 and memory.used["gradients"] == 200
-    assert sum(memory.peak.values()) == 300 + 200 + 180 + 20 + 20 + 7
+    assert sum(memory.peak.values()) == 300 + 200 + 90 + 120 + 20 + 7
 
 
 def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:

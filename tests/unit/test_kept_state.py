@@ -187,7 +187,10 @@ class AssignedShape(Net):
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [(AssignedGradient, r"the buffer mean a value that carries a gradient.*detach"), (AssignedShape, r"float64 \[1\] becomes float32 \[6\]")],
+    [
+        (AssignedGradient, r"the buffer mean a value that carries a gradient.*detach"),
+        (AssignedShape, r"float64 \[1\] becomes float32 \[6\]"),
+    ],
 )
 def test_buffers_that_cannot_be_assigned(build: Callable[[], nn.Module], message: str) -> None:
     wh.init()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import whale as wh
@@ -16,9 +18,11 @@ from whale.planning.plan import Plan, diff
 from whale.planning.samples import SampleMap, divide
 from whale.planning.shares import Load
 from whale.planning.virtual_devices import VirtualDevice
+from whale.report.plan_table import print_plan
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout
 from whale.sharding.record import StageSharding, StoredLayout
+from whale.sharding.sharding import ShardedOperation
 from whale.sharding.shards import Shards
 
 WIDTH = 6
@@ -117,6 +121,23 @@ def test_replicas_share_samples_by_the_slowest_device_of_their_grid(plan: Plan) 
     division = divide(6, [device], loads, 0)
     assert division.replicas == (2, 4) and division.slowest_s == 4.0
     assert division.runs == (((2,) * 4,), ((4,) * 4,))
+
+
+def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -> None:
+    operations = [ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6) for n in range(2)]
+    operations.append(ShardedOperation(2, "head: linear", "row over x", 0.0))
+    sharding = replace(
+        plan.shardings[0], operations=tuple(operations), sent_bytes=6e6, num_samples=6, replicated=("blocks.0: sort", "blocks.1: sort")
+    )
+    console = Console(width=160, record=True, file=io.StringIO())
+    print_plan(replace(plan, shardings=(sharding,), figures=None), console)
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; 6.00 MB in all)" in lines
+    why = "least time of the whole stage; 50% of its bytes go to bring the inputs here"
+    assert f"blocks.*.up: linear 2 column over y 3.00 MB {why}" in lines
+    assert "head: linear 1 row over x - its inputs already lie so: nothing is sent" in lines
+    assert "on every device whole, for want of a rule: blocks.*: sort" in lines and "1 of 1 parameters are cut" in lines
+    assert any("6 together" in line for line in lines)
 
 
 def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: Path) -> None:

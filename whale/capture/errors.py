@@ -155,7 +155,8 @@ class SizeConditions:
     def equations(self) -> list[Place]:
         """The first lines that put an equation on a size: these fix the batch or ask that it divides."""
         places = [place for condition, place in self.conditions if isinstance(condition, sympy.Eq) and place.file]
-        return list(dict.fromkeys(places))[:_MAX_PLACES]
+        inside = [place for place in places if place.module is not None or place.in_loss]  # others: the line that called Whale
+        return list(dict.fromkeys(inside or places))[:_MAX_PLACES]
 
 
 class _PlacedGuards(list[Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -18,8 +18,9 @@ from whale.capture.sample_states import batch_dim
 from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
-from whale.lowering.recompute import Recomputed, cut_region, regions_of
+from whale.lowering.recompute import Recomputed, cut_region
 from whale.planning.planner import Assignment
+from whale.planning.recompute import Regions
 
 aten = torch.ops.aten
 _GROUP = "devices_of_stage"  # attribute of the chunk that holds its process group
@@ -79,6 +80,8 @@ class Surroundings:
     weights: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup | None
     """all ranks that run this stage; None = only this one"""
+    regions: Regions = field(default_factory=dict)
+    """operations that are computed again in backward"""
 
 
 def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, Value]:
@@ -110,7 +113,7 @@ def build_chunk(
         graph.create_node("get_attr", name)  # written and never read
     group_node = graph.create_node("get_attr", _GROUP) if around.group is not None else None
     wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
-    regions = _copy_operations(graph, part.operations, copies, group_node, wanted)
+    regions = _copy_operations(graph, part.operations, around.regions, copies, group_node, wanted)
     results = [copies[node] for node in (*sent, *outputs)]
     if terms:
         results.append(reduce(lambda a, b: graph.call_function(operator.add, (a, b)), (copies[node] for node in terms)))
@@ -169,21 +172,24 @@ def _copy_state(graph: Graph, state: Sequence[Node], updated: set[str], copies: 
 
 
 def _copy_operations(
-    graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None, results: set[Node]
+    graph: Graph, operations: Sequence[Node], regions: Regions, copies: dict[Node, Node], group: Node | None, results: set[Node]
 ) -> dict[str, Recomputed]:
-    """Copies operations, checkpointed regions as one call each; gives the modules of these regions by attribute name."""
-    regions = regions_of(operations)
-    region_of = {node: tag for tag, nodes in regions.items() for node in nodes}
+    """Copies operations, regions that are computed again as one call each; gives the modules of these regions by attribute name."""
+    members: dict[Any, list[Node]] = {}
+    for node in operations:
+        if node in regions:
+            members.setdefault(regions[node], []).append(node)
     modules: dict[str, Recomputed] = {}
     run: list[Node] = []
     for node in operations:
-        tag = region_of.get(node)
-        if tag is None:
+        region = regions.get(node)
+        if region is None:
             run.append(node)
-        elif node is regions[tag][-1]:
+        elif node is members[region][-1]:  # what stands between its operations needs none of them
             _copy_run(graph, run, copies, group)
             run = []
-            modules[f"recomputed_{tag}"] = _copy_region(graph, regions[tag], f"recomputed_{tag}", copies, group, results)
+            name = f"recomputed_{len(modules)}"
+            modules[name] = _copy_region(graph, members[region], name, copies, group, results)
     _copy_run(graph, run, copies, group)
     return modules
 

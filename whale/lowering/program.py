@@ -22,6 +22,7 @@ from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
 from whale.planning.planner import Assignment, fingerprint
+from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
 
 if TYPE_CHECKING:
@@ -203,10 +204,14 @@ def lower(
         device = plan.stages[stage].virtual_device
         if plan.virtual_devices[device].grid is not None:
             planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
-            around = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device))
-            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), around)
+            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device))
+            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
             continue
-        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), Surroundings(weights, group))
+        counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
+        operations = assignment.slices[stage].operations
+        regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))
+        around = Surroundings(weights, group, regions)
+        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around)
     return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
 
 

@@ -33,6 +33,24 @@ def has_real_weights(model: torch.nn.Module) -> bool:
     return not on_meta
 
 
+def refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Two parameters may be one (`b.weight = a.weight`), but not two that share their memory: Whale places and updates each by itself."""
+    seen: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.numel() or not tensor.is_contiguous():
+            continue
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        stop = start + tensor.numel() * tensor.element_size()
+        for other_start, other_stop, other_name, other in seen.setdefault(tensor.untyped_storage().data_ptr(), []):
+            if start < other_stop and other_start < stop and other is not tensor:
+                raise ValueError(
+                    f"{other_name} and {name} are two tensors in the same memory (`.data` of one given to the other, or a view): "
+                    f"trained each on its own, they would drift apart. Tie them with one Parameter (`b.weight = a.weight`), or give each "
+                    f"its own memory (`.clone()`)"
+                )
+        seen[tensor.untyped_storage().data_ptr()].append((start, stop, name, tensor))
+
+
 def take_weights(model: torch.nn.Module, held: Iterable[str], device: str, part: Part = everything) -> dict[str, torch.Tensor]:
     """This rank's tensors of a model with real weights. Every parameter of the model that it does not hold, or holds only a part of, is
     replaced by an empty one on `meta`, of the whole shape: the model can still be captured."""

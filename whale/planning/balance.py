@@ -70,6 +70,9 @@ class Situation:
         less = int(num_samples * self.batch_sample_bytes)
         return replace(self, memory=tuple(replace(memory, buffer_bytes=memory.buffer_bytes - less) for memory in self.memory))
 
+    def without_limits(self) -> Situation:
+        return replace(self, memory=tuple(replace(memory, capacity_bytes=0) for memory in self.memory))
+
     def divide(self, size: int) -> Division:
         limited = [Load(load.sample_s, load.fixed_s, memory.most_samples()) for load, memory in zip(self.loads, self.memory, strict=True)]
         return divide(size, self.virtual_devices, limited, self.least)
@@ -85,9 +88,16 @@ class Situation:
 
 
 def refuse_unless_it_fits(
-    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
+    situation: Situation,
+    batch_size: int,
+    num_micro_batch: int,
+    with_micro_batches: Callable[[int], Situation],
+    recompute_fits: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight."""
+    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
+
+    `recompute_fits()`: whether it would fit if activations were computed again in backward, which the config forbids.
+    """
     full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
     if full:
         rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
@@ -101,10 +111,11 @@ def refuse_unless_it_fits(
     if situation.fits(batch_size, num_micro_batch):
         return
     size = max(micro_batch_sizes(batch_size, num_micro_batch))
-    raise DoesNotFit(
-        f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: "
-        + "; ".join(_ways_out(situation, batch_size, num_micro_batch, with_micro_batches))
-    )
+    ways = _ways_out(situation, batch_size, num_micro_batch, with_micro_batches)
+    if recompute_fits():
+        ways.insert(0, '"recompute": "auto", so that activations are computed again in backward and not kept')
+    advice = "; ".join(ways) or "devices with more memory, or more stages"
+    raise DoesNotFit(f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: {advice}")
 
 
 def _room(situation: Situation) -> str:
@@ -119,9 +130,7 @@ def _room(situation: Situation) -> str:
     return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
 
 
-def _ways_out(
-    situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]
-) -> list[str]:
+def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]) -> list[str]:
     """The smallest changes, each alone, that make it fit."""
     ways = []
     widest = max(len(device.ranks) * device.num_sample_parts for device in situation.virtual_devices)
@@ -142,7 +151,6 @@ def _ways_out(
             missing = -(-(size - sum(rooms)) // rooms[best])
             if missing > 0:
                 ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
-    ways.append("layers under torch.utils.checkpoint, whose activations are then computed again and not kept")
     return ways
 
 

@@ -53,7 +53,9 @@ class StageFigures:
     """from forward to backward, for each sample of a micro-batch"""
     kept_fixed_bytes: float
     working_sample_bytes: float
-    """room that its backward needs beside what is kept"""
+    """room that its backward needs beside what is kept: gradients, and a region that is computed again"""
+    weight_part_sample_bytes: float = 0.0
+    """what is kept from the input part of a split backward to its weight part"""
 
     def kept_bytes(self, num_samples: int) -> float:
         return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0
@@ -91,3 +93,5 @@ class Figures:
     """bytes of optimizer state for each byte of trained parameters"""
     batch_bytes: int
     """of the mini-batch, which every device gets"""
+    overlaps: bool = True
+    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""

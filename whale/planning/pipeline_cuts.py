@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
+from whale import scheduling
 from whale.cluster.cluster import Cluster, Link
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
@@ -71,17 +72,52 @@ class CutProblem:
         links = [self.cluster.link(a, b) for a, b in pairs] or [self.cluster.intra_host]
         return min(links, key=lambda link: link.bytes_per_s)
 
-    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]]) -> StageMemory:
+    def step_seconds(self, stages: Floats, crossings: Floats) -> float:
+        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards.
+
+        `crossings` are those of the slowest link; a boundary with a faster one takes less.
+        """
+        graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
+        forward = tuple(float(seconds) / count for seconds in stages)
+        messages = {
+            (k, k + 1): float(seconds) * self.slowest_link.bytes_per_s / self._boundary_link(k).bytes_per_s / count
+            for k, seconds in enumerate(crossings)
+        }
+        costs = scheduling.Costs(forward, forward, forward, messages)
+        orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
+        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
+
+    def _boundary_link(self, stage: int) -> Link:
+        """The slowest one from this stage to the next, over all replicas."""
+        links = [self.cluster.link(a, b) for a, b in zip(self.ranks[stage], self.ranks[stage + 1], strict=True)]
+        return min(links, key=lambda link: link.bytes_per_s)
+
+    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
+        """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""
         kept = self.workload.kept_by_operation(operations)
         static = np.array(self.workload.static_by_operation(operations, names_behind))
         fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
         samples = np.ceil(float(self.shares().max()) * micro_batch)
-        rows = [static + in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) * (fixed + samples * per_sample)
-                for k in range(self.num_stages)]  # fmt: skip
+        flying = [in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)]
+        rows = [static + (1 if again else number) * (fixed + samples * per_sample) for number in flying]
         # 0 is not known, so no limit
         capacities = [min(self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage) for stage in self.ranks]
-        return StageMemory(np.array(rows), np.array(capacities, dtype=np.float64) - self.workload.batch_bytes)
+        entering = samples * self._least_alive(operations) if again else 0.0
+        room = np.array(capacities, dtype=np.float64) - self.workload.batch_bytes - 2 * entering * np.array(flying)  # in and out
+        return StageMemory(np.array(rows), room)
+
+    def _least_alive(self, operations: Sequence[Node]) -> float:
+        """Bytes a sample that cross where least does, in the middle half of the model: both its ends are thin."""
+        symbol, place = self.workload.captured.batch_symbol, {node: index for index, node in enumerate(operations)}
+        change = np.zeros(len(operations) + 1)
+        for node, index in place.items():
+            last = max((place[user] for user in node.users if user in place), default=index)
+            change[index + 1] += value_bytes(node, symbol, 1)
+            change[last + 1] -= value_bytes(node, symbol, 1)
+        quarter = len(operations) // 4
+        middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
+        return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:

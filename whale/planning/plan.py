@@ -61,6 +61,9 @@ class Stage:
     """as `forward_s`: gradients of its inputs"""
     weight_backward_s: float = 0.0
     """as `forward_s`: gradients of its weights, which a split backward does later"""
+    num_regions: int = 0
+    """parts into which the planner cut its operations, and the number of these, from the first on, that are computed again in backward"""
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,85 +6,42 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from whale import scheduling
-from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, named_args, op_name
+from whale.capture.kinds import named_args, op_name
 from whale.capture.losses import NotAdditive
-from whale.cluster.cluster import Cluster
-from whale.config import Config
-from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, make_assignment, state_behind
-from whale.planning.balance import Order, Situation, device_orders, explain_shares, refuse_unless_it_fits
-from whale.planning.chunks import chunk_counts, cut_into_chunks, schedule_costs
+from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
+from whale.planning.balance import Order, device_orders, explain_shares
+from whale.planning.chunks import chunk_counts, cut_into_chunks
 from whale.planning.cuts import Floats, NoRoom
-from whale.planning.describe import crossings, describe_stages, describe_task_graphs, holders, tie_decisions
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions
+from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
-from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage
-from whale.planning.pricing import figures_of, stage_seconds, typical_share
-from whale.planning.shares import DoesNotFit, check_batch, micro_batch_sizes
-from whale.planning.situations import make_situation
+from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
+from whale.planning.pricing import figures_of, typical_share
+from whale.planning.recompute import check_names
+from whale.planning.recompute_choice import explain
+from whale.planning.shares import DoesNotFit, check_batch
 from whale.planning.split_memory import on_grids
-from whale.planning.split_stages import Split, SplitProblem, together_seconds, with_grids
-from whale.planning.stages import RECOMPUTED, assign_stages, live_operations, move_free_operations, slice_stage
+from whale.planning.split_stages import with_grids
+from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
-from whale.planning.workload import ADAM_STATE, Workload
+from whale.planning.workload import Workload
 from whale.profiling.costs import value_bytes
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be planned."""
-
-    captured: CapturedGraph
-    """with the loss already split into terms"""
-    kinds: Mapping[Node, Kind]
-    marks: Mapping[Node, Mark]
-    default_strategy: Strategy | None
-    term_texts: tuple[str, ...]
-    only_whole: NotAdditive | None
-    """why the loss may not be cut over micro-batches or devices, if so"""
-    cluster: Cluster
-    config: Config
-    batch_size: int
-    optimizer_ratio: float = ADAM_STATE
-    """bytes of optimizer state for each byte of trainable parameters"""
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """Everything that follows from one order of the devices."""
-
-    order: Order
-    task_graphs: TaskGraphs
-    why_task_graphs: str
-    split: Split
-    assignment: Assignment
-    stages: tuple[Stage, ...]
-    crossings: tuple[Crossing, ...]
-    schedule: scheduling.Schedule
-    predicted_s: float
-    """of forwards and backwards, by the costs that the schedule was made for"""
-    situation: Situation
-    slowest_s: float
-    """of the device that takes longest for the largest micro-batch"""
-    why_chunks: str = ""
-
-    @property
-    def placement(self) -> Placement:
-        return self.split.placement
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
+    check_names(captured, config.recompute)
     width = _width(problem)
     share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
     workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
@@ -100,7 +57,7 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     return _plan(problem, workload, best, drafts), best.assignment
 
 
-def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
+def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     """The best number of chunks for this order of the devices; raises where memory is too small."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
     operations = live_operations(captured)
@@ -111,15 +68,15 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
-    drafts: dict[int, _Draft] = {}
+    drafts: dict[int, Draft] = {}
     for count in chunk_counts(config, len(placement.virtual_devices)):
         try:
             if count == 1:
-                drafts[count] = _draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
+                drafts[count] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
             else:
                 times, crossing_s = _stage_times(problem, workload, placement), _crossing_seconds(problem)
                 chunks, over = cut_into_chunks(operations, problem.kinds, placement, count, config, times, crossing_s)
-                drafts[count] = _draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
+                drafts[count] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
             if not drafts:
                 raise
@@ -131,86 +88,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> _Draft:
     return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
 
 
-def _draft_stages(
-    problem: Problem,
-    workload: Workload,
-    operations: list[Node],
-    order: Order,
-    task_graphs: TaskGraphs,
-    why: str,
-    placement: Placement,
-    is_chunked: bool,
-) -> _Draft:
-    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of its own."""
-    captured, config = problem.captured, problem.config
-    if is_chunked:
-        stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
-    else:
-        virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
-        stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
-    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
-    assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
-    split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
-    placement = split.placement
-    micro_batch = problem.batch_size / config.num_micro_batch
-    found = crossings(captured, assignment, placement, device_of_stage, problem.cluster, micro_batch)
-    edges = tuple(sorted({(c.source, c.destination) for c in found}))
-    gradient_edges = tuple(sorted({(c.source, c.destination) for c in found if c.gradient}))
-    stage_graph = scheduling.StageGraph(tuple(device_of_stage), edges, gradient_edges)
-    kinds = [[problem.cluster.devices[rank].kind for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
-    times = [
-        stage_seconds(workload, part.operations, kinds[device], config.num_micro_batch)
-        for part, device in zip(assignment.slices, device_of_stage, strict=True)
-    ]
-    for stage, sharding in split.shardings.items():
-        times[stage] = together_seconds(sharding, config.num_micro_batch)
-    stages = describe_stages(captured, task_graphs, assignment, device_of_stage, workload.costs, times)
-
-    def schedule_with(num_micro_batch: int) -> scheduling.Schedule:
-        costs = schedule_costs(stage_graph, stages, found, num_micro_batch)
-        return scheduling.build(config.schedule, stage_graph, num_micro_batch, costs)
-
-    def situation_of(schedule: scheduling.Schedule) -> Situation:
-        peaks = scheduling.peaks_in_flight(schedule)
-        return make_situation(problem.cluster, workload, split, assignment, device_of_stage, peaks)
-
-    def situation_with(num_micro_batch: int) -> Situation:
-        return situation_of(schedule_with(num_micro_batch))
-
-    schedule = schedule_with(config.num_micro_batch)
-    situation = situation_of(schedule)
-    refuse_unless_it_fits(situation, problem.batch_size, config.num_micro_batch, situation_with)
-    slowest_s = situation.divide(max(micro_batch_sizes(problem.batch_size, config.num_micro_batch))).slowest_s
-    predicted_s = scheduling.simulate(schedule, schedule_costs(stage_graph, stages, found, config.num_micro_batch)).step_s
-    return _Draft(order, task_graphs, why, split, assignment, stages, found, schedule, predicted_s, situation, slowest_s)
-
-
-def _split(
-    problem: Problem,
-    workload: Workload,
-    task_graphs: TaskGraphs,
-    placement: Placement,
-    assignment: Assignment,
-    device_of_stage: Sequence[int],
-) -> Split:
-    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that a replica gets."""
-    size = max(micro_batch_sizes(problem.batch_size, problem.config.num_micro_batch))
-    return SplitProblem(
-        captured=problem.captured,
-        kinds=problem.kinds,
-        assignment=assignment,
-        device_of_stage=device_of_stage,
-        placement=placement,
-        task_graphs=task_graphs,
-        cluster=problem.cluster,
-        dtype=problem.config.dtype,
-        num_samples=-(-size // placement.num_replicas),
-        num_micro_batch=problem.config.num_micro_batch,
-        state_per_weight=2.0 + workload.optimizer_ratio,
-    ).solve()
-
-
-def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_Draft]) -> Plan:
+def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Draft]) -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
@@ -242,6 +120,7 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
             *draft.split.decisions,
             *_balance_decisions(problem, draft, tried),
+            *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
         ),
@@ -257,6 +136,8 @@ def _plan(problem: Problem, workload: Workload, draft: _Draft, tried: Sequence[_
             held,
             cluster,
             [ranks_of[stage.virtual_device] for stage in draft.stages],
+            draft.choice,
+            config.recompute,
             on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
         ),
     )
@@ -288,17 +169,27 @@ def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
     return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
 
 
-def _balance_decisions(problem: Problem, draft: _Draft, tried: Sequence[_Draft]) -> list[Decision]:
+def _balance_decisions(problem: Problem, draft: Draft, tried: Sequence[Draft]) -> list[Decision]:
     """Why unlike devices do what they do."""
     found = []
     if len(tried) > 1:
         times = ", ".join(f"{other.order.name} {other.slowest_s:.4g} s" for other in tried)
         found.append(Decision("order of devices", draft.order.name, f"the slowest device for one micro-batch: {times}"))
     if not problem.cluster.is_uniform:
-        size = max(micro_batch_sizes(problem.batch_size, problem.config.num_micro_batch))
+        size = problem.largest_micro_batch
         choice, why = explain_shares(draft.situation, size)
         found.append(Decision("samples by rank", choice, why))
     return found
+
+
+def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
+    """What the planner has computed again in backward, and what that costs."""
+    size, before, now = problem.largest_micro_batch, draft.without_recompute, draft.situation
+    saved = max(old.sample_bytes - new.sample_bytes for old, new in zip(before.memory, now.memory, strict=True))
+    extra = max(new.seconds(size) - old.seconds(size) for old, new in zip(before.loads, now.loads, strict=True))
+    busiest = max(load.seconds(size) for load in before.loads)
+    told = explain(draft.choice, problem.config.recompute, extra, busiest, saved * size)
+    return [Decision("recompute", *told)] if told else []
 
 
 def fingerprint(captured: CapturedGraph) -> str:
@@ -340,12 +231,23 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
     def names_behind(node: Node) -> list[str]:
         return [name for name, _ in state_behind(node, problem.kinds)]
 
-    try:
-        found = from_cuts(
-            operations, problem.kinds, wanted, cuts.times, cuts.crossing_seconds, lambda nodes: cuts.memory(nodes, names_behind)
+    def cut_with(again: bool) -> TaskGraphs:
+        return from_cuts(
+            operations,
+            problem.kinds,
+            wanted,
+            cuts.times,
+            cuts.crossing_seconds,
+            lambda nodes: cuts.memory(nodes, names_behind, again),
+            cuts.step_seconds,
         )
+
+    try:
+        found = cut_with(config.recompute is True)
     except NoRoom:
-        raise
+        if config.recompute != "auto":
+            raise
+        found = cut_with(True)
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'

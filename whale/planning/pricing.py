@@ -7,7 +7,7 @@ Devices that share the samples of a stage by their speed take, together,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,12 +19,18 @@ from whale.planning.assignment import Assignment, carries_gradient
 from whale.planning.describe import holders as holders_of
 from whale.planning.figures import Figures, StageFigures, StageTimes, StateFigures
 from whale.planning.plan import Plan
+from whale.planning.recompute import Recompute
+from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.virtual_devices import VirtualDevice
-from whale.planning.workload import WORKING_COPIES, Workload
+from whale.planning.workload import Workload
 from whale.sharding.layout import Layout
 
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
+
+UNFUSED_PASSES, UNFUSED_STATE_PASSES = 6, 8
+"""the same on a CPU, where torch's optimizers run operation by operation: AdamW moves about 21 times the bytes of its weights;
+gradients are copied into their buckets and their norm is taken"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
@@ -47,13 +53,18 @@ def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> i
     return max(1, batch_size // (num_micro_batch * max(1, num_replicas)))
 
 
-def stage_seconds(workload: Workload, operations: Sequence[Node], kinds: Sequence[DeviceKind], num_micro_batch: int) -> MiniBatchSeconds:
-    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them times takes no time."""
+def stage_seconds(
+    workload: Workload, operations: Sequence[Node], kinds: Sequence[DeviceKind], num_micro_batch: int, again: Container[Node] = ()
+) -> MiniBatchSeconds:
+    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them times takes no time.
+
+    `again`: operations whose forward is run once more in backward.
+    """
     number = {kind: kinds.count(kind) for kind in kinds}
     share = max(1.0, workload.batch_size / num_micro_batch / len(kinds))
     speeds = [0.0, 0.0, 0.0]
     for kind, count in number.items():
-        times = workload.times(operations, kind)
+        times = workload.times(operations, kind, again)
         for place, part in enumerate((times.forward, times.input_backward, times.weight_backward)):
             alone = part.of(share) * workload.batch_size / share
             speeds[place] += count / alone if alone else float("inf")
@@ -82,19 +93,24 @@ def figures_of(
     holders: Mapping[str, tuple[int, ...]],
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
+    choice: Choice,
+    wanted: Recompute,
     on_grids: OnGrids | None = None,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i. `on_grids`: what is different for stages on grids."""
+    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in backward; `on_grids`: what grids change."""
     on_grids = on_grids or OnGrids()
-    stages = []
+    stages, described = [], Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
-        crossing = [node for node, source, destination in assignment.crossings if index in (source, destination)]
-        kept = workload.saved.total(part.operations, crossing)
+        needed, again = described.bytes(index, choice[index]), described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
-        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind) for kind in kinds}
-        largest = max((workload.costs[node].output_bytes for node in part.operations if node in workload.gradients), default=0)
-        working = WORKING_COPIES * largest / workload.batch_size
-        figures = StageFigures(dict(sorted(times.items())), kept.sample_bytes, kept.fixed_bytes, working)
+        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind, again) for kind in kinds}
+        figures = StageFigures(
+            times=dict(sorted(times.items())),
+            kept_sample_bytes=needed.kept.sample_bytes,
+            kept_fixed_bytes=needed.kept.fixed_bytes,
+            working_sample_bytes=needed.working_sample_bytes,
+            weight_part_sample_bytes=needed.weight_part.sample_bytes,
+        )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = _states(workload.captured, holders, on_grids.weights)
     own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
@@ -110,12 +126,14 @@ def figures_of(
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
+        overlaps=not any(device.kind.is_cpu for device in cluster.devices),
     )
 
 
 def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind) -> float:
     """Of the optimizer, which is limited by memory bandwidth."""
-    return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+    passes = UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio if kind.is_cpu else UPDATE_PASSES + 2 * optimizer_ratio
+    return trained_bytes * passes / kind.bytes_per_s
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
@@ -123,8 +141,10 @@ def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: 
     share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
-    held = holders_of(captured, assignment)
-    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, _grids_of(plan, captured, held)))
+    choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
+    held, wanted = holders_of(captured, assignment), plan.config.get("recompute", False)
+    grids = _grids_of(plan, captured, held)
+    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids))
 
 
 def _grids_of(plan: Plan, captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> OnGrids:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from torch.fx import Node
 
@@ -241,12 +242,13 @@ def _notes(stage: int, sharding: Sharding) -> list[str]:
     if sharding.replicated:
         shown = ", ".join(dict.fromkeys(sharding.replicated))
         found.append(f"stage {stage} runs {len(sharding.replicated)} operations whole on every device of its grid: {shown}")
-    grid = sharding.grid
+    few: dict[tuple[int, int], list[str]] = {}
     for name, layout in sharding.stored.items():
         for cut, axes in zip(layout.cuts, layout.axes, strict=True):
-            parts = 1
-            for axis in axes:
-                parts *= grid.size(axis)
+            parts = prod(sharding.grid.size(axis) for axis in axes)
             if cut.count < parts:
-                found.append(f"stage {stage}: {name} has {cut.count} granules of {cut.unit} for {parts} devices: some hold none of it")
+                few.setdefault((cut.count, parts), []).append(name)
+    for (count, parts), names in few.items():
+        more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
+        found.append(f"stage {stage}: {names[0]}{more} can be cut into {count} parts only, for {parts} devices: some hold none of it")
     return found

@@ -8,7 +8,7 @@ Both are taken to be affine in the samples: from the cost model at two sizes, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,13 +19,36 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
-from whale.profiling.costs import NodeCost, backward_factors, node_costs, seconds
+from whale.profiling.costs import NodeCost, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
+from whale.scheduling import Action
+from whale.scheduling.check import Held, peak_of_order
 
 ADAM_STATE = 2.0
 """optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two averages"""
 WORKING_COPIES = 2
 """while an operation runs backward there are a gradient that comes in and one that goes out, about as large as its result"""
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a stage keeps of one micro-batch."""
+
+    kept: Kept
+    """from forward to backward"""
+    weight_part: Kept
+    """from the input part of a split backward to its weight part: inputs of the layers, and gradients of their results"""
+    working_sample_bytes: float
+    """beside what is kept, while its backward runs: gradients, and a region that is computed again"""
+    working_fixed_bytes: int
+
+    @property
+    def per_sample(self) -> Held:
+        return Held(self.kept.sample_bytes, self.weight_part.sample_bytes, self.working_sample_bytes)
+
+    @property
+    def fixed(self) -> Held:
+        return Held(self.kept.fixed_bytes, self.weight_part.fixed_bytes, self.working_fixed_bytes)
 
 
 @dataclass(frozen=True)
@@ -62,14 +85,14 @@ class Workload:
     def saved(self) -> Saved:
         return saved_for_backward(self.captured, self.batch_size)
 
-    def times(self, operations: Iterable[Node], kind: DeviceKind) -> StageTimes:
-        """Of these operations together on such a device, one micro-batch."""
+    def times(self, operations: Iterable[Node], kind: DeviceKind, again: Container[Node] = ()) -> StageTimes:
+        """Of these operations together on such a device, one micro-batch. `again`: those whose forward is run once more in backward."""
         known = self._times_of_nodes(kind)
-        parts = [known[node] for node in operations]
+        parts = [(known[node], node in again) for node in operations]
         return StageTimes(
-            _sum([part.forward for part in parts]),
-            _sum([part.input_backward for part in parts]),
-            _sum([part.weight_backward for part in parts]),
+            _sum([part.forward for part, _ in parts]),
+            _sum([part.input_backward for part, _ in parts] + [part.forward for part, repeated in parts if repeated]),
+            _sum([part.weight_backward for part, _ in parts]),
         )
 
     def forward_seconds(self, operations: Sequence[Node], kind: DeviceKind) -> list[float]:
@@ -83,8 +106,8 @@ class Workload:
             for node, many in self.costs.items():
                 few = self._costs_of_few[node]
                 forward = self._line(seconds(few, kind, self.dtype), seconds(many, kind, self.dtype))
-                inputs, weights = backward_factors(node, many, self.gradients)
-                found[node] = StageTimes(forward, _scaled(forward, inputs), _scaled(forward, weights))
+                backwards = [backward_seconds(node, cost, self.gradients, kind, self.dtype) for cost in (few, many)]
+                found[node] = StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards)))
         return self._known[kind]
 
     def _line(self, few_s: float, many_s: float) -> Seconds:
@@ -92,29 +115,35 @@ class Workload:
         if self.batch_size == self._few:
             return Seconds(many_s / self.batch_size)
         sample_s = (many_s - few_s) / (self.batch_size - self._few)
-        return Seconds(sample_s, max(0.0, few_s - self._few * sample_s))
+        if few_s < self._few * sample_s:  # many samples are slower than few of them, one by one: exact for few
+            return Seconds(few_s / self._few)
+        return Seconds(sample_s, few_s - self._few * sample_s)
 
-    def memory(self, slices: Sequence[StageSlice], crossings: Sequence[Sequence[Node]], in_flight: Sequence[int]) -> DeviceMemory:
-        """Of a device that runs these stages; capacity is left at 0. `crossings[i]`: what stage i receives and sends."""
+    def stage_bytes(self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]) -> StageBytes:
+        """What a stage keeps of one micro-batch. `crossing`: what it receives and sends."""
+        kept = self.saved.total(operations, crossing, regions)
+        again = self.saved.largest_region(regions)
+        later = [(node, source) for node in operations if (source := split_input(node, self.gradients)) is not None]
+        inputs = self.saved.results(source for _, source in later)
+        gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
+        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
+        working = WORKING_COPIES * max(differentiable, default=0) / self.batch_size
+        return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working + again.sample_bytes, again.fixed_bytes)
+
+    def memory(self, slices: Sequence[StageSlice], stages: Mapping[int, StageBytes], order: tuple[Action, ...]) -> DeviceMemory:
+        """Of a device that runs these slices in this order of actions; capacity is left at 0. `stages`: by their number."""
         names = {str(node.target) for part in slices for node in part.state}
         states = [self.captured.state[name] for name in sorted(names)]
         parameters = sum(state.num_bytes for state in states if state.kind == "parameter")
         trainable = sum(state.num_bytes for state in states if state.kind == "parameter" and state.trainable)
         buffers = sum(state.num_bytes for state in states if state.kind != "parameter")
-        fixed, per_sample, largest = 0, 0.0, 0.0
-        for part, crossing, flying in zip(slices, crossings, in_flight, strict=True):
-            kept = self.saved.total(part.operations, crossing)
-            fixed += flying * kept.fixed_bytes
-            per_sample += flying * kept.sample_bytes
-            differentiable = [self.costs[node].output_bytes for node in part.operations if node in self.gradients]
-            largest = max(largest, max(differentiable, default=0) / self.batch_size)
         return DeviceMemory(
             parameter_bytes=parameters,
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
-            fixed_bytes=fixed,
-            sample_bytes=per_sample + WORKING_COPIES * largest,
+            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()})),
+            sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
         )
 
@@ -127,7 +156,7 @@ class Workload:
         """What each operation adds to what those before it keep."""
         seen: set[int] = set()
         found = []
-        for node in operations:
+        for node in operations:  # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
             new = self.saved.of_node.get(node, frozenset()) - seen
             seen |= new
             found.append(Kept(sum(self.saved.kept[i].sample_bytes for i in new), sum(self.saved.kept[i].fixed_bytes for i in new)))
@@ -143,10 +172,6 @@ class Workload:
             states = [self.captured.state[name] for name in new]
             found.append(sum(state.num_bytes * (2.0 + self.optimizer_ratio if state.trainable else 1.0) for state in states))
         return found
-
-
-def _scaled(time: Seconds, factor: float) -> Seconds:
-    return time if factor == 1.0 else Seconds(factor * time.sample_s, factor * time.fixed_s)
 
 
 def _sum(times: Sequence[Seconds]) -> Seconds:

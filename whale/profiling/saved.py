@@ -9,7 +9,7 @@ for all others: which arguments it saves, which new storages it makes, and where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -21,7 +21,6 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.guards import RECOMPUTE_TAG
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast, fake_mode
 from whale.profiling.costs import concrete_shape
@@ -46,14 +45,39 @@ class Saved:
     """indices into `kept`"""
     result_of_node: Mapping[Node, frozenset[int]]
 
-    def total(self, operations: Iterable[Node], crossing: Iterable[Node] = ()) -> Kept:
-        """Kept by these operations together, and the values that cross into or out of their stage."""
+    def total(self, operations: Iterable[Node], crossing: Iterable[Node] = (), regions: Mapping[Node, Hashable] | None = None) -> Kept:
+        """Kept by these operations together, and the values that cross into or out of their stage.
+
+        `regions`: a region that is computed again keeps what enters it, and nothing else.
+        """
+        regions = regions or {}
         found: set[int] = set()
         for node in operations:
-            found |= self.of_node.get(node, frozenset())
+            region = regions.get(node)
+            if region is None:
+                found |= self.of_node.get(node, frozenset())
+                continue
+            for source in node.all_input_nodes:
+                if regions.get(source) != region:
+                    found |= self.result_of_node.get(source, frozenset())
         for node in crossing:
             found |= self.result_of_node.get(node, frozenset())
-        return Kept(sum(self.kept[i].sample_bytes for i in found), sum(self.kept[i].fixed_bytes for i in found))
+        return self._bytes(found)
+
+    def largest_region(self, regions: Mapping[Node, Hashable]) -> Kept:
+        """What the region with most activations keeps while it is computed again."""
+        found: dict[Hashable, set[int]] = {}
+        for node, region in regions.items():
+            found.setdefault(region, set()).update(self.of_node.get(node, frozenset()))
+        return max(map(self._bytes, found.values()), key=lambda kept: kept.sample_bytes, default=Kept(0.0, 0))
+
+    def results(self, nodes: Iterable[Node]) -> Kept:
+        """Storages that hold these values."""
+        return self._bytes({i for node in nodes for i in self.result_of_node.get(node, ())})
+
+    def _bytes(self, found: Iterable[int]) -> Kept:
+        parts = [self.kept[i] for i in found]
+        return Kept(sum(part.sample_bytes for part in parts), sum(part.fixed_bytes for part in parts))
 
 
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
@@ -201,17 +225,9 @@ class _Watch:
             self.storages.append((num_bytes, node if number in own else None))
         if own:
             self.results[node] = own
-        if effect.saved and _region(node) is None:
+        if effect.saved:
             self.saved[node] = {numbers[place] for place in effect.saved}
-        self._enter_region(node)
         return result
-
-    def _enter_region(self, node: Node) -> None:
-        """A checkpointed region keeps what enters it, and nothing else."""
-        if (tag := _region(node)) is not None:
-            for source in node.all_input_nodes:
-                if _region(source) != tag:
-                    self.saved.setdefault(node, set()).update(self.results.get(source, ()))
 
     def _given_form(self, node: Node) -> _Form:
         value: Any = node.meta.get("val")
@@ -260,7 +276,3 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, slice):
         return ("slice", value.start, value.stop, value.step)
     return value.form if isinstance(value, _Placed) else (type(value), value)
-
-
-def _region(node: Node) -> Any:
-    return (node.meta.get("custom") or {}).get(RECOMPUTE_TAG)

@@ -181,13 +181,18 @@ class _Staged:
 def load_pretrained(
     weights: Mapping[str, Tensor], names: Mapping[str, str], source: Pretrained, ranks: Ranks, shards: Shards
 ) -> None:
-    """Overwrites this rank's tensors with those of the file, each rank reading only its own, and of a cut one only its part."""
+    """Overwrites this rank's tensors with those of the file, each rank reading only its own, and of a cut one only its part.
+
+    Every parameter must be there. A buffer that is not keeps the value that the model gave it: only some are saved with a model.
+    """
     reader = PretrainedReader(source.path)
     wanted = {name: source.rename(name) if source.rename is not None else name for name in weights}
-    own = [name for name, stored in wanted.items() if stored is not None and isinstance(weights[name], torch.nn.Parameter)]
-    renamed = {name: str(wanted[name]) for name in own}
+    renamed = {name: str(stored) for name, stored in wanted.items() if stored is not None}
+    parameters = [name for name in renamed if isinstance(weights[name], torch.nn.Parameter)]
+    buffers = [name for name in renamed if name not in parameters]
     aliases = {} if source.rename is not None else dict(names)
-    match = reader.match(renamed.values(), aliases)
+    match = reader.match([renamed[name] for name in parameters], aliases, optional=[renamed[name] for name in buffers])
+    own = parameters + [name for name in buffers if renamed[name] in match.stored]
     if match.unexpected and ranks.num_ranks == 1:
         logger.info("%d tensors of %s are not in the model, the first is %s", len(match.unexpected), source.path, match.unexpected[0])
     with torch.no_grad():

@@ -31,6 +31,8 @@ class ShardedBatch:
     """of the whole mini-batch"""
     digest: bytes
     """of the sample numbers: ranks compare it"""
+    num_rebalanced: int = 0
+    """how often samples had been shared again when it was loaded"""
 
 
 class ShardedLoader:
@@ -66,6 +68,8 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         """The rest of the present epoch; the next call starts the next epoch."""
+        self.engine.take_new_shares()  # not later: samples are loaded ahead
+        num_rebalanced = self.engine.num_rebalanced
         order = list(self._order(self.epoch))
         starts = range(self.position, len(self) * self.batch_size, self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
@@ -76,7 +80,7 @@ class ShardedLoader:
         for samples, mine in zip(batches, own, strict=True):
             batch = next(loaded) if mine else None
             self.position += self.batch_size  # before the step: a checkpoint after it continues with the next batch
-            yield ShardedBatch(batch, self.batch_size, hashlib.blake2b(repr(samples).encode(), digest_size=8).digest())
+            yield ShardedBatch(batch, self.batch_size, hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(), num_rebalanced)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _own_samples(self, samples: list[int]) -> list[int]:

@@ -16,11 +16,13 @@ from torch.utils.data import Dataset, default_collate
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle, nothing_to_save
 from whale.lowering.program import Lowered
+from whale.planning.plan import Plan
+from whale.runtime.adapting import Adapting
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
-from whale.runtime.metrics import Metrics
+from whale.runtime.metrics import Metrics, Shares
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
@@ -54,7 +56,11 @@ class Engine:
         """largest number of micro-batches whose activations each stage of this rank held in the last step"""
         self._last_outcome: StepOutcome | None = None
         self._metrics = self._open_metrics()
-        self._unwritten: tuple[int, StepResult, int] | None = None
+        self._unwritten: tuple[int, StepResult, Shares] | None = None
+        self._adapting = Adapting(job)
+        self._next_plan: Plan | None = None
+        """with other shares, to be followed when the loader begins its next epoch: samples of this one are already on their way"""
+        self._reads_shards = False
         self._told: set[str] = set()
         self._trained: frozenset[str] = frozenset()
         """parameters that the last step trained"""
@@ -84,7 +90,7 @@ class Engine:
         return result
 
     def _step(self, batch: Any) -> StepResult:
-        if self.optimizer is None and self._held:
+        if not self._updater.is_given and self._held:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )
@@ -113,8 +119,25 @@ class Engine:
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
         timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
         result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
-        self._note(result, batch_size)
+        own_samples = sum(stop - start for start, stop in executor.program.samples)
+        self._note(result, Shares(batch_size, own_samples, self._adapting.num_rebalanced))
+        self._next_plan = self._adapting.after_step(executor, outcome, batch_size, self.step_count - 1) or self._next_plan
+        if not self._reads_shards:
+            self.take_new_shares()
         return result
+
+    def take_new_shares(self) -> None:
+        """Follows the plan that `"adapt": "on"` has made, if there is one: between steps, on all ranks alike. A loader calls it, too."""
+        if self._next_plan is not None:
+            self.plan = self._job.plan = self._next_plan
+            self._shapes.follow(self.plan)
+            self._adapting.followed()
+        self._next_plan, self._reads_shards = None, False
+
+    @property
+    def num_rebalanced(self) -> int:
+        """How often the samples were shared again since the start."""
+        return self._adapting.num_rebalanced
 
     @property
     def _waited_s(self) -> float:
@@ -261,10 +284,10 @@ class Engine:
         peak = sum(self.plan.device_flop_per_s) or math.inf
         return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
 
-    def _note(self, result: StepResult, num_samples: int) -> None:
+    def _note(self, result: StepResult, shares: Shares) -> None:
         if self._metrics is not None:
             self._flush_metrics()  # a step late: its loss has arrived
-            self._unwritten = (self.step_count - 1, result, num_samples)
+            self._unwritten = (self.step_count - 1, result, shares)
 
     def _flush_metrics(self) -> None:
         if self._unwritten is not None and self._metrics is not None:
@@ -301,6 +324,12 @@ class Engine:
 
     def _sharded_input(self, lowered: Lowered, batch: ShardedBatch, scale: float) -> StepInput:
         """Rows of this rank's own samples, micro-batch after micro-batch."""
+        if batch.num_rebalanced != self.num_rebalanced:
+            raise ValueError(
+                "this batch of engine.loader was loaded before the samples were shared again: take batches from one loader at a time, "
+                'or set "adapt" to "suggest"'
+            )
+        self._reads_shards = True
         layout: BatchLayout | None = None
         tensors: list[Tensor] = []
         intervals = self._shapes.executor(lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True).program.samples

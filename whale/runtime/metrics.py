@@ -23,6 +23,18 @@ from whale.runtime.result import StepResult
 BACKWARD_AND_FORWARD = 3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Who did how much of a step."""
+
+    num_samples: int
+    """of the mini-batch"""
+    own_samples: int
+    """of these on this rank, over all micro-batches"""
+    num_rebalanced: int
+    """how often samples had been shared again before"""
+
+
 @dataclass
 class Metrics:
     """Writes this rank's lines."""
@@ -48,9 +60,9 @@ class Metrics:
         if self.tensorboard and self.rank == 0:
             self._board = _open_board(self.run_folder / "tensorboard")
 
-    def write(self, step: int, result: StepResult, num_samples: int) -> None:
+    def write(self, step: int, result: StepResult, shares: Shares) -> None:
         """One step. Called a step late, so that the loss has arrived and nothing is waited for."""
-        timing = result.timing
+        timing, num_samples = result.timing, shares.num_samples
         flop = BACKWARD_AND_FORWARD * sum(stage.forward_flop for stage in self.plan.stages) * num_samples / self.plan.batch_size
         line = {
             "step": step,
@@ -66,6 +78,8 @@ class Metrics:
             "communication_s": timing.communication_s,
             "bubble_s": timing.bubble_s,
             "memory_bytes": peak_memory_bytes(),
+            "own_samples": shares.own_samples,
+            "num_rebalanced": shares.num_rebalanced,
         }
         assert self._file is not None
         try:

@@ -15,6 +15,7 @@ tensor is free at once.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
@@ -25,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,21 +52,20 @@ class Outgoing:
 
     def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int) -> None:
         self._connection, self._ring, self._group, self._peer = connection, ring, group, peer
-        self._bytes = torch.frombuffer(ring, dtype=torch.uint8)
+        self._memory = _address(ring) + RING_START
         self._taken = 0  # bytes of the ring, counted from the beginning of the job
         self._unsent: deque[bytes] = deque()
         self._by_group: list[tuple[dist.Work, Tensor]] = []
         self._lock = threading.Lock()  # an emulated link sends from a thread
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        data = tensor.reshape(-1).view(torch.uint8)
-        num_bytes = data.numel()
+        """The tensor must be contiguous."""
+        num_bytes = tensor.nbytes
         with self._lock:
             if num_bytes <= INLINE_BYTES:
-                self._say(HEADER.pack(tag, num_bytes, INLINE) + data.numpy().tobytes())
+                self._say(HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes))
             elif (place := self._take(num_bytes)) is not None:
-                start = RING_START + place % RING_BYTES
-                self._bytes[start : start + num_bytes].copy_(data)
+                ctypes.memmove(self._memory + place % RING_BYTES, tensor.data_ptr(), num_bytes)
                 self._say(HEADER.pack(tag, num_bytes, place))
             else:
                 self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
@@ -118,43 +117,37 @@ class Incoming:
     def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int, own: dict[int, Outgoing]) -> None:
         """`own`: the lines out of this rank, which may still have something to send before it waits."""
         self._connection, self._ring, self._group, self._peer, self._own = connection, ring, group, peer, own
-        self._bytes = torch.frombuffer(ring, dtype=torch.uint8)
         self._packet = bytearray(HEADER.size + INLINE_BYTES)
-        self._early: dict[int, Tensor | None] = {}
+        self._inline, self._memory = _address(self._packet) + HEADER.size, _address(ring) + RING_START
+        self._early: dict[int, bytearray | None] = {}
         """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
 
     def wait(self, buffer: Tensor, tag: int) -> None:
-        """Fills the buffer with the message of this tag."""
+        """Fills the buffer, which is contiguous, with the message of this tag."""
         while tag not in self._early:
-            got, found = self._next(buffer, tag)
-            if got == tag and found is not None:
+            self._read()
+            got, num_bytes, place = HEADER.unpack_from(self._packet)
+            if place == BY_GROUP:
+                self._early[got] = None
+                continue
+            start = self._inline if place == INLINE else self._memory + place % RING_BYTES
+            if got == tag:
+                _fill(buffer, start, num_bytes)
+            else:
+                self._early[got] = bytearray(ctypes.string_at(start, num_bytes))
+            if place != INLINE:
+                _COUNT.pack_into(self._ring, 0, place + num_bytes)
+            if got == tag:
                 return
-            self._early[got] = found
         known = self._early.pop(tag)
         if known is None:
             self._group.recv([buffer], self._peer, tag).wait()
         else:
-            buffer.reshape(-1).view(torch.uint8).copy_(known)
+            _fill(buffer, _address(known) if known else 0, len(known))
 
     def forget(self, is_old: Callable[[int], bool]) -> None:
         """Lets go of messages that a failed step left behind, by their tags."""
         self._early = {tag: found for tag, found in self._early.items() if not is_old(tag)}
-
-    def _next(self, buffer: Tensor, tag: int) -> tuple[int, Tensor | None]:
-        """(tag of the next message, its bytes): those of the wanted tag are written into the buffer straight away."""
-        self._read()
-        got, num_bytes, place = HEADER.unpack_from(self._packet)
-        if place == BY_GROUP:
-            return got, None
-        target = buffer.reshape(-1).view(torch.uint8) if got == tag else torch.empty(num_bytes, dtype=torch.uint8)
-        if place == INLINE:
-            if num_bytes:
-                target.copy_(torch.frombuffer(self._packet, dtype=torch.uint8, offset=HEADER.size, count=num_bytes))
-        else:
-            start = RING_START + place % RING_BYTES
-            target.copy_(self._bytes[start : start + num_bytes])
-            _COUNT.pack_into(self._ring, 0, place + num_bytes)
-        return got, target
 
     def _read(self) -> None:
         while not all(outgoing.flush() for outgoing in self._own.values()):
@@ -167,6 +160,16 @@ class Incoming:
             size = self._connection.recv_into(self._packet)  # BlockingIOError after the time of SO_RCVTIMEO
         if size == 0:
             raise RuntimeError("Connection closed by peer")
+
+
+def _address(memory: mmap.mmap | bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
+    if num_bytes != buffer.nbytes:
+        raise RuntimeError(f"a message has {num_bytes} bytes where {buffer.nbytes} were expected: the ranks do not run the same program")
+    ctypes.memmove(buffer.data_ptr(), start, num_bytes)
 
 
 def connect(ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:

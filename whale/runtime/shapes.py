@@ -126,6 +126,12 @@ class Shapes:
         kept.move_to_end(key)
         return kept[key]
 
+    def follow(self, plan: Plan) -> None:
+        """From now on with the shares of this plan, which is otherwise the same: who holds what has not changed."""
+        for lowered in (*self._training.values(), *self._evaluation.values()):
+            lowered.plan = plan
+        self._executors.clear()
+
     def executors(self) -> list[Executor]:
         return list(self._executors.values())
 
@@ -136,7 +142,8 @@ class Shapes:
             is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
             schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
-            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch)
+            compiles = job.config.compile and is_training
+            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles)
             if job.emulation is not None:
                 self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]

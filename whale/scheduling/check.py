@@ -296,21 +296,38 @@ def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
     return peaks, total_peak
 
 
-def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
-    """Most activation memory of one device, from its order alone.
+@dataclass(frozen=True)
+class Held:
+    """Memory that a stage takes for one micro-batch, in any unit."""
 
-    A forward adds the activations of its stage; an input part leaves what the weight part needs; a whole backward or weight part frees all.
-    """
+    kept: float
+    """from its forward to its backward"""
+    weight_part: float
+    """between the two parts of a split backward"""
+    working: float = 0.0
+    """beside that, while its backward runs"""
+
+
+def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
+    """Most activation memory of one device, from its order alone."""
+    stages = {action.stage for action in order if action.is_compute}
+    return peak_of_order(order, {stage: Held(costs.activation[stage], costs.weight_part[stage]) for stage in stages})
+
+
+def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> float:
+    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole backward or weight part frees all."""
     kept: dict[tuple[int, int], float] = {}
     total = peak = 0.0
     for action in order:
         if not action.is_compute:
             continue
-        key = (action.stage, action.micro_batch)
+        key, held = (action.stage, action.micro_batch), stages[action.stage]
+        if action.kind in GIVES_GRADIENT:
+            peak = max(peak, total + held.working)
         if action.kind in ENDS_BACKWARD:
             total -= kept.pop(key, 0.0)
             continue
-        now = costs.activation[action.stage] if action.kind is Kind.FORWARD else costs.weight_part[action.stage]
+        now = held.kept if action.kind is Kind.FORWARD else held.weight_part
         total += now - kept.get(key, 0.0)
         kept[key] = now
         peak = max(peak, total)

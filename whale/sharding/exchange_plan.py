@@ -31,7 +31,7 @@ from math import prod
 
 from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step
 from whale.sharding.grid import Grid, Interval
-from whale.sharding.layout import Layout
+from whale.sharding.layout import Layout, whole
 
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3 GB/s (research/tensor3d.md 4.3)"""
@@ -47,6 +47,11 @@ def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, bac
         _steps(source, target, grid, place, backend),
         _steps(target.conjugate(grid), source.conjugate(grid), grid, place, backend) if backward else (),
     )
+
+
+def plan_nothing() -> ExchangePlan:
+    """Of a tensor that stays as it is."""
+    return ExchangePlan(whole(()), whole(()), (), ())
 
 
 def places_needed(source: Layout, target: Layout, grid: Grid, *, backend: str = "gloo", backward: bool = True) -> set[tuple[int, ...]]:

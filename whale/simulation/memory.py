@@ -64,10 +64,13 @@ class Account:
     def end(self, action: Action, num_samples: int) -> None:
         """It is over, and with it what it worked on."""
         stage = self.figures.stages[action.stage]
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.used[ACTIVATIONS] -= stage.working_sample_bytes * num_samples
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            self.used[ACTIVATIONS] -= stage.kept_bytes(num_samples)
+        later = stage.weight_part_sample_bytes * num_samples
+        if action.kind is Kind.WEIGHT:
+            self.used[ACTIVATIONS] -= later
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            self.used[ACTIVATIONS] -= stage.working_sample_bytes * num_samples + stage.kept_bytes(num_samples)
+        if action.kind is Kind.INPUT:
+            self.take(ACTIVATIONS, later, str(action))
 
     def _new_gradients(self, stage: int) -> list[StateFigures]:
         """States that get their first gradient of the step from this stage."""

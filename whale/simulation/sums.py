@@ -63,7 +63,8 @@ def sums_of(plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
                 size = bucket_size(state.trained_bytes, bucket_bytes)
                 seconds, leaving = sum_seconds(state.trained_bytes, ranks, figures.network)
                 cards = tuple((host, factor * time) for host, time in leaving)
-                found.append(Sum(state.stages, ranks, factor * seconds, math.ceil(state.trained_bytes / size), cards))
+                num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+                found.append(Sum(state.stages, ranks, factor * seconds, num_buckets, cards))
     return found
 
 

@@ -1,0 +1,150 @@
+"""Unlike devices that are real: two ranks on a core each, and a busy process on the core of rank 1.
+
+1. `whale profile` measures the ranks while the process runs. The plan made for what it found is timed against even shares: at least 1.25
+   times faster. Rank 1 has half a core, so even shares take 2 units of time and the best shares 4/3: the ceiling is 1.5.
+2. The busy process stops in the middle of a run with `"adapt": "on"`: the shares must come back to even ones.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/busy_core.py` finds its neighbours, too
+
+import whale as wh
+from benchmarks.side_by_side import Claim, report, run_ranks, say
+from whale.planning.adapt import samples_by_rank
+from whale.profiling.profile_command import profile_ranks
+
+NUM_RANKS, WIDTH, NUM_LAYERS, BATCH_SIZE = 2, 768, 8, 768
+TARGET, CEILING = 1.25, 1.5
+NUM_ROUNDS, STEPS_PER_BLOCK, WARM_UP = 12, 2, 2
+BUSY_STEPS, MOST_FREE_STEPS = 12, 60
+ADAPT = {"adapt": "on", "adapt_steps": 4, "adapt_threshold": 0.1}
+NEAR_EVEN = 0.1
+"""shares count as even when they differ by at most this part of the mini-batch"""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def make_engine(cluster: Any, **config: Any) -> wh.Engine:
+    wh.init(wh.Config(config))
+    return wh.parallelize(Net(), batch(0), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), cluster=cluster)
+
+
+@contextmanager
+def busy_process() -> Iterator[subprocess.Popen[bytes] | None]:
+    """Counts for ever on the core of rank 1, which it inherits from that rank."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if dist.get_rank() == 1 else None
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes] | None) -> None:
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(measure, NUM_RANKS, folder)
+    away, back = found.pop("shares while busy"), found.pop("shares afterwards")
+    details = {"ceiling": CEILING, "shares while busy": away, "shares afterwards": back, **found}
+    is_back = abs(back[0] - back[1]) <= NEAR_EVEN * BATCH_SIZE < abs(away[0] - away[1])
+    claims = [
+        Claim("even shares / planned shares", found["ratio"], TARGET, at_most=False, details=details),
+        Claim("difference of the shares afterwards", abs(back[0] - back[1]) / BATCH_SIZE, NEAR_EVEN, at_most=True, details={"ok": is_back}),
+    ]
+    report("busy_core", claims)
+
+
+def measure(folder: str) -> dict[str, Any]:
+    """Runs on every rank."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    path = Path(folder) / "cluster.yaml"
+    with busy_process() as process:
+        cluster = profile_ranks(path, "cpu")
+        even, planned = make_engine(None), make_engine(str(path))
+        shares = samples_by_rank(planned.plan, BATCH_SIZE)
+        say(f"planned shares {shares}")
+        times = alternate({"even": even, "planned": planned})
+        adapting = make_engine(str(path), **ADAPT)
+        for step in range(BUSY_STEPS):
+            adapting.step(batch(step))
+        while_busy = samples_by_rank(adapting.plan, BATCH_SIZE)
+        say(f"the busy process stops; shares {while_busy}")
+        stop(process)
+        steps_until_even = follow(adapting)
+    rates = [round(device.kind.rate("fp32") / 1e9, 1) for device in cluster.devices]
+    return {
+        "ratio": statistics.median(a / b for a, b in zip(times["even"], times["planned"], strict=True)),
+        "even ms": round(statistics.median(times["even"]) * 1e3, 1),
+        "planned ms": round(statistics.median(times["planned"]) * 1e3, 1),
+        "profiled GFLOP/s": rates,
+        "planned shares": shares,
+        "shares while busy": while_busy,
+        "shares afterwards": samples_by_rank(adapting.plan, BATCH_SIZE),
+        "steps until the shares were even": steps_until_even,
+    }
+
+
+def alternate(engines: dict[str, wh.Engine]) -> dict[str, list[float]]:
+    """Seconds of a step, from barrier to barrier, one figure for each round."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for step in range(WARM_UP):
+        for engine in engines.values():
+            engine.step(batch(step))
+    for number in range(NUM_ROUNDS):
+        for name in engines if number % 2 == 0 else reversed(engines):
+            dist.barrier()
+            start = time.perf_counter()
+            for step in range(STEPS_PER_BLOCK):
+                engines[name].step(batch(step))
+            dist.barrier()
+            times[name].append((time.perf_counter() - start) / STEPS_PER_BLOCK)
+    return times
+
+
+def follow(engine: wh.Engine) -> int | None:
+    """Steps until the shares are even again; None: they did not come back."""
+    found = None
+    for step in range(MOST_FREE_STEPS):
+        engine.step(batch(step))
+        first, second = samples_by_rank(engine.plan, BATCH_SIZE)
+        is_even = abs(first - second) <= NEAR_EVEN * BATCH_SIZE
+        found = (step + 1 if found is None else found) if is_even else None
+    return found
+
+
+if __name__ == "__main__":
+    main()

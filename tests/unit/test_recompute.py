@@ -1,0 +1,174 @@
+"""Which activations are computed again in backward: only where memory asks for it, exactly, and with its cost in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale as wh
+from tests.exactness import Float64Mode
+from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.planning.plan import Plan
+
+WIDTH, NUM_LAYERS, BATCH_SIZE = 16, 8, 16
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.narrow(torch.tanh(self.wide(x)).square()))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    wh.init()
+    yield
+    wh.init()
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:
+    """Devices of so many bytes; nothing to read or send, so that FLOP alone count."""
+    kinds = [DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18) for i, memory in enumerate(memories)]
+    return Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e18, 0.0), Link(1e18, 0.0))
+
+
+def plan_of(cluster: Cluster | int, **config: object) -> Plan:
+    return wh.plan(Net(), torch.randn(BATCH_SIZE, WIDTH), cluster=cluster, config=dict(config), optimizer=sgd)
+
+
+def room_for(num_samples: float, num_devices: int = 1) -> int:
+    """Bytes of one of so many devices on which so many samples fit when nothing is computed again."""
+    memory = plan_of(num_devices, recompute=False).memory[0]
+    return int(memory.static_bytes + num_samples * memory.sample_bytes)
+
+
+def why(plan: Plan) -> str | None:
+    return next((decision.why for decision in plan.decisions if decision.what == "recompute"), None)
+
+
+def test_nothing_is_computed_again_where_memory_suffices() -> None:
+    plan = plan_of(devices(room_for(BATCH_SIZE)))
+    assert plan.stages[0].num_recomputed == 0 and why(plan) is None
+
+
+def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> None:
+    tight = devices(room_for(0.5 * BATCH_SIZE))
+    with pytest.raises(ValueError, match=r'does not fit.*What would fit: "recompute": "auto"'):
+        plan_of(tight, recompute=False)
+    plan, free = plan_of(tight), plan_of(devices(room_for(BATCH_SIZE)))
+    assert 0 < plan.stages[0].num_recomputed <= plan.stages[0].num_regions
+    assert plan.memory[0].total_bytes(BATCH_SIZE) <= tight.devices[0].kind.memory_bytes
+    assert free.device_seconds[0] < plan.device_seconds[0] <= 4 / 3 * free.device_seconds[0] * (1 + 1e-9)
+    text = why(plan)
+    assert text is not None and text.startswith("memory asks for it: saves ") and "more work" in text
+
+
+def test_as_little_as_memory_asks_for_is_computed_again() -> None:
+    counts = [plan_of(devices(room_for(part * BATCH_SIZE))).stages[0] for part in (0.9, 0.6, 0.4)]
+    parts = [stage.num_recomputed / stage.num_regions for stage in counts]
+    assert parts == sorted(parts) and parts[0] < parts[-1]
+
+
+def test_what_fits_with_nothing_is_refused_with_numbers() -> None:
+    with pytest.raises(ValueError, match=r"does not fit: rank 0 \(k0\) has room for \d+ ") as refused:
+        plan_of(devices(room_for(0.1)))
+    assert "recompute" not in str(refused.value)  # it was tried
+
+
+def test_the_faster_of_moving_samples_and_computing_again_is_taken() -> None:
+    # a device three times as fast with room for 9 of its 12 samples: computing some again (at most 4/3 of the work) beats 7 on the slow one
+    fast = plan_of(devices(room_for(9.5, 2), 10**9, rates=(3e12, 1e12)))
+    assert fast.stages[0].num_recomputed > 0
+    # with room for 7 of 8 one sample moves, which costs less than computing even one region again
+    moved = plan_of(devices(room_for(7.5, 2), 10**9, rates=(1e12, 1.1e12)))
+    assert moved.stages[0].num_recomputed == 0
+
+
+def test_only_the_stages_that_are_short_of_memory_compute_again() -> None:
+    free = plan_of(devices(10**9, 10**9), num_task_graph=2, num_micro_batch=4, recompute=False)
+    first, second = (memory.total_bytes(4) for memory in free.memory)
+    plan = plan_of(devices(int(first) - 1, int(second) + 1), num_task_graph=2, num_micro_batch=4)
+    assert [stage.num_recomputed > 0 for stage in plan.stages] == [True, False]
+
+
+def test_forced_and_forbidden_and_by_name() -> None:
+    forced = plan_of(devices(10**9), recompute=True).stages[0]
+    assert forced.num_recomputed == forced.num_regions > 0
+    none, named = plan_of(devices(10**9), recompute=False), plan_of(devices(10**9), recompute=["layers.[0-3]"])
+    assert named.memory[0].sample_bytes < none.memory[0].sample_bytes
+    # half of the layers run their forward twice: 3 parts of work become 3.5
+    assert named.device_seconds[0] / none.device_seconds[0] == pytest.approx(3.5 / 3, rel=0.02)
+    with pytest.raises(ValueError, match=r"""'layer\.\*' matches no module of the model"""):
+        plan_of(devices(10**9), recompute=["layer.*"])
+    with pytest.raises(ValueError, match="'recompute' must be 'auto', True, False or a list of module names, not 'yes'"):
+        wh.Config(recompute="yes")
+
+
+def step_losses(config: dict[str, object], dropout: float = 0.0) -> tuple[list[float], dict[str, Tensor]]:
+    wh.init(wh.Config(config))
+    torch.manual_seed(1)
+    data = [torch.randn(BATCH_SIZE, WIDTH) for _ in range(3)]
+    engine = wh.parallelize(Net(dropout), data[0], optimizer=sgd)
+    assert any("recomputed" in name for name, _ in engine._shapes.first.chunks[0].module_for(1).named_modules()) is bool(
+        config.get("recompute")
+    )
+    return [engine.step(batch).loss for batch in data], engine.full_state_dict()
+
+
+@pytest.mark.parametrize("recompute", [True, ["layers.[1-4]"]], ids=str)
+def test_dropout_draws_the_same_numbers_again(recompute: object) -> None:
+    with Float64Mode():
+        kept, again = (step_losses({"num_micro_batch": 2, "recompute": each}, dropout=0.3) for each in (False, recompute))
+    assert kept[0] == again[0]
+    for name, weight in kept[1].items():
+        assert torch.equal(weight, again[1][name]), name
+
+
+class Counted(nn.Module):
+    """Batch norm between layers: running statistics and the count of batches must be updated once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.norm(torch.tanh(self.first(x))))).square().mean()
+
+
+def test_buffers_are_never_updated_twice() -> None:
+    with Float64Mode():
+        wh.init(wh.Config({"recompute": True}))
+        batch = torch.randn(BATCH_SIZE, WIDTH)
+        engine = wh.parallelize(Counted(), batch, optimizer=sgd)
+        local = Counted()
+        optimizer = sgd(local.parameters())
+        for _ in range(2):
+            engine.step(batch)
+            optimizer.zero_grad()
+            local(batch).backward()
+            optimizer.step()
+        for name, tensor in engine.full_state_dict().items():
+            assert torch.allclose(tensor, local.state_dict()[name], rtol=0, atol=1e-12), name

@@ -1,0 +1,322 @@
+"""Stages, schedule and shares of one order of the devices: priced without recomputation, and with it where memory asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import Node
+
+from whale import scheduling
+from whale.annotation import Mark, Strategy
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind, trains_batch_norm
+from whale.capture.losses import NotAdditive
+from whale.capture.sample_states import batch_dim
+from whale.cluster.cluster import Cluster
+from whale.config import Config
+from whale.planning.assignment import Assignment, make_assignment
+from whale.planning.balance import Order, Situation, refuse_unless_it_fits
+from whale.planning.chunks import schedule_costs
+from whale.planning.describe import crossings, describe_stages, holders
+from whale.planning.plan import Crossing, Stage
+from whale.planning.pricing import shared_gradient_bytes, stage_seconds
+from whale.planning.recompute_choice import Choice, Demand, Stages, enough
+from whale.planning.shares import Load, micro_batch_sizes
+from whale.planning.split_memory import grid_memory
+from whale.planning.split_stages import Split, SplitProblem, together_seconds
+from whale.planning.stages import assign_stages, move_free_operations
+from whale.planning.task_graphs import TaskGraphs
+from whale.planning.virtual_devices import Placement, VirtualDevice
+from whale.planning.workload import ADAM_STATE, Workload
+from whale.profiling.costs import value_bytes
+
+SAME_TIME = 1e-9
+"""relative: memory that costs less than this does not limit"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    captured: CapturedGraph
+    """with the loss already split into terms"""
+    kinds: Mapping[Node, Kind]
+    marks: Mapping[Node, Mark]
+    default_strategy: Strategy | None
+    term_texts: tuple[str, ...]
+    only_whole: NotAdditive | None
+    """why the loss may not be cut over micro-batches or devices, if so"""
+    cluster: Cluster
+    config: Config
+    batch_size: int
+    optimizer_ratio: float = ADAM_STATE
+    """bytes of optimizer state for each byte of trainable parameters"""
+
+    @property
+    def largest_micro_batch(self) -> int:
+        return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Everything that follows from one order of the devices."""
+
+    order: Order
+    task_graphs: TaskGraphs
+    why_task_graphs: str
+    split: Split
+    assignment: Assignment
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    schedule: scheduling.Schedule
+    predicted_s: float
+    """of forwards and backwards, by the costs that the schedule was made for"""
+    situation: Situation
+    slowest_s: float
+    """of the device that takes longest for the largest micro-batch"""
+    without_recompute: Situation
+    """what it would be if the planner had nothing computed again"""
+    why_chunks: str = ""
+
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
+
+    @property
+    def choice(self) -> Choice:
+        return tuple((stage.num_regions, stage.num_recomputed) for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """One choice of what is computed again."""
+
+    stages: tuple[Stage, ...]
+    schedule: scheduling.Schedule
+    situation: Situation
+
+
+def draft_stages(
+    problem: Problem,
+    workload: Workload,
+    operations: list[Node],
+    order: Order,
+    task_graphs: TaskGraphs,
+    why: str,
+    placement: Placement,
+    is_chunked: bool,
+) -> Draft:
+    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of its own."""
+    captured, config = problem.captured, problem.config
+    if is_chunked:
+        stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
+    else:
+        virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
+        stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
+    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
+    assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
+    drafter = _Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage))
+    nothing, best = drafter.choose()
+    slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
+    predicted_s = scheduling.simulate(best.schedule, drafter.costs(best.stages, config.num_micro_batch)).step_s
+    return Draft(
+        order, task_graphs, why, split, assignment, best.stages, drafter.crossings, best.schedule, predicted_s, best.situation,
+        slowest_s, nothing.situation,
+    )  # fmt: skip
+
+
+def _split(
+    problem: Problem,
+    workload: Workload,
+    task_graphs: TaskGraphs,
+    placement: Placement,
+    assignment: Assignment,
+    device_of_stage: Sequence[int],
+) -> Split:
+    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that a replica gets."""
+    return SplitProblem(
+        captured=problem.captured,
+        kinds=problem.kinds,
+        assignment=assignment,
+        device_of_stage=device_of_stage,
+        placement=placement,
+        task_graphs=task_graphs,
+        cluster=problem.cluster,
+        dtype=problem.config.dtype,
+        num_samples=-(-problem.largest_micro_batch // placement.num_replicas),
+        num_micro_batch=problem.config.num_micro_batch,
+        state_per_weight=2.0 + workload.optimizer_ratio,
+    ).solve()
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """One cut into stages, before it is decided what is computed again."""
+
+    problem: Problem
+    workload: Workload
+    task_graphs: TaskGraphs
+    split: Split
+    assignment: Assignment
+    device_of_stage: tuple[int, ...]
+
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
+
+    @cached_property
+    def kept(self) -> Stages:
+        return Stages(self.workload, self.assignment, self.problem.config.recompute, frozenset(self.split.shardings))
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        problem = self.problem
+        micro_batch = problem.batch_size / problem.config.num_micro_batch
+        return crossings(problem.captured, self.assignment, self.placement, self.device_of_stage, problem.cluster, micro_batch)
+
+    @cached_property
+    def stage_graph(self) -> scheduling.StageGraph:
+        edges = tuple(sorted({(c.source, c.destination) for c in self.crossings}))
+        gradient_edges = tuple(sorted({(c.source, c.destination) for c in self.crossings if c.gradient}))
+        return scheduling.StageGraph(self.device_of_stage, edges, gradient_edges)
+
+    def choose(self) -> tuple[_Priced, _Priced]:
+        """(nothing computed again, the best); raises where memory is too small."""
+        wanted, size = self.problem.config.recompute, self.problem.largest_micro_batch
+        nothing = self.price(self.kept.nothing)
+        if wanted is not True and not (wanted == "auto" and self._is_limited(nothing)):
+            self._refuse_unless_it_fits(nothing)
+            return nothing, nothing
+        everything = self.kept.everything(nothing.schedule)
+        if wanted is True:
+            candidates = [self.price(everything)]
+        else:
+            some = enough(self.kept, self._demands(nothing), nothing.schedule)
+            candidates = [nothing, *(self.price(choice) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
+        fitting = [each for each in candidates if self._fits(each)]
+        if not fitting:
+            self._refuse_unless_it_fits(candidates[-1])
+        return nothing, min(fitting, key=lambda each: each.situation.divide(size).slowest_s)
+
+    def price(self, choice: Choice) -> _Priced:
+        stages = self._stages(choice)
+        schedule = self._schedule(stages, self.problem.config.num_micro_batch)
+        return _Priced(stages, schedule, self._situation(choice, schedule))
+
+    def _stages(self, choice: Choice) -> tuple[Stage, ...]:
+        problem, workload = self.problem, self.workload
+        kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
+        times = []
+        for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
+            if stage in self.split.shardings:
+                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch))
+                continue
+            again = self.kept.regions(stage, choice[stage])
+            times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
+        described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
+        return tuple(
+            replace(stage, num_regions=regions, num_recomputed=recomputed)
+            for stage, (regions, recomputed) in zip(described, choice, strict=True)
+        )
+
+    def costs(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Costs:
+        return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
+
+    def _schedule(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Schedule:
+        return scheduling.build(self.problem.config.schedule, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
+
+    def _fits(self, priced: _Priced) -> bool:
+        return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
+
+    def _is_limited(self, priced: _Priced) -> bool:
+        """Whether memory keeps samples from the devices that would do them fastest."""
+        if not self._fits(priced):
+            return True
+        size = self.problem.largest_micro_batch
+        free_s = priced.situation.without_limits().divide(size).slowest_s
+        return priced.situation.divide(size).slowest_s > free_s * (1 + SAME_TIME)
+
+    def _refuse_unless_it_fits(self, priced: _Priced) -> None:
+        config = self.problem.config
+        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
+
+        def situation_with(num_micro_batch: int) -> Situation:
+            return self._situation(choice, self._schedule(priced.stages, num_micro_batch))
+
+        def recompute_fits() -> bool:
+            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
+
+        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits)
+
+    def _demands(self, priced: _Priced) -> list[Demand]:
+        """What every VirtualDevice is to hold if speed alone decides who gets which samples."""
+        division = priced.situation.without_limits().divide(self.problem.largest_micro_batch)
+        found = []
+        for device in self.placement.virtual_devices:
+            ranks = []
+            for replica, members in enumerate(device.ranks):
+                for rank, share in zip(members, division.runs[replica][device.index], strict=True):
+                    ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
+            stages = tuple(self._stages_of(device))
+            found.append(Demand(stages, priced.schedule.orders[device.index], self._shared_bytes(stages), tuple(ranks)))
+        return found
+
+    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
+        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
+        problem, workload = self.problem, self.workload
+        kinds = [device.kind for device in problem.cluster.devices]
+        loads, memory = {}, {}
+        for device in self.placement.virtual_devices:
+            stages = self._stages_of(device)
+            operations = [node for stage in stages for node in self.assignment.slices[stage].operations]
+            again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
+            needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
+            if device.grid is not None:
+                load = Load(sum(self.split.shardings[stage].seconds for stage in stages) / self.split.num_samples)
+                flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
+                for place, part in enumerate(grid_memory(workload, self.split, stages, needed, flying)):
+                    for rank in (members[place] for members in device.ranks):
+                        loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
+                continue
+            needed = replace(needed, buffer_bytes=needed.buffer_bytes + self._shared_bytes(tuple(stages)))
+            totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
+            for rank in _ranks(device):
+                loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
+                memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
+        ranks = range(problem.cluster.num_devices)
+        return Situation(
+            self.placement.virtual_devices,
+            tuple(loads[rank] for rank in ranks),
+            tuple(memory[rank] for rank in ranks),
+            tuple(kind.name for kind in kinds),
+            _least_samples(problem.captured, self.assignment),
+            workload.batch_bytes / problem.batch_size,
+        )
+
+    def _stages_of(self, device: VirtualDevice) -> list[int]:
+        return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        return holders(self.problem.captured, self.assignment)
+
+    def _shared_bytes(self, stages: tuple[int, ...]) -> int:
+        def is_shared(held_by: tuple[int, ...]) -> bool:
+            owners = {self.device_of_stage[stage] for stage in held_by}
+            return len(owners) > 1 or self.placement.num_replicas * self.placement.virtual_devices[min(owners)].num_devices > 1
+
+        return shared_gradient_bytes(self.problem.captured, self._holders, stages, is_shared)
+
+
+def _ranks(device: VirtualDevice) -> list[int]:
+    return [rank for replica in device.ranks for rank in replica]
+
+
+def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
+    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
+    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
+    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
+    return 1 if sums_inside or unbatched or captured.buffer_updates else 0

@@ -1,0 +1,139 @@
+"""How much of each stage is computed again in backward: as little as memory asks for.
+
+Without limits by memory nothing is. Otherwise three drafts are priced and the one whose slowest device is fastest is taken:
+
+    nothing      where it fits; memory may then give samples to slower devices
+    enough       every device gets the samples that its speed asks for, and computes again as few regions as make them fit
+    everything   all regions of all stages: the smallest memory that there is
+
+A stage is cut into the number of regions that makes  in flight * what the regions keep + the largest region  smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.fx import Node
+
+from whale import scheduling
+from whale.planning.assignment import Assignment
+from whale.planning.plan import DeviceMemory
+from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
+from whale.planning.workload import StageBytes, Workload
+
+TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""numbers of regions of a stage that are compared"""
+
+Choice = tuple[Counts, ...]
+"""of every stage: (regions, regions that are computed again)"""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one draft, and what they keep under any choice."""
+
+    workload: Workload
+    assignment: Assignment
+    wanted: Recompute
+    on_grids: frozenset[int] = frozenset()
+    """stages in which nothing is computed again"""
+
+    @property
+    def nothing(self) -> Choice:
+        return ((0, 0),) * len(self.assignment.slices)
+
+    @cached_property
+    def _crossing(self) -> list[list[Node]]:
+        """What each stage receives and sends."""
+        found: list[list[Node]] = [[] for _ in self.assignment.slices]
+        for node, source, destination in self.assignment.crossings:
+            found[source].append(node)
+            found[destination].append(node)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, Counts], tuple[Regions, StageBytes]]:
+        return {}
+
+    def regions(self, stage: int, counts: Counts) -> Regions:
+        return self._of(stage, counts)[0]
+
+    def bytes(self, stage: int, counts: Counts) -> StageBytes:
+        return self._of(stage, counts)[1]
+
+    def _of(self, stage: int, counts: Counts) -> tuple[Regions, StageBytes]:
+        if (stage, counts) not in self._known:
+            operations = self.assignment.slices[stage].operations
+            regions = regions_of_stage(self.workload.captured, operations, self.assignment.gradients, counts, self.wanted)
+            self._known[stage, counts] = regions, self.workload.stage_bytes(operations, self._crossing[stage], regions)
+        return self._known[stage, counts]
+
+    def best_regions(self, stage: int, in_flight: int) -> int:
+        """The number of regions with which the stage needs least, all of them computed again."""
+
+        def peak(count: int) -> float:
+            needed = self.bytes(stage, (count, count))
+            return in_flight * needed.kept.sample_bytes + needed.working_sample_bytes
+
+        return min(TRIED_REGIONS, key=peak)
+
+    def everything(self, schedule: scheduling.Schedule) -> Choice:
+        best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
+        return tuple((0, 0) if stage in self.on_grids else (count, count) for stage, count in enumerate(best))
+
+    def memory(self, stages: Sequence[int], choice: Mapping[int, Counts], order: tuple[scheduling.Action, ...]) -> DeviceMemory:
+        """Of a device that runs these stages."""
+        slices = [self.assignment.slices[stage] for stage in stages]
+        return self.workload.memory(slices, {stage: self.bytes(stage, choice[stage]) for stage in stages}, order)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one VirtualDevice is to hold."""
+
+    stages: tuple[int, ...]
+    order: tuple[scheduling.Action, ...]
+    shared_bytes: int
+    """of gradients that are summed with other devices"""
+    ranks: tuple[tuple[int, int], ...]
+    """(samples of a micro-batch, bytes of the device or 0 where they are not known) of every rank"""
+
+    def fits(self, memory: DeviceMemory) -> bool:
+        static = memory.static_bytes + self.shared_bytes
+        return all(not room or static + samples * memory.sample_bytes <= room for samples, room in self.ranks)
+
+
+def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Schedule) -> Choice:
+    """As few regions as make the samples of every device fit; all of them where even that is too much."""
+    choice = dict(enumerate(stages.nothing))
+    in_flight = scheduling.peaks_in_flight(schedule)
+    for demand in demands:
+        _add_regions(stages, demand, choice, in_flight)
+    return tuple(choice[stage] for stage in range(len(choice)))
+
+
+def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_flight: Sequence[int]) -> None:
+    if demand.fits(stages.memory(demand.stages, choice, demand.order)):
+        return
+    for stage in demand.stages:
+        if stage in stages.on_grids:
+            continue
+        count = stages.best_regions(stage, in_flight[stage])
+        for number in range(1, count + 1):
+            choice[stage] = (count, number)
+            if demand.fits(stages.memory(demand.stages, choice, demand.order)):
+                return
+
+
+def explain(choice: Choice, wanted: Recompute, extra_s: float, step_s: float, saved_bytes: float) -> tuple[str, str] | None:
+    """(choice, why) for the plan; None where the planner has nothing computed again."""
+    chosen = [stage for stage, (_, number) in enumerate(choice) if number]
+    if not chosen:
+        return None
+    parts = ", ".join(f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen[:8])
+    more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
+    reason = "asked for" if wanted is True else "memory asks for it"
+    cost = f"; the slowest device does {100 * extra_s / step_s:.3g} % more work" if step_s else ""
+    return f"stage {parts}{more}", f"{reason}: saves {saved_bytes / 1e9:.3g} GB on the device where it saves most{cost}"
