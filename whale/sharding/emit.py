@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.capture.kinds import is_random, op_name
+from whale.capture.kinds import is_random, op_name, trains_batch_norm
 from whale.compat import enter_autocast, exit_autocast
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
@@ -27,8 +27,8 @@ from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random")
-"""operations that talk to other devices, or draw random numbers"""
+SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random", "replicas")
+"""operations that talk to other devices, or draw random numbers; `replicas` adds up a value over the model replicas"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
 
@@ -172,6 +172,8 @@ class _Emitter:
         ]
         self._autocast(node.meta.get("autocast"))
         results = self._local(node, chosen or {}, sources)
+        if "all_reduce" in node.meta and chosen:
+            results = self._over_replicas(node, chosen, results)
         results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
         held = node.meta.get("val")
         if not isinstance(held, list | tuple):
@@ -210,6 +212,8 @@ class _Emitter:
         )
         if is_random(node):
             kinds.setdefault("random", [])
+        if chosen and trains_batch_norm(node):
+            kinds.setdefault("batch norm", [])  # also where every device has all samples: other replicas have more
         for kind in SPECIAL:
             if kind in kinds:
                 inputs = [self.layout(v, {a: o.inputs[slot] for a, o in chosen.items()}) for slot, v in enumerate(values)]
@@ -220,6 +224,14 @@ class _Emitter:
         shapes = [layout.local_shape(self.grid, self.place) for layout in outputs]
         is_mean = any(kind in kinds for kind in ("mean", "mean loss"))
         return local_call(self.graph, node, self._arguments(node, sources), shapes if chosen else None, self.shapes if is_mean else None)
+
+    def _over_replicas(self, node: Node, chosen: Mapping[str, Option], result: Node) -> Node:
+        """A loss that is not additive: its batch sums are taken over all model replicas."""
+        layout = self.layout((node, 0), {axis: option.outputs[0] for axis, option in chosen.items()})
+        special = Special("replicas", node, (), (layout,), (layout,), self.place)
+        call = self._call(self.communication.operation(special), "replicas", (result,))
+        call.meta["special"] = special
+        return call
 
     def _arguments(self, node: Node, sources: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The node's arguments with local tensors and constant sizes."""
