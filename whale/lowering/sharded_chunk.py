@@ -12,6 +12,7 @@ from whale.capture.kinds import is_random
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
+from whale.lowering.overlap import overlap
 from whale.planning.assignment import Assignment
 from whale.planning.recompute import Regions
 from whale.planning.split_stages import stage_program
@@ -79,5 +80,7 @@ class _Modules:
         if num_samples not in self.made:
             communication = self.around.communication
             place, regions = communication.place, self.around.regions
-            self.made[num_samples] = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
+            module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
+            overlap(module)
+            self.made[num_samples] = module
         return self.made[num_samples]
