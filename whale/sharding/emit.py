@@ -27,7 +27,7 @@ from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random")
+SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random")
 """operations that talk to other devices, or draw random numbers"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
