@@ -110,6 +110,7 @@ def figures_of(
             kept_fixed_bytes=needed.kept.fixed_bytes,
             working_sample_bytes=needed.working_sample_bytes,
             weight_part_sample_bytes=needed.weight_part.sample_bytes,
+            working_fixed_bytes=workload.largest_gradient(part),
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = _states(workload.captured, holders, on_grids.weights)

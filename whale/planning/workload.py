@@ -142,10 +142,16 @@ class Workload:
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
-            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()})),
+            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()}))
+            + max(map(self.largest_gradient, slices), default=0),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
         )
+
+    def largest_gradient(self, part: StageSlice) -> int:
+        """Bytes of the largest trained parameter of a stage: a gradient is made before it is added to the one that is there."""
+        states = [self.captured.state[str(node.target)] for node in part.state]
+        return max((state.num_bytes for state in states if state.kind == "parameter" and state.trainable), default=0)
 
     @cached_property
     def batch_bytes(self) -> int:
