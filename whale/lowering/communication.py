@@ -42,7 +42,7 @@ class GridGroups:
     """Process groups of all lines of all grids of a plan. Made on every rank, in the same order."""
 
     def __init__(self, plan: Plan, ranks: Ranks, has_statistics: bool) -> None:
-        """`has_statistics`: the model trains batch norms, whose sums go over all replicas."""
+        """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such sums go over all replicas."""
         self._plan, self._ranks = plan, ranks
         self._lines: dict[tuple[int, int], dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
         self._statistics: dict[tuple[int, tuple[int, ...]], Line] = {}
@@ -209,6 +209,11 @@ def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., An
     return _by_name(special.node, run)
 
 
+def _replicas(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    line = around.statistics.get((around.place,))
+    return lambda value: value if line is None else sharded_ops.sum_over_line(value, line)
+
+
 def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
     """Any operation that draws numbers; those that make a tensor of random numbers make their part of it."""
     node, output = special.node, special.outputs[0]
@@ -247,5 +252,6 @@ OPERATIONS: dict[str, Build] = {
     "embedding": _embedding,
     "batch norm": _batch_norm,
     "random": _random,
+    "replicas": _replicas,
 }
 """kind of a special operation (`sharding/emit.py`) -> what runs it"""

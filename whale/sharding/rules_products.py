@@ -80,6 +80,15 @@ def _product(
     return options + partial_options(op, [{factors[0], added}, {factors[1], added}])
 
 
+@rule("_grouped_mm grouped_mm grouped_mm_fallback")
+def grouped_mm(op: Operation) -> list[Option]:
+    """Rows sorted by expert, [m, k] with weights [experts, k, n]: as a product inside every expert. Where an expert's rows end is known to
+    everyone, and the rows of one expert stand together whatever the samples: they are not cut."""
+    if len(op.shapes) != 3 or len(op.shapes[0]) != 2 or len(op.shapes[1]) != 3:
+        return []
+    return labelled(op, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], sums={"k"}) + partial_options(op, [{0}, {1}])
+
+
 @rule("embedding")
 def embedding(op: Operation) -> list[Option]:
     """Cut by vocabulary, every device looks up the words that it has and gives zeros for the others."""
