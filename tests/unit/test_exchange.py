@@ -142,6 +142,16 @@ def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
     assert sum(plan.num_sent for plan in plans) == least
 
 
+@given(cases())
+@settings(max_examples=many(1000), deadline=None)
+def test_elements_sent_are_counted_without_listing_the_messages(case) -> None:
+    grid, source, target = case
+    change = exchange_plan._Change(source, target, grid)
+    assert [change.num_sent(place) for place in range(grid.num_devices)] == [
+        sum(block.count for block in change.step(place).sends if block.place != place) for place in range(grid.num_devices)
+    ]
+
+
 @pytest.mark.parametrize("g", [2, 3, 4, 8])
 def test_bytes_of_the_collectives(g) -> None:
     """research/tensor3d.md 1.1: gather and reduce-scatter (g-1)/g of the whole, all-reduce twice that."""

@@ -52,21 +52,26 @@ class Grid:
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
-        return {"x": self.gx, "y": self.gy, "z": self.gz}[axis]
+        return self._sizes[axis]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {"x": self.gx, "y": self.gy, "z": self.gz}
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far neighbours along an axis are apart: line (1)."""
+        return {"x": 1, "y": self.gx, "z": self.gx * self.gy}
 
     def coordinate(self, place: int, axis: str) -> int:
         """Line (1), backwards."""
-        return place // self._stride(axis) % self.size(axis)
-
-    def _stride(self, axis: str) -> int:
-        """How far neighbours along an axis are apart: line (1)."""
-        return {"x": 1, "y": self.gx, "z": self.gx * self.gy}[axis]
+        return place // self._strides[axis] % self._sizes[axis]
 
     def line(self, place: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The places that differ from this one on these axes only, this one included, in order."""
         places = [place]
         for axis in dict.fromkeys(axes):
-            steps = [(other - self.coordinate(place, axis)) * self._stride(axis) for other in range(self.size(axis))]
+            steps = [(other - self.coordinate(place, axis)) * self._strides[axis] for other in range(self.size(axis))]
             places = [at + step for at in places for step in steps]
         return tuple(sorted(places))
 
