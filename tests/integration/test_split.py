@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale as wh
 from tests.exactness import Float64Mode, Trace, compare, local_training
@@ -63,6 +64,34 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class SharedBias(nn.Module):
+    """A value made of weights alone, used by both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+        self.a, self.b, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        bias = self.table(torch.arange(4, device=x.device)).mean(0)
+        x = torch.tanh(self.b(torch.tanh(self.a(x) + bias)) + bias)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Images(nn.Module):
+    """Batch statistics, a convolution and a part under torch.utils.checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, HIDDEN, 3, padding=1), nn.BatchNorm2d(HIDDEN)
+        self.hidden, self.head = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        features = F.relu(self.norm(self.conv(x.view(-1, 1, 2, WIDTH // 2)))).mean((2, 3))
+        hidden = checkpoint(lambda value: torch.tanh(self.hidden(value)), features, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -86,6 +115,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mlp": (Mlp, vectors),
     "classifier": (Classifier, vectors),
     "chain": (Chain, vectors),
+    "shared bias": (SharedBias, vectors),
+    "images": (Images, vectors),
     "gpt2": (gpt2, tokens),
 }
 
@@ -143,6 +174,11 @@ SLOW_CASES = [
     Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
+    Case("shared bias", 4, {"table|a": ("split", 2, None), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("shared bias", 3, {"table|a": ("replicate", 1), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("images", 3, {"conv|norm": ("replicate", 3), "hidden|head": ("split", 3, None)}),
+    Case("images", 4, {"conv|norm": ("replicate", 2), "hidden|head": ("split", 2, None)}, {"colocate": True}),
+    Case("images", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (1, 4, 1))),
     Case("gpt2", 4, everything(4, (1, 1, 4))),

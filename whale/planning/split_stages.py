@@ -13,7 +13,7 @@ from math import prod
 
 from torch.fx import Node
 
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.planning.assignment import Assignment
@@ -63,7 +63,7 @@ def stage_program(
     )
 
 
-def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
+def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
     asked: dict[int, dict[tuple[int, int, int] | None, str]] = {}
     for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
@@ -73,6 +73,13 @@ def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
                 raise ValueError(f"wh.{strategy} on {label}: the method {strategy.method!r} cannot be planned yet, leave it out")
             asked.setdefault(device, {}).setdefault(strategy.grid, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
+    shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
+    if asked and shared is not None and placement.num_replicas > 1:
+        raise ValueError(
+            f"the loss is not a sum over samples ({user_line(shared)}), and its sums over the batch cannot be shared between "
+            f"{placement.num_replicas} model replicas that are split: split over more devices, so that there is one replica, or set "
+            f'"loss_per_micro_batch": true'
+        )
     for index, shapes in asked.items():
         given = [shape for shape in shapes if shape is not None]
         if len(given) > 1:
