@@ -119,9 +119,11 @@ def refuse_unless_it_fits(
 
 
 def _room(situation: Situation) -> str:
-    """Samples that fit on each device, with the numbers behind them."""
+    """Samples that fit on each device, those with least room first, with the numbers behind them."""
     lines = []
-    for rank, memory in enumerate(situation.memory[:SHOWN]):
+    tightest = sorted(range(len(situation.memory)), key=lambda rank: (situation.memory[rank].most_samples(), rank))
+    for rank in sorted(tightest[:SHOWN]):
+        memory = situation.memory[rank]
         lines.append(
             f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({_gb(memory.capacity_bytes)} less "
             f"{_gb(memory.static_bytes)} for weights and the like, {_gb(memory.sample_bytes)} a sample)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch.fx import Node
 
@@ -30,6 +30,8 @@ from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import ADAM_STATE, Workload
 from whale.profiling.costs import value_bytes
 
+FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
+"""schedules that are the same whatever the stages cost: made once for all drafts"""
 SAME_TIME = 1e-9
 """relative: memory that costs less than this does not limit"""
 
@@ -188,7 +190,10 @@ class _Drafter:
         return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
 
     def _schedule(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Schedule:
-        return scheduling.build(self.problem.config.schedule, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
+        name = self.problem.config.schedule
+        if name in FIXED_ORDERS:
+            return _fixed_schedule(name, self.stage_graph, num_micro_batch)
+        return scheduling.build(name, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
 
     def _fits(self, priced: _Priced) -> bool:
         return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
@@ -264,6 +269,11 @@ class _Drafter:
             return len(owners) > 1 or self.placement.num_replicas * self.placement.virtual_devices[min(owners)].num_devices > 1
 
         return shared_gradient_bytes(self.problem.captured, self._holders, stages, is_shared)
+
+
+@lru_cache(maxsize=8)
+def _fixed_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int) -> scheduling.Schedule:
+    return scheduling.build(name, graph, num_micro_batch)
 
 
 def _ranks(device: VirtualDevice) -> list[int]:

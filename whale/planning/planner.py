@@ -222,7 +222,13 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
 
     def cut_with(again: bool) -> TaskGraphs:
         return from_cuts(
-            operations, problem.kinds, wanted, cuts.times, cuts.crossing_seconds, lambda nodes: cuts.memory(nodes, names_behind, again)
+            operations,
+            problem.kinds,
+            wanted,
+            cuts.times,
+            cuts.crossing_seconds,
+            lambda nodes: cuts.memory(nodes, names_behind, again),
+            only_thin=again,
         )
 
     try:

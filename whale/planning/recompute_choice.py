@@ -25,6 +25,8 @@ from whale.planning.workload import StageBytes, Workload
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """numbers of regions of a stage that are compared"""
+PATIENCE = 2
+"""so many larger numbers in a row that need more end the comparison"""
 
 Choice = tuple[Counts, ...]
 """of every stage: (regions, regions that are computed again)"""
@@ -75,7 +77,13 @@ class Stages:
             needed = self.bytes(stage, (count, count))
             return in_flight * needed.kept.sample_bytes + needed.working_sample_bytes
 
-        return min(TRIED_REGIONS, key=peak)
+        best, least, tries_left = 1, peak(1), PATIENCE
+        for count in TRIED_REGIONS[1:]:
+            needed = peak(count)
+            best, least, tries_left = (count, needed, PATIENCE) if needed < least else (best, least, tries_left - 1)
+            if not tries_left:
+                break
+        return best
 
     def everything(self, schedule: scheduling.Schedule) -> Choice:
         best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
