@@ -62,13 +62,14 @@ def bert() -> dict[str, Any]:
     words = torch.zeros(64, 128, dtype=torch.long)
     batch = {"input_ids": words, "labels": words}
     times = []
-    # the same capture twice, once for a plan of next to nothing: the difference is what planning takes
-    for kinds, settings in (({"T4": 1}, {}), (MIXED_CLUSTER, {"num_task_graph": 4, "num_micro_batch": 8})):
+    # the same capture three times: to warm up, for a plan of next to nothing, and for the real one. The difference is what planning takes
+    small: tuple[dict[str, int], dict[str, int]] = ({"T4": 1}, {})
+    for kinds, settings in (small, small, (MIXED_CLUSTER, {"num_task_graph": 4, "num_micro_batch": 8})):
         begin = time.perf_counter()
         plan = wh.plan(model, batch, cluster=cluster_of(kinds), config=settings)
         times.append(time.perf_counter() - begin)
-    seconds = max(0.0, times[1] - times[0])
-    found = {"seconds": round(seconds, 2), "of limit": seconds / LIMIT_AFTER_CAPTURE_S, "in all": round(times[1], 1)}
+    seconds = max(0.0, times[2] - times[1])
+    found = {"seconds": round(seconds, 2), "of limit": seconds / LIMIT_AFTER_CAPTURE_S, "in all": round(times[2], 1)}
     return {**found, "devices": plan.num_devices}
 
 

@@ -216,7 +216,8 @@ class _Drafter:
         def recompute_fits() -> bool:
             return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
 
-        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits)
+        again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
+        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
 
     def _demands(self, priced: _Priced) -> list[Demand]:
         """What every VirtualDevice is to hold if speed alone decides who gets which samples."""

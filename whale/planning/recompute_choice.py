@@ -131,13 +131,13 @@ def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_f
                 return
 
 
-def explain(choice: Choice, wanted: Recompute, extra_s: float, step_s: float, saved_bytes: float) -> tuple[str, str] | None:
-    """(choice, why) for the plan; None where the planner has nothing computed again."""
+def explain(choice: Choice, wanted: Recompute, more_work: float, saved_bytes: float) -> tuple[str, str] | None:
+    """(choice, why) for the plan; None where the planner has nothing computed again. Figures are of the device with most of each."""
     chosen = [stage for stage, (_, number) in enumerate(choice) if number]
     if not chosen:
         return None
     parts = ", ".join(f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen[:8])
     more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
     reason = "asked for" if wanted is True else "memory asks for it"
-    cost = f"; the slowest device does {100 * extra_s / step_s:.3g} % more work" if step_s else ""
-    return f"stage {parts}{more}", f"{reason}: saves {saved_bytes / 1e9:.3g} GB on the device where it saves most{cost}"
+    figures = f"saves up to {saved_bytes / 1e9:.3g} GB on a device, for up to {100 * more_work:.3g} % more work"
+    return f"stage {parts}{more}", f"{reason}: {figures}"
