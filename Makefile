@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
 PYTEST_OPTIONS ?= -n 2 --dist loadgroup
 
-.PHONY: train test test-all setup lint clean
+.PHONY: train test test-all setup browser lint clean
 
 train: setup
 	$(VENV)/bin/whale run -n 4 examples/train_m6.py
@@ -18,8 +18,14 @@ train: setup
 test: lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_OPTIONS)
 
-test-all: lint
+test-all: lint browser
 	WHALE_THOROUGH=1 $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
+
+# the page of a plan is tested in a real browser; without one that test is skipped and says so
+browser:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& { apt-get -qq update && apt-get -qq install -y chromium; } >/dev/null 2>&1; } \
+		|| echo "browser: no chromium here and apt-get cannot install it: its test will be skipped"
 
 lint: setup
 	$(VENV)/bin/ruff check .

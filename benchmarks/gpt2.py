@@ -17,8 +17,6 @@ NUM_HEADS = 4
 NUM_WORDS = 1000
 LEARNING_RATE = 1e-4
 SEED = 0
-CUT = NUM_LAYERS // 2
-"""layers before the cut of the pipeline"""
 
 
 def build(length: int, tied: bool = True) -> GPT2LMHeadModel:
@@ -53,35 +51,34 @@ def make_optimizer(parameters: Iterator[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
-class FirstStage(nn.Module):
-    """Embeddings and the blocks before the cut."""
+class Stage(nn.Module):
+    """Blocks start to stop of the model; the first stage has the embeddings as well, the last one the norm and the head."""
 
-    def __init__(self, model: GPT2LMHeadModel) -> None:
+    def __init__(self, model: GPT2LMHeadModel, start: int, stop: int) -> None:
         super().__init__()
-        self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
-        self.blocks = nn.ModuleList(model.transformer.h[:CUT])
+        whole = model.transformer
+        self.is_first, self.is_last = start == 0, stop == NUM_LAYERS
+        if self.is_first:
+            self.wte, self.wpe = whole.wte, whole.wpe
+        self.blocks = nn.ModuleList(whole.h[start:stop])
+        if self.is_last:
+            self.ln_f, self.lm_head = whole.ln_f, model.lm_head
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        hidden = self.wte(input_ids) + self.wpe(positions)
+    def forward(self, x: Tensor) -> Tensor:
+        """Words in the first stage, else hidden values; logits out of the last stage."""
+        if self.is_first:
+            positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+            x = self.wte(x) + self.wpe(positions)
         for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+            x = block(x)
+        return self.lm_head(self.ln_f(x)) if self.is_last else x
 
 
-class LastStage(nn.Module):
-    """The other blocks, the norm and the head."""
-
-    def __init__(self, model: GPT2LMHeadModel) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(model.transformer.h[CUT:])
-        self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.lm_head(self.ln_f(hidden))
-        return logits
+def stage(index: int, num_stages: int, length: int) -> Stage:
+    """Stage number `index` of as many with the same number of blocks. Input and output embedding are two tensors: torch's pipelines do
+    not keep them tied."""
+    per_stage = NUM_LAYERS // num_stages
+    return Stage(build(length, tied=False), index * per_stage, (index + 1) * per_stage)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from benchmarks import gpt2
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 
 NUM_STAGES = 2
+CUT = gpt2.NUM_LAYERS // NUM_STAGES
+"""layers before the cut"""
 STEPS_PER_BLOCK = 2
 LIMIT_S = 100.0
 """of each case"""
@@ -77,7 +79,7 @@ def measure(case: Case) -> Times:
 def whale_side(case: Case) -> Side:
     wh.init({"num_micro_batch": case.num_micro_batch})
     model = gpt2.build(case.length, tied=False)
-    first, last = (f"transformer.h.[{start}-{stop - 1}]" for start, stop in ((0, gpt2.CUT), (gpt2.CUT, gpt2.NUM_LAYERS)))
+    first, last = (f"transformer.h.[{start}-{stop - 1}]" for start, stop in ((0, CUT), (CUT, gpt2.NUM_LAYERS)))
     wh.annotate(
         model,
         {
@@ -90,9 +92,8 @@ def whale_side(case: Case) -> Side:
 
 
 def torch_stage(case: Case) -> nn.Module:
-    """This rank's part of the same model. Input and output embedding are two tensors: torch's pipelines do not keep them tied."""
-    model = gpt2.build(case.length, tied=False)
-    return gpt2.FirstStage(model) if dist.get_rank() == 0 else gpt2.LastStage(model)
+    """This rank's part of the same model."""
+    return gpt2.stage(dist.get_rank(), NUM_STAGES, case.length)
 
 
 def torch_side(case: Case) -> Side:

@@ -21,9 +21,18 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.emulation.emulation import Emulation, emulated_cluster
+from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
-from whale.lowering.weights import Init, build_on_meta, digest_weights, has_real_weights, initialise_weights, named_tensors, take_weights
+from whale.lowering.weights import (
+    Init,
+    build_on_meta,
+    digest_weights,
+    has_real_weights,
+    initialise_weights,
+    named_tensors,
+    refuse_shared_memory,
+    take_weights,
+)
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.planning.workload import ADAM_STATE
@@ -34,6 +43,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
+from whale.sharding.shards import Shards
 
 logger = logging.getLogger("whale")
 
@@ -113,7 +123,7 @@ def plan(
     `optimizer`: as for `parallelize`, for the memory of its state; without one, that of Adam is counted.
     """
     checked = _config(config)
-    built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+    built = _built(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
@@ -161,8 +171,9 @@ def parallelize(
     try:
         layout, tensors = read_batch(sample_batch)
         if captures:
-            built = model if isinstance(model, torch.nn.Module) else build_on_meta(model)
+            built = _built(model)
             is_real = has_real_weights(built)
+            refuse_shared_memory(built)
             device = torch.device(ranks.device).type
             checked = is_real and config.check_capture and ranks.rank == 0
             prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
@@ -191,13 +202,21 @@ def parallelize(
     _check_num_devices(chosen, ranks)
     emulation = Emulation(settings, devices, chosen, prepared, ranks, config) if settings is not None else None
     if emulation is not None and emulation.stub is not None:
-        return Engine(_stub_job(emulation, config), optimizer, scheduler)
+        return Engine(stub_job(emulation, config), optimizer, scheduler)
     assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
-        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks)
+        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
     return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
+
+
+def _built(model: Model) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    if not callable(model):
+        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
+    return build_on_meta(model)
 
 
 def _prepare(
@@ -278,14 +297,6 @@ def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
         raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
 
 
-def _stub_job(emulation: Emulation, config: Config) -> Job:
-    """The job of a rehearsal, which trains the stub in place of the model."""
-    stub, held = emulation.stub, emulation.stub_weights()
-    assert stub is not None
-    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
-    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
-
-
 def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:
     ranks.agree(
         "a tensor attribute of the model that is neither parameter nor buffer",
@@ -310,10 +321,15 @@ def _weights(
     held = [name for name, stages in chosen.holders.items() if own & set(stages)]
     if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
         held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
+    shards = Shards(chosen)
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return shards.on(name, ranks.rank).take(tensor)
+
     if is_real:
         _take_first_ranks_values(model, ranks)
-        return take_weights(model, held, ranks.device)
-    return initialise_weights(model, held, names, init, config.seed, ranks.device)
+        return take_weights(model, held, ranks.device, part)
+    return initialise_weights(model, held, names, init, config.seed, ranks.device, part)
 
 
 def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,14 +19,17 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from whale import cli_plans
+from whale.cli_plans import FAILED
+from whale.cli_plans import stop as _stop
+
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
     from whale.planning.plan import Plan
 
-FAILED, WRONG_USE = 1, 2
 INTERRUPTED = 130
 """what shells give for Ctrl-C: 128 + SIGINT"""
-PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster")
+PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster", "--html")
 PLAN_FLAGS = ("--debug",)
 SCHEDULE_TRIES = 60
 """enough for 8 devices and 16 micro-batches to come within about 1 % of the full search, in a second in all"""
@@ -67,7 +69,7 @@ def _num_own_words(words: Sequence[str]) -> int:
         word = words[place]
         if word in PLAN_OPTIONS_WITH_VALUE:
             place += 2
-        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster)=.*", word):
+        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster|html)=.*", word):
             place += 1
         else:
             break
@@ -148,6 +150,7 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Also write the plan to this JSON file.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
     cluster: ClusterOption = None,
+    html: cli_plans.HtmlOption = None,
 ) -> None:
     """Show how a training script would run on several devices, without starting any process.
 
@@ -158,15 +161,16 @@ def plan(
     _require_script(script, "plan")
     if num_devices is not None and num_devices < 1:
         _stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
-    if save is not None and not save.absolute().parent.is_dir():
-        _stop(f"whale plan: --save {save}: there is no folder {save.parent}")
+    for option, path in (("--save", save), ("--html", html)):
+        cli_plans.require_folder(path, f"whale plan: {option}")
     described = None if cluster is None else _first_devices(cluster, num_devices)
     num_devices = described.num_devices if described is not None else num_devices or default_num_ranks()
     made = _plan_of_script(script, arguments or [], num_devices, debug, described)
-    _print(made)
+    cli_plans.print_plan(made)
     if save is not None:
         made.save(save)
         print(f"saved as {save}")
+    cli_plans.write_page(made, html)
 
 
 def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None) -> Plan:
@@ -230,23 +234,8 @@ def profile(
         _stop(f"whale profile: {failure}", failure.exit_code)
 
 
-@app.command()
-def show(file: Annotated[Path, typer.Argument(metavar="PLAN.JSON")]) -> None:
-    """Print a saved plan."""
-    _print(_load(file, "show"), str(file))
-
-
-@app.command()
-def diff(a: Annotated[Path, typer.Argument(metavar="A.JSON")], b: Annotated[Path, typer.Argument(metavar="B.JSON")]) -> None:
-    """List the differences of two saved plans; exit code 1 when there are any."""
-    from whale.planning.plan import diff as differences
-
-    lines = differences(_load(a, "diff"), _load(b, "diff"))
-    for line in lines:
-        print(line)
-    if lines:
-        raise typer.Exit(FAILED)
-    print("no difference")
+for _command in (cli_plans.show, cli_plans.diff, cli_plans.compare, cli_plans.simulate):
+    app.command()(_command)
 
 
 @app.command()
@@ -333,17 +322,6 @@ def config() -> None:
     console.print(table)
 
 
-def _load(file: Path, command: str) -> Plan:
-    from whale.planning.plan import Plan
-
-    try:
-        return Plan.load(file)
-    except OSError as error:
-        _stop(f"whale {command}: {file}: {error.strerror}")
-    except ValueError as error:
-        _stop(f"whale {command}: {error}")
-
-
 def _ranks_of_emulation(
     script: Path, file: Path, stub: bool, stretch: float | None, num_ranks: int | None, cluster: Path | None
 ) -> int:
@@ -392,26 +370,10 @@ def _first_devices(file: Path, num_devices: int | None) -> Cluster:
         _stop(f"whale plan: {error}")
 
 
-def _print(made: Plan, name: str = "the plan") -> None:
-    from whale.report import print_plan
-
-    try:
-        print_plan(made)
-    except (LookupError, TypeError, ValueError) as error:  # a file whose parts do not fit together
-        _stop(f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again with `whale plan --save`")
-
-
 def _require_script(script: Path, command: str) -> None:
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "no such file"
         _stop(f"whale {command}: {script}: {what}; give a Python script")
-
-
-def _stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:
-    """Ends the command with one message on stderr."""
-    sys.stdout.flush()
-    print(message, file=sys.stderr)
-    raise typer.Exit(exit_code)
 
 
 def main() -> None:

@@ -147,6 +147,12 @@ class Config:
     num_posted_receives: int = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more memory."""
 
+    compile: bool = False
+    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need a C++ compiler."""
+
+    share_memory: bool = True
+    """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through gloo."""
+
     def __init__(self, values: Mapping[str, Any] | None = None, /, **options: Any) -> None:
         if values is not None and not isinstance(values, Mapping):
             raise ValueError(f"Config takes a dict or keyword arguments, not {values!r} of type {type(values).__name__}.")

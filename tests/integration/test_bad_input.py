@@ -170,13 +170,6 @@ def test_nested_scopes(where: str) -> None:
     wh.plan(Net(), make_batch(), cluster=2)  # the failed scope left nothing behind
 
 
-def test_split_on_several_devices_is_refused_for_now() -> None:
-    model = wh.annotate(Net(), {"layers": wh.replicate(2), "head": wh.split(2)})
-    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4))
-    assert_says(message, "wh.split(2)", "head", "wh.replicate(2)", "one device")
-    assert len(wh.plan(model, make_batch(), cluster=1).stages) == 1
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -63,9 +63,9 @@ class Looks:
         self.most = max(self.most, len({each.untyped_storage().data_ptr() for each in found}))
 
 
-def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any], window: int) -> tuple[int, int]:
+def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any]) -> tuple[int, int]:
     """(the most boundary tensors that this rank held at a time, received inputs that the schedule keeps at most)"""
-    wh.init({"num_micro_batch": num_micro_batch, "num_task_graph": 3, "check_capture": False, "num_posted_receives": window, **schedule})
+    wh.init({"num_micro_batch": num_micro_batch, "num_task_graph": 3, "check_capture": False, "num_posted_receives": 1, **schedule})
     torch.manual_seed(0)
     batch = (torch.randn(num_micro_batch, 5),)
     engine = wh.parallelize(Chain(num_blocks), batch, optimizer=sgd)
@@ -79,10 +79,10 @@ def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any], 
 
 
 def test_boundaries_of_1f1b_take_as_much_memory_however_many_micro_batches_there_are() -> None:
-    """Three devices, a window of one receive. Device 0 has sent 3 results before the first gradient comes, and waits for one gradient;
+    """Three devices, window 1, gloo. Device 0 has sent 3 results before the first gradient comes, and waits for one gradient;
     device 2 keeps one received input, and has one gradient coming or going."""
     for count in (6, 12, 24):
-        (first, _), _, (last, kept) = run_ranks(boundaries, 3, count, 3, {"schedule": "1f1b"}, 1)
+        (first, _), _, (last, kept) = run_ranks(boundaries, 3, count, 3, {"schedule": "1f1b", "share_memory": False})
         assert 3 <= first <= 5
         assert kept == 1 <= last <= 4
 
@@ -91,7 +91,7 @@ def test_boundaries_of_1f1b_take_as_much_memory_however_many_micro_batches_there
 def test_boundaries_of_waves_take_what_the_schedule_keeps(schedule: dict[str, Any]) -> None:
     """Received inputs from forward to backward (and with a split backward the gradients that weight parts wait with), one receive ahead,
     and on each of two chunks something that comes or goes."""
-    for most, kept in run_ranks(boundaries, 3, 9, 6, schedule, 1):
+    for most, kept in run_ranks(boundaries, 3, 9, 6, {**schedule, "share_memory": False}):
         assert kept <= most <= kept * (1 if schedule["schedule"] == "wave" else 2) + 5
 
 
@@ -154,11 +154,10 @@ def test_all_values_of_an_edge_go_in_one_message(devices: tuple[int, int]) -> No
 # ---- steps are told apart
 
 
-def mix_up(has_channels_by_tag: bool) -> list[float]:
+def mix_up(share_memory: bool) -> list[float]:
     """Rank 0 sends a message in a pass that rank 1 gives up before it receives it; the next pass sends another one over the same edge."""
     ranks = Ranks("cpu")
-    ranks.has_channels_by_tag = has_channels_by_tag
-    transport = Transport(ranks, [(0, 1), (1, 0)])
+    transport = Transport(ranks, [(0, 1), (1, 0)], share_memory)
     message = Message(1 - ranks.rank, 5 * NUM_EPOCHS, (Piece((0, 0, 0), 0, None, (1,), torch.float32),))
     transport.begin()
     if ranks.rank == 0:
@@ -174,8 +173,9 @@ def mix_up(has_channels_by_tag: bool) -> list[float]:
     return buffer.tolist()
 
 
-def test_a_message_that_a_failed_step_left_behind_is_not_taken_for_a_later_one() -> None:
-    assert run_ranks(mix_up, 2, True)[1] == [2.0]
+@pytest.mark.parametrize("share_memory", [False, True], ids=["gloo", "memory"])
+def test_a_message_that_a_failed_step_left_behind_is_not_taken_for_a_later_one(share_memory: bool) -> None:
+    assert run_ranks(mix_up, 2, share_memory)[1] == [2.0]
 
 
 def train_over_channels() -> tuple[list[tuple[int, int]], dict[str, Tensor]]:

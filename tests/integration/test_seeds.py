@@ -277,7 +277,12 @@ def hybrid_of_replicate_and_split(num_devices: int) -> wh.Plan:
     return wh.plan(Net(), batch, cluster=num_devices)
 
 
-def test_hybrid_of_replicate_and_split_plans_on_one_device_and_is_refused_on_several() -> None:
-    assert len(hybrid_of_replicate_and_split(1).stages) == 1
-    with pytest.raises(ValueError, match=r"split\(4\).*not built yet"):
-        hybrid_of_replicate_and_split(4)
+def test_hybrid_of_replicate_and_split_is_one_stage_on_a_grid() -> None:
+    assert hybrid_of_replicate_and_split(1).virtual_devices[0].grid is None
+    plan = hybrid_of_replicate_and_split(4)
+    assert len(plan.stages) == 1 and [part.strategy for part in plan.task_graphs] == ["replicate(4)", "split(4)"]
+    grid = plan.virtual_devices[0].grid
+    assert grid is not None and grid.num_devices == 4
+    stored = plan.shardings[0].stored
+    assert not any(stored[name].is_cut for name in stored if name.startswith("features")), "data parallel weights stay whole"
+    assert stored["classifier.weight"].is_cut

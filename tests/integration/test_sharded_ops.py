@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 
 import pytest
 
 from tests.integration import sharded_cases as cases
+from tests.integration import sharded_products as products
 from tests.ranks import run_ranks
 
 
@@ -15,17 +17,18 @@ def run_all() -> dict[str, float | str]:
     results: dict[str, float | str] = dict(cases.exchange_cases(groups))
     results["same bits"] = cases.same_bits(groups)
     worst: dict[str, float] = defaultdict(float)
-    for cutting in cases.cuttings(groups):
-        for family in (cases.norms, cases.softmaxes, cases.embeddings, cases.cross_entropies):
-            for name, error in family(cutting):
-                worst[name] = max(worst[name], error)
+    families = (cases.norms, cases.softmaxes, cases.embeddings, cases.cross_entropies, products.experts)
+    by_line = chain.from_iterable(family(cutting) for cutting in cases.cuttings(groups) for family in families)
+    on_grids = [products.linear_layers(groups), products.summa(groups), products.random_numbers(), products.overlapped(groups)]
+    for name, error in chain(by_line, *on_grids):
+        worst[name] = max(worst[name], error)
     return results | worst
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, float | str]]:
     """What each of the 8 ranks found: one start for all cases."""
-    return run_ranks(run_all, cases.NUM_RANKS)
+    return run_ranks(run_all, cases.NUM_RANKS, timeout_s=100)
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "peer_to_peer", "even_collectives"])
@@ -45,6 +48,21 @@ OPERATIONS = [
     "argmax",
     "embedding",
     "cross_entropy",
+    "linear",
+    "linear: bytes",
+    "summa",
+    "summa: bytes",
+    "grouped_mm",
+    "grouped_mm of the same tokens",
+    "draws leave the stream alone",
+    "backward of dropout",
+    "another operation draws other numbers",
+    "share that is kept",
+    "draws are equal where the value is the same",
+    "draws without training",
+    "overlap",
+    "overlap: linear layers are one call",
+    "overlap: weights begin early",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -165,3 +166,28 @@ def test_the_order_with_the_fastest_slowest_device_is_taken() -> None:
     times = {name: float(seconds) for name, seconds in re.findall(r"(?:: |, )([a-z][a-z ,]*?) ([0-9.e-]+) s", decision.why)}
     assert times[decision.choice] == min(times.values())
     assert device_kind("V100-32GB").name in plan.device_kinds
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_state_of_any_optimizer_is_counted_as_it_really_is(make: Callable[[object], torch.optim.Optimizer]) -> None:
+    """Adafactor looks at values, so it cannot run without data; its state is a row and a column of each matrix."""
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 7, bias=False))
+    plan = wh.plan(model, torch.randn(4, 24), loss=lambda out, _: out.sum(), cluster=1, optimizer=lambda p: make([q for _, q in p]))
+    optimizer = make(list(model.parameters()))
+    model(torch.randn(4, 24)).sum().backward()
+    optimizer.step()
+    held = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    assert plan.memory[0].optimizer_bytes == sum(v.numel() * v.element_size() for v in held)
+
+
+def test_a_grid_counts_its_parts() -> None:
+    """Classifier cut over 4 devices: each holds a quarter of it and all of the rest, and sums gradients of the rest only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 400, bias=False))
+    wh.annotate(model, {"0": wh.replicate(4), "1": wh.split(4, grid=(1, 4, 1))})
+    plan = wh.plan(model, torch.randn(16, WIDTH), loss=lambda out, _: -out.log_softmax(-1)[:, 0].mean(), cluster=4)
+    assert plan.figures is not None
+    kept = {state.weight_bytes: state.groups(plan.ranks_of_stage) for state in plan.figures.states}
+    assert kept == {WIDTH * WIDTH * 4: ((0, 1, 2, 3),), WIDTH * 400: ((0,), (1,), (2,), (3,))}
+    timeline = wh.simulate(plan)
+    assert timeline.devices[0].peak_bytes["weights"] == WIDTH * WIDTH * 4 + WIDTH * 400 == plan.memory[0].parameter_bytes

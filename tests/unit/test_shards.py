@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import whale as wh
+from whale.checkpoint import CheckpointError, Reader, Target, finish, take_snapshot, write_rank
+from whale.checkpoint.shard_pieces import pieces, read_shard, read_state, state_pieces
 from whale.planning.plan import Plan, diff
-from whale.planning.samples import SampleMap
+from whale.planning.samples import SampleMap, divide
 from whale.planning.shares import Load
+from whale.planning.virtual_devices import VirtualDevice
+from whale.report.plan_table import print_plan
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout
 from whale.sharding.record import StageSharding, StoredLayout
+from whale.sharding.sharding import ShardedOperation
 from whale.sharding.shards import Shards
 
 WIDTH = 6
@@ -109,13 +116,28 @@ def test_a_grid_needs_one_sample_for_each_replica_only(plan: Plan) -> None:
 
 
 def test_replicas_share_samples_by_the_slowest_device_of_their_grid(plan: Plan) -> None:
-    from whale.planning.samples import divide
-
     device = replace(plan.virtual_devices[1], index=0, ranks=((0, 1, 2, 3), (4, 5, 6, 7)))
     loads = [Load(1.0), Load(1.0), Load(2.0), Load(1.0), Load(1.0), Load(1.0), Load(1.0), Load(0.5)]
     division = divide(6, [device], loads, 0)
     assert division.replicas == (2, 4) and division.slowest_s == 4.0
     assert division.runs == (((2,) * 4,), ((4,) * 4,))
+
+
+def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -> None:
+    operations = [ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6) for n in range(2)]
+    operations.append(ShardedOperation(2, "head: linear", "row over x", 0.0))
+    sharding = replace(
+        plan.shardings[0], operations=tuple(operations), sent_bytes=6e6, num_samples=6, replicated=("blocks.0: sort", "blocks.1: sort")
+    )
+    console = Console(width=160, record=True, file=io.StringIO())
+    print_plan(replace(plan, shardings=(sharding,), figures=None), console)
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; 6.00 MB in all)" in lines
+    why = "least time of the whole stage; 50% of its bytes go to bring the inputs here"
+    assert f"blocks.*.up: linear 2 column over y 3.00 MB {why}" in lines
+    assert "head: linear 1 row over x - its inputs already lie so: nothing is sent" in lines
+    assert "on every device whole, for want of a rule: blocks.*: sort" in lines and "1 of 1 parameters are cut" in lines
+    assert any("6 together" in line for line in lines)
 
 
 def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: Path) -> None:
@@ -150,3 +172,61 @@ def test_a_plan_file_that_contradicts_itself_is_refused(plan: Plan, tmp_path: Pa
     change(plan).save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match=words):
         Plan.load(tmp_path / "plan.json")
+
+
+def on_grid(plan: Plan, grid: Grid, layout: Layout) -> Shards:
+    """The weight `second.weight` of the model above, cut like this."""
+    stage = replace(plan.stages[1], index=0, virtual_device=0)
+    ranks = (tuple(range(grid.num_devices)), tuple(range(grid.num_devices, 2 * grid.num_devices)))
+    device = VirtualDevice(0, ranks, grid)
+    stored = {"second.weight": StoredLayout.of(layout)}
+    shardings = (StageSharding(0, stored),)
+    return Shards(replace(plan, stages=(stage,), virtual_devices=(device,), holders={"second.weight": (0,)}, shardings=shardings))
+
+
+GRIDS = {
+    "fused, 2 x 2": (Grid(2, 2, 1), FUSED),
+    "rows over 3, the first with nothing": (Grid(3, 1, 1, work={"x": (0.0, 1.0, 3.0)}), Layout((Cut(WIDTH), Cut(WIDTH)), (("x",), ()))),
+    "columns over 2, stored over 2": (Grid(1, 2, 2), Layout((Cut(3, 2), Cut(WIDTH)), (("z",), ("y",)), stored=frozenset("z"))),
+    "whole": (Grid(1, 1, 1), Layout((Cut(WIDTH), Cut(WIDTH)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("source", GRIDS)
+def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: str) -> None:
+    """Weight, a moment of the same shape, and a step: each rank writes its own; every other grid reads its parts of all."""
+    whole, moment = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    shards = on_grid(plan, *GRIDS[source])
+    parts = shards.of("second.weight")
+    target = Target(tmp_path, 3, "job_1")
+    shape = (WIDTH, WIDTH)
+    for rank, shard in enumerate(parts):
+        is_first = shard is shards.first("second.weight")
+        written = [pieces("w", shard.take(whole), shard, shape)]
+        state = {"o/m": shard.take(moment), "o/t": torch.tensor(7)}
+        written += [state_pieces(key, value, shard, shape, is_first) for key, value in state.items()]
+        tensors = {key: value for each, _ in written for key, value in each.items()}
+        write_rank(target, rank, take_snapshot(tensors, {}, {key: part for _, each in written for key, part in each.items()}))
+    finish(target, len(parts), {})
+    with Reader(tmp_path) as reader:
+        for grid, layout in GRIDS.values():
+            for shard in on_grid(plan, grid, layout).of("second.weight"):
+                assert torch.equal(read_shard(reader.read, "w", shard, shape, whole.dtype), shard.take(whole))
+                assert torch.equal(read_state(reader.read, reader.shapes(), "o/m", shard, shape), shard.take(moment))
+                assert read_state(reader.read, reader.shapes(), "o/t", shard, shape).item() == 7
+
+
+def test_state_of_another_shape_fits_its_own_part_only(plan: Plan, tmp_path: Path) -> None:
+    shards = on_grid(plan, *GRIDS["fused, 2 x 2"])
+    shape = (WIDTH, WIDTH)
+    target = Target(tmp_path, 3, "job_1")
+    for rank, shard in enumerate(shards.of("second.weight")):
+        tensors, parts = state_pieces("o/row", torch.full((3, 1), float(rank)), shard, shape, rank == 0)
+        write_rank(target, rank, take_snapshot(tensors, {}, parts))
+    finish(target, 4, {})
+    with Reader(tmp_path) as reader:
+        for rank, shard in enumerate(shards.of("second.weight")):
+            assert torch.equal(read_state(reader.read, reader.shapes(), "o/row", shard, shape), torch.full((3, 1), float(rank)))
+        other = on_grid(plan, *GRIDS["columns over 2, stored over 2"]).of("second.weight")[0]
+        with pytest.raises(CheckpointError, match=r"'o/row' belongs to another part .* the grid and the number of devices"):
+            read_state(reader.read, reader.shapes(), "o/row", other, shape)

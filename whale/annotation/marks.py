@@ -45,10 +45,12 @@ def mark_of_module(module: torch.nn.Module) -> Mark | None:
 
 
 def marks_by_module(model: torch.nn.Module) -> dict[str, Mark]:
-    """Name -> mark for every module that carries one, under all its names."""
-    found = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        mark = mark_of_module(module)
+    """Name -> mark for every module that carries one, under all its names. A list of modules is never called: its mark is its members'."""
+    found: dict[str, Mark] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # parents before children
+        parent = name.rpartition(".")[0]
+        in_list = bool(name) and isinstance(model.get_submodule(parent), torch.nn.ModuleList | torch.nn.ModuleDict)
+        mark = mark_of_module(module) or (found.get(parent) if in_list else None)
         if mark is not None:
             found[name] = mark
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from whale.capture.graph import CapturedGraph, StateTensor
 from whale.capture.guards import Findings
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.simplify import simplify
+from whale.names import nearest
 
 _STATE_KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
@@ -96,6 +98,9 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     )
     captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
     captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
+    captured.notes.extend(_left_to_the_loss(exported, model, layout, inputs))
+    for name, (before, after) in exported.changed_numbers.items():
+        captured.notes.append(f"forward changes {name} from {before} to {after}: the captured graph keeps what it did with it in this call")
     recomputed = [finding.name for finding in exported.findings.checkpoints()]
     if recomputed:
         captured.notes.append(f"torch.utils.checkpoint: {len(recomputed)} regions ({recomputed[0]} first) are computed again in backward")
@@ -149,6 +154,17 @@ def _lower_state(
         old.replace_all_uses_with(nodes[name])
         graph.erase_node(old)
     return state, constants
+
+
+def _left_to_the_loss(exported: Exported, model: torch.nn.Module, layout: BatchLayout, inputs: list[Node]) -> list[str]:
+    """What only the loss gets of the batch. What the loss does not use either may be a misspelt argument, which is refused."""
+    left = exported.left_to_the_loss
+    unused = {tensor.path for node, tensor in zip(inputs, layout.tensors, strict=True) if not node.users}
+    for key in left:
+        hint = nearest(key.strip("[']"), inspect.signature(model.forward).parameters)
+        if key in unused and hint:
+            raise ValueError(f"{key} of the batch: neither forward has an argument of this name, nor does the loss use it.{hint}")
+    return [f"{', '.join(left)}: forward has no such argument, only the loss gets it"] if left else []
 
 
 def _strip_names(graph: Graph) -> None:

@@ -1,13 +1,14 @@
 """The two self-checks of a capture with real weights, each on a few samples of the user's own batch.
 
-1. the captured graph against the eager model: same loss, same gradients          -> compare_with_eager
-2. the loss of 4 samples against the sum over parts of 1 and 3                    -> compare_parts
+1. the captured graph against the eager model: same loss, same gradients, and the same again in a second run    -> compare_with_eager
+2. the loss of 4 samples against the sum over parts of 1 and 3                                                   -> compare_parts
 A check that cannot be made (dropout that is not a plain one, batch statistics) says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from whale.capture.batch import BatchLayout
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import Findings, refuse
+from whale.capture.kept_state import attributes, changed_attributes
 from whale.capture.kinds import is_random, op_name, trains_batch_norm
 from whale.capture.prepare import Prepared
+from whale.compat import tensor_stores
 
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)
@@ -42,16 +45,19 @@ def _compare_samples(
 ) -> bool:
     """Compares on these samples; False when their loss is not finite (no valid label among them) and nothing can be said."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers, before = _Buffers(model), attributes(model)
     with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
-        torch.manual_seed(SEED)
-        expected = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
+        expected = _eager_loss(model, layout, few, task)
+        _refuse_trained_outside(expected, model)
         expected_gradients = _gradients(expected, parameters)
-        _restore(model, buffers)
+        buffers.restore()
         torch.manual_seed(SEED)
         got = _run(captured, model, few)[0]
         got_gradients = _gradients(got, parameters)
-        _restore(model, buffers)
+        buffers.restore()
+        with torch.no_grad():
+            again = _eager_loss(model, layout, few, task)
+        buffers.restore()
     expected, got = expected.detach(), got.detach()
     if not bool(expected.isfinite()) and not bool(got.isfinite()):
         return False
@@ -59,6 +65,7 @@ def _compare_samples(
     limit = _limit(captured)
     loss_error = abs(float(expected) - float(got)) / max(abs(float(expected)), 1e-30)
     if figure <= limit and loss_error <= limit:
+        _refuse_other_result(expected, again.detach(), limit, changed_attributes(before, attributes(model)))
         return True
     refuse(findings)
     raise ValueError(
@@ -66,6 +73,69 @@ def _compare_samples(
         f"{float(expected):.6g}, and the gradient of {worst} differs by {figure:.1e} of the largest gradient (limit {limit:.0e}). "
         f'Something in forward depends on state that is not a tensor; "check_capture": false skips this check'
     )
+
+
+def _eager_loss(model: torch.nn.Module, layout: BatchLayout, few: list[Tensor], task: Task) -> Tensor:
+    """The loss of the model itself on these samples, with the random numbers of the check."""
+    torch.manual_seed(SEED)
+    try:
+        value: Tensor = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
+        return value
+    except Exception as error:
+        num_samples = next(len(t) for t, described in zip(few, layout.tensors, strict=True) if described.batched)
+        if num_samples == layout.batch_size:
+            raise
+        raise _cannot_be_cut(layout, f"its first {num_samples} samples", error) from error
+
+
+def _cannot_be_cut(layout: BatchLayout, part: str, error: Exception) -> ValueError:
+    cut = ", ".join(described.path for described in layout.tensors if described.batched)
+    reason = str(error).partition("\n")[0]
+    return ValueError(
+        f"the model works on the sample batch of {layout.batch_size}, and fails on {part} alone with {type(error).__name__}: {reason}\n"
+        f"Whale cuts {cut} into parts along dim 0, so a row must be a sample, and no number in it may point to another row. Way out: give "
+        f"each sample all that it needs, in rows of one shape (padded); a tensor without samples needs another dim 0 than the batch"
+    )
+
+
+def _refuse_other_result(first: Tensor, second: Tensor, limit: float, changed: Sequence[str]) -> None:
+    """The same samples, weights, buffers and random numbers must give the same loss in every call."""
+    if abs(float(first) - float(second)) <= limit * max(abs(float(first)), 1e-30):
+        return
+    names = ", ".join(f"`{name}`" for name in changed[:4]) or "something outside the model"
+    raise ValueError(
+        f"the same samples give the loss {float(first):.6g} in one call of the model and {float(second):.6g} in the next: forward keeps "
+        f"state in Python ({names}), of which a captured graph would hold the first value for ever. Way out: make it a buffer "
+        f"(`register_buffer`), or compute it outside the model and give it in the batch"
+    )
+
+
+def _refuse_trained_outside(loss: Tensor, model: torch.nn.Module) -> None:
+    """A loss may have weights of its own, or use those of another model: nobody would train them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    outside = [tensor for tensor in _trained_leaves(loss) if id(tensor) not in own]
+    if outside:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in outside[:4])
+        raise ValueError(
+            f"the loss has gradients for {len(outside)} tensor(s) that are no parameters of the model (shapes: {shapes}): they would never "
+            f"be trained. Make them part of the model (a module around model and loss), or freeze them with requires_grad_(False)"
+        )
+
+
+def _trained_leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors that `loss.backward()` would give a gradient."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        waiting.extend(source for source, _ in node.next_functions)
+    return list(found.values())
 
 
 def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor]) -> str | None:
@@ -81,16 +151,19 @@ def compare_parts(prepared: Prepared, model: torch.nn.Module, layout: BatchLayou
     quiet = [node for node in captured.compute_nodes() if is_random(node)]
     if any("dropout" not in op_name(node) and op_name(node) != "scaled_dot_product_attention" for node in quiet):
         return "random operations other than dropout: the loss's parts were not compared"
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = _Buffers(model)
     with torch.no_grad():
         every = _samples(layout, tensors, 0, total)
         whole = _whole_values(prepared, model, every)
         expected = _term_sum(prepared, model, [*every, *whole])
         got, start = torch.zeros_like(expected), 0
         for size in PARTS:
-            got += _term_sum(prepared, model, [*_samples(layout, tensors, start, start + size), *whole])
+            try:
+                got += _term_sum(prepared, model, [*_samples(layout, tensors, start, start + size), *whole])
+            except Exception as problem:
+                raise _cannot_be_cut(layout, f"its samples {start} to {start + size - 1}", problem) from problem
             start += size
-    _restore(model, buffers)
+    buffers.restore()
     if not bool(expected.isfinite()) and not bool(got.isfinite()):
         return "the loss of the first samples is not a finite number: its parts were not compared"
     limit = _limit(captured)
@@ -166,7 +239,7 @@ def _samples(layout: BatchLayout, tensors: Sequence[Tensor], start: int, stop: i
 class _no_gradients:
     """Keeps the user's `.grad` fields as they were."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._saved = [(p, p.grad) for p in parameters.values()]
 
     def __enter__(self) -> None:
@@ -187,10 +260,19 @@ def _gradients(loss: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> di
     return gradients
 
 
-def _restore(model: torch.nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+class _Buffers:
+    """The buffers of a model as they are now."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        stores = [tensor_stores(module)[1] for module in model.modules()]
+        found = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+        self._saved = [(store, name, tensor, tensor.detach().clone()) for store, name, tensor in found]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for store, name, tensor, value in self._saved:
+                tensor.copy_(value)
+                store[name] = tensor  # forward may have put another one there
 
 
 def _worst(expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]) -> tuple[str, float]:

@@ -18,7 +18,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,8 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _WHALE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHON_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _MAX_PLACES = 3
+LOSS_CALLER = "loss_of"
+"""the function of capture/export.py that calls the user's loss"""
 
 
 class CaptureError(ValueError):
@@ -51,6 +53,8 @@ class Place:
     module: str | None
     """name inside the model, `''` for the model itself, None when no module of the model was running"""
     class_name: str = ""
+    in_loss: bool = False
+    """inside the user's loss function"""
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else "an unknown line"
@@ -58,6 +62,8 @@ class Place:
     def describe(self) -> str:
         """Module, class, line and its text: `blocks.1` (Sub), model.py:12: `if x.sum() > 0:`."""
         where = f"{self}: `{self.source}`" if self.source else str(self)
+        if self.in_loss:
+            return f"the loss function, {where}"
         if self.module is None:
             return where
         return f"{f'`{self.module}`' if self.module else 'the model itself'} ({self.class_name}), {where}"
@@ -94,8 +100,10 @@ def running_module(frame: FrameType) -> nn.Module | None:
 
 def locate(frames: Frames, names: dict[int, str]) -> Place:
     """Innermost user line and innermost module of the model. Frames outside the model's forward do not count when there is one."""
-    inside, line, owner = False, NOWHERE, None
+    inside, line, owner, in_loss = False, NOWHERE, None, False
     for frame, number in frames:
+        if frame.f_code.co_name == LOSS_CALLER and frame.f_code.co_filename.startswith(_WHALE_FOLDER):
+            in_loss, line = True, NOWHERE
         module = running_module(frame)
         if module is not None and id(module) in names:
             if not inside:
@@ -104,6 +112,8 @@ def locate(frames: Frames, names: dict[int, str]) -> Place:
         file_name = frame.f_code.co_filename
         if is_user_file(file_name):
             line = Place(file_name, number, linecache.getline(file_name, number).strip(), None)
+    if in_loss:
+        return replace(line, in_loss=True)
     if owner is None:
         return line
     return Place(line.file, line.line, line.source, names[id(owner)], type(owner).__name__)
@@ -125,10 +135,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _error_place(error: BaseException, names: dict[int, str]) -> tuple[BaseException, Place]:
-    """The outermost exception of the chain that left the model's forward, and where."""
+    """The outermost exception of the chain that left the model's forward or the loss, and where."""
     for link in _chain(error):
         place = locate(traceback.walk_tb(link.__traceback__), names)
-        if place.module is not None:
+        if place.module is not None or place.in_loss:
             return link, place
     return error, NOWHERE
 
@@ -145,7 +155,8 @@ class SizeConditions:
     def equations(self) -> list[Place]:
         """The first lines that put an equation on a size: these fix the batch or ask that it divides."""
         places = [place for condition, place in self.conditions if isinstance(condition, sympy.Eq) and place.file]
-        return list(dict.fromkeys(places))[:_MAX_PLACES]
+        inside = [place for place in places if place.module is not None or place.in_loss]  # others: the line that called Whale
+        return list(dict.fromkeys(inside or places))[:_MAX_PLACES]
 
 
 class _PlacedGuards(list[Any]):
@@ -237,12 +248,13 @@ _RULES: tuple[_Rule, ...] = (
         r"specialized it to be a constant \((?P<size>\d+)\)",
         "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it with other sizes (micro-batches)",
         "take the size from the tensor (`x.shape[0]`, or -1 in `view` and `reshape`) instead of the number {size}, "
-        "and build masks, states and positions for `x.shape[0]` samples or for one that broadcasts",
+        "and build masks, states and positions for `x.shape[0]` samples or for one that broadcasts. Dim 0 of a tensor of the batch is its "
+        "samples: one that has {size} rows and no samples needs a sample batch of another size, and time does not come first",
         _AFTER_FORWARD,
     ),
     _Rule(
         "RuntimeError",
-        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>.+?)\.\s*(\n|$)",
+        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>[^\n]+?)\.?\s*(\n|$)",
         "the forward works only for batch sizes with {guard}. Whale runs it with other sizes (micro-batches)",
         "write this step so that it works for every number of samples, without a branch or a `view` that depends on it",
         _AFTER_FORWARD,
@@ -318,13 +330,19 @@ def explain(error: Exception, model: nn.Module, sizes: SizeConditions | None = N
     if isinstance(error, CaptureError):
         return error
     raised, place = _error_place(error, module_names(model))
-    inside = place.module is not None
+    inside = place.module is not None or place.in_loss
     places = [place] if inside else []
     if known := _known(error, inside):
         rule, words = known
         wrong, way_out = rule.wrong.format(**words), rule.way_out.format(**words)
         if rule.when == _AFTER_FORWARD and sizes is not None:
             places = sizes.equations()
+    elif place.in_loss:
+        wrong = f"the loss raised {type(raised).__name__}: {_message(raised)}"
+        way_out = (
+            "Whale calls `loss(output, batch)` with what the model gives and the whole batch: "
+            "`loss=lambda output, batch: F.cross_entropy(output, batch[\"labels\"])`"
+        )
     elif inside:
         wrong = f"the forward raised {type(raised).__name__}: {_message(raised)}"
         way_out = "call the model on the sample batch without Whale; if it fails in the same way, the mistake is in this line"

@@ -6,8 +6,11 @@ The traps that this module avoids are listed with figures in docs/capture.md.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from whale.capture.batch import BatchLayout, enlarge
 from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
+from whale.capture.kept_state import assigned_buffers_written, attributes, changed_numbers
 from whale.compat import all_user_frames, attention_by_form, fake_mode, is_fake, pytree, tensor_stores, without_unused_work
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
@@ -40,7 +44,7 @@ class Task:
     def run(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Callable[[], Any]]:
         """(output, function that gives its loss); both under autocast when that is asked for."""
         with self.precision():
-            output = call_model(model, batch)
+            output = call_model(model, batch if self.loss is None else taken_by_forward(model, batch))
 
         def loss() -> Any:
             with self.precision():
@@ -64,6 +68,10 @@ class Exported:
     output_is_tensor: tuple[bool, ...]
     dropped_outputs: tuple[str, ...]
     has_loss: bool
+    changed_numbers: Mapping[str, tuple[Any, Any]]
+    """Python numbers of the model that its forward changed: name -> (before, after)"""
+    left_to_the_loss: tuple[str, ...]
+    """parts of the batch that the forward has no argument for"""
 
 
 def export_loss(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Exported:
@@ -85,6 +93,27 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def taken_by_forward(model: torch.nn.Module, batch: Any) -> Any:
+    """The part of a batch that `forward` has arguments for, when the rest is there for `loss(output, batch)`: `(x, y)` for `forward(x)`."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    if isinstance(batch, dict):
+        if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+            return batch
+        names = {argument.name for argument in arguments if argument.kind is not argument.POSITIONAL_ONLY}
+        return {name: value for name, value in batch.items() if name in names}
+    if not isinstance(batch, (tuple, list)) or any(argument.kind is argument.VAR_POSITIONAL for argument in arguments):
+        return batch
+    return tuple(batch[: sum(argument.kind is not argument.KEYWORD_ONLY for argument in arguments)])
+
+
+def left_to_the_loss(model: torch.nn.Module, batch: Any) -> list[str]:
+    """Keys or places of a batch that only the loss gets."""
+    taken = taken_by_forward(model, batch)
+    if isinstance(batch, dict):
+        return [f"[{key!r}]" for key in batch if key not in taken]
+    return [f"[{place}]" for place in range(len(taken), len(batch))] if isinstance(batch, (tuple, list)) else []
+
+
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
     """The scalar to be trained on: `loss(output, batch)`, `output.loss`, `output["loss"]` or the output itself."""
     if loss is not None:
@@ -101,6 +130,7 @@ class _Seen:
     output_structure: Any = None
     output_is_tensor: tuple[bool, ...] = ()
     dropped: tuple[str, ...] = ()
+    changed_numbers: Mapping[str, tuple[Any, Any]] = {}
 
 
 class _LossOf(torch.nn.Module):
@@ -115,17 +145,15 @@ class _LossOf(torch.nn.Module):
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batch = self.layout.rebuild(tensors)
-        output, loss = self.task.run(self.model, batch)
-        try:
-            value = loss()
-        except (AttributeError, KeyError, TypeError):
-            if not self.keep_outputs:
-                raise
-            value = None  # evaluation of a batch without labels
+        before = attributes(self.model)
+        with assigned_buffers_written(self.model):
+            output, loss = self.task.run(self.model, batch)
+            value = self._value(loss)
+        self.seen.changed_numbers = changed_numbers(before, attributes(self.model))
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
         if not self.keep_outputs:
             if not has_loss:
-                raise ValueError(_no_loss(output, value, self.task.loss))
+                raise CaptureError(_no_loss(output, value, self.task.loss))
             return (value,)
         leaves, structure, dropped = _output_leaves(output)
         seen = self.seen
@@ -133,13 +161,25 @@ class _LossOf(torch.nn.Module):
         seen.output_is_tensor = tuple(leaf is not None for leaf in leaves)
         return ((value,) if has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
 
+    def _value(self, loss: Callable[[], Any]) -> Any:
+        """What the loss function gives; None for the evaluation of a batch without labels."""
+        try:
+            return loss()
+        except (AttributeError, KeyError, TypeError):
+            if not self.keep_outputs:
+                raise
+            return None
+
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
     got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     if loss is not None:
         return f"loss(output, batch) gave {got}: it must give a scalar tensor"
+    if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        return f"the model gave a {type(output).__name__}: name the loss in it, such as loss=lambda output, batch: output[0]"
+    gave = got if value is output else f"{type(output).__name__} whose loss is {got}"
     return (
-        f"the model gave {type(output).__name__} whose loss is {got}: pass loss=lambda output, batch: ..., "
+        f"the model gave {gave}: pass loss=lambda output, batch: ..., "
         f"or give the model its labels so that it returns a scalar or something with .loss"
     )
 
@@ -180,13 +220,24 @@ def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], 
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
+            with _no_graph_dump(), random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
                 program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
     seen = wrapper.seen
-    return Exported(program, marks, findings, seen.output_structure, seen.output_is_tensor, seen.dropped, seen.has_loss)
+    left_out = left_to_the_loss(wrapper.model, layout.rebuild(samples)) if wrapper.task.loss is not None else []
+    return Exported(
+        program=program,
+        forward_marks=marks,
+        findings=findings,
+        output_structure=seen.output_structure,
+        output_is_tensor=seen.output_is_tensor,
+        dropped_outputs=seen.dropped,
+        has_loss=seen.has_loss,
+        changed_numbers=seen.changed_numbers,
+        left_to_the_loss=tuple(left_out),
+    )
 
 
 @contextlib.contextmanager
@@ -194,6 +245,22 @@ def _fast_and_told() -> Iterator[None]:
     """Nodes know their lines of the user's code, and no time goes into what is thrown away."""
     with all_user_frames(), without_unused_work(), attention_by_form():
         yield
+
+
+@contextlib.contextmanager
+def _no_graph_dump() -> Iterator[None]:
+    """An export that fails prints its half-made graph, pages of it, before the error that says what is wrong."""
+    written = io.StringIO()
+    dump = ""
+    try:
+        with contextlib.redirect_stderr(written):
+            yield
+    except Exception as error:
+        dump = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        text = written.getvalue()
+        sys.stderr.write(text.replace(dump + "\n", "") if dump else text)
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:

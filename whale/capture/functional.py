@@ -17,49 +17,36 @@ it is refused by name.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import module_name, user_line
+from whale.capture.graph import user_line
 from whale.capture.ops import (
     BATCH_STATISTICS,
     FINAL_VALUE,
     argument,
     could_carry_gradient,
-    is_written,
     op_name,
     returned_argument,
     share_memory,
     tensors,
     written_names,
 )
+from whale.capture.twins import refuse, twin_of
+from whale.capture.view_writes import same_form, view_inverse
 from whale.compat import schema
 
 aten = torch.ops.aten
 
 METADATA_WRITES = ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "detach_")
 """in-place operations that change the tensor object and no data: the twin is a view"""
-RENAMED = {
-    "bernoulli_.float": aten.bernoulli.p,
-    "float_power_.Tensor": aten.float_power.Tensor_Tensor,
-    "floor_divide_.Tensor": aten.floor_divide.default,
-    "normal_.default": aten.normal_functional.default,
-    "pow_.Tensor": aten.pow.Tensor_Tensor,
-    "transpose_.default": aten.transpose.int,
-}
-"""twins under another name"""
 UNDIFFERENTIABLE = (aten.bernoulli.p, aten.normal_functional.default)
 """twins that raise in backward; their derivative is zero, so they get a detached argument"""
-NOT_DATA = ("set_", "resize_", "resize_as_", "as_strided_", "requires_grad_", "retain_grad", "record_stream")
-"""operations that change a tensor object in ways that a graph of values cannot say"""
-RESHAPES = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "atleast_1d", "atleast_2d", "atleast_3d")
-SELF_INVERSE = ("transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT")
-SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 TRACE_KEYS = ("nn_module_stack", "stack_trace", "custom", "autocast")
 
 
@@ -81,10 +68,6 @@ def make_functional(graph: Graph, parameters: Collection[Node] = ()) -> dict[Nod
     instance_norm, which these operations write themselves, stay with them.
     """
     return _Functional(graph, frozenset(parameters)).run()
-
-
-def refuse(node: Node, why: str, way_out: str = "use the out-of-place form") -> NoReturn:
-    raise ValueError(f"`{node.target}` in module `{module_name(node)}` ({user_line(node)}) {why}: {way_out}")
 
 
 class _Functional:
@@ -135,7 +118,7 @@ class _Functional:
         self.note(node)
         for fake in tensors(node):
             twin = self.states.setdefault(id(fake.untyped_storage()), node)
-            if twin is not node and _same_form(twin.meta["val"], fake):
+            if twin is not node and same_form(twin.meta["val"], fake):
                 self.object[node] = twin
             elif twin is not node:
                 self.note_view(node, [twin])
@@ -144,7 +127,7 @@ class _Functional:
         """An operation that writes no data."""
         if written_names(node):
             self.check_object_of_graph(node)
-            node.target = _twin(node)
+            node.target = twin_of(node)
         self.check_statistics(node)
         sources, same = node.all_input_nodes, returned_argument(node)
         self.arguments[node] = (node.args, node.kwargs)
@@ -246,7 +229,7 @@ class _Functional:
         """What the in-place `node` computes, out of place."""
         if op_name(node) == "copy_":
             return self.copied(args[1], args[0], node)
-        twin = _twin(node)
+        twin = twin_of(node)
         # defaults are written out: those of the twin may differ
         args += [each.default_value for each in schema(node.target).arguments[len(args) :] if not each.kwarg_only]
         if twin in UNDIFFERENTIABLE and args[0] in self.carriers:
@@ -265,13 +248,13 @@ class _Functional:
             source = self.add(aten.to.device, (source, new.device, new.dtype), like=node)
         elif old.dtype != new.dtype:
             source = self.add(aten.to.dtype, (source, new.dtype), like=node)
-        if not _same_form(source.meta["val"], new):
+        if not same_form(source.meta["val"], new):
             source = self.add(aten.expand.default, (source, self.size_arguments(target)), like=node)
         return source
 
     def fit(self, value: Node, wanted: torch.Tensor, node: Node) -> Node:
         """`value` with the dtype of the tensor that it is written to, and strides that allow the same views."""
-        if not _same_form(value.meta["val"], wanted):
+        if not same_form(value.meta["val"], wanted):
             refuse(node, f"changes the shape of a tensor from {list(wanted.shape)} to {list(value.meta['val'].shape)}")
         if value.meta["val"].dtype != wanted.dtype:
             value = self.add(aten.to.dtype, (value, wanted.dtype), like=node)
@@ -345,80 +328,3 @@ class _Functional:
                 known = self.sizes.get(str(size))
                 sizes.append(known or self.add(aten.sym_size.int, (node, dim), like=self.at, value=size))
         return sizes
-
-
-def _twin(node: Node) -> Any:
-    """The operation without a write that computes what this in-place (or out=) operation writes."""
-    _, name, overload = str(node.target).split(".")
-    key, written = f"{name}.{overload}", written_names(node)
-    if not op_name(node) or name in NOT_DATA:
-        refuse(node, "changes a tensor in a way that has no out-of-place form here", "write it without this call")
-    if key in RENAMED:
-        return RENAMED[key]
-    wanted = [each.name for each in schema(node.target).arguments]
-    if name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    elif name.startswith("__i"):
-        name = "__" + name[3:]
-    else:
-        wanted = [each for each in wanted if each not in written]
-    packet = getattr(aten, name, None)
-    # the overload of the same name first
-    overloads = sorted(packet.overloads(), key=lambda each: each != overload) if packet is not None else []
-    for candidate in (getattr(packet, each) for each in overloads):
-        arguments = schema(candidate).arguments
-        # the first argument is called `self` or `input`
-        if [each.name for each in arguments][1:] == wanted[1:] and not any(is_written(each) for each in arguments):
-            return candidate
-    refuse(node, "has no out-of-place twin")
-
-
-def view_inverse(view: Node, parent: Node, value: Node, sizes: Callable[[Node], list[int | Node]]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Operation and arguments that give `parent` with `value` in the place of its view `view`; None where we know no such operation."""
-    before: torch.Tensor = parent.meta["val"]
-    name, dim = op_name(view), argument(view, "dim") if op_name(view) else None
-    if view.target is operator.getitem:
-        return _part_inverse(view, parent, value)
-    if name == "select":
-        return aten.select_scatter.default, (parent, value, dim, argument(view, "index"))
-    if name == "slice":
-        return aten.slice_scatter.default, (parent, value, dim, *(argument(view, each) for each in ("start", "end", "step")))
-    if name == "narrow" and isinstance(argument(view, "start"), int) and isinstance(argument(view, "length"), int):
-        start = argument(view, "start")
-        assert dim is not None
-        start = start + before.shape[dim] if start < 0 else start
-        return aten.slice_scatter.default, (parent, value, dim, start, start + argument(view, "length"))
-    if name == "diagonal":
-        return aten.diagonal_scatter.default, (parent, value, *(argument(view, each) for each in ("offset", "dim1", "dim2")))
-    if name in SELF_INVERSE:
-        return view.target, (value, *view.args[1:])
-    if name in ("movedim", "moveaxis"):
-        return view.target, (value, argument(view, "destination"), argument(view, "source"))
-    if name == "permute":
-        order = [each % before.ndim for each in argument(view, "dims")]
-        return aten.permute.default, (value, [order.index(each) for each in range(before.ndim)])
-    if name == "unsqueeze":
-        return aten.squeeze.dim, (value, dim)
-    if name == "alias" or (name in ("expand", "expand_as") and _same_form(view.meta["val"], before)):
-        return aten.alias.default, (value,)
-    if name in RESHAPES and view.meta["val"].dtype == before.dtype:
-        return aten.reshape.default, (value, sizes(parent))
-    return None
-
-
-def _part_inverse(view: Node, parent: Node, value: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The same for one part of a split: `view` is a getitem."""
-    parts, index = view.args
-    assert isinstance(parts, Node) and isinstance(index, int)
-    if op_name(parts) == "unbind":
-        return aten.select_scatter.default, (parent, value, argument(parts, "dim"), index)
-    if op_name(parts) in SPLITS:
-        dim = argument(parts, "dim")
-        lengths = [part.shape[dim] for part in parts.meta["val"][: index % len(parts.meta["val"]) + 1]]
-        if all(isinstance(length, int) for length in lengths):
-            return aten.slice_scatter.default, (parent, value, dim, sum(lengths[:-1]), sum(lengths))
-    return None
-
-
-def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.ndim == other.ndim and bool(one.shape == other.shape)

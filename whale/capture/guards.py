@@ -95,12 +95,18 @@ class Findings:
 def refuse(findings: Findings) -> None:
     """Raise when something was found that may change gradients. For callers that cannot compare the gradients, or saw them differ."""
     changes = findings.gradient_changes()
-    if not changes:
-        return
-    lines = "".join(f"\n  {number}. {change.describe()}" for number, change in enumerate(changes, 1))
-    raise CaptureError(
-        f"The captured model would lose {len(changes)} thing(s) that may change its gradients: a capture keeps the forward only.{lines}"
-    )
+    if changes:
+        raise CaptureError(
+            f"The captured model would lose {len(changes)} thing(s) that may change its gradients: a capture keeps the forward only."
+            f"{_listed(changes)}"
+        )
+    draws = findings.of_kind(PYTHON_RANDOM)
+    if draws:
+        raise CaptureError(f"The forward draws random numbers outside torch {len(draws)} time(s), which no graph can do.{_listed(draws)}")
+
+
+def _listed(findings: list[Finding]) -> str:
+    return "".join(f"\n  {number}. {finding.describe()}" for number, finding in enumerate(findings, 1))
 
 
 # --- hooks that are there before the forward -----------------------------------------------------------------------------------

@@ -161,7 +161,10 @@ def slice_scatter_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> S
 def embedding_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     if not isinstance(flow.of(args["weight"]), Shared):
         return Mixed(node, "the table of `embedding` depends on the samples")
-    return flow.of(args["indices"])
+    indices = flow.of(args["indices"])
+    if args.get("scale_grad_by_freq") and isinstance(indices, PerSample):
+        return Mixed(node, "`scale_grad_by_freq` divides gradients by how often a token stands in the whole mini-batch")
+    return indices
 
 
 # ------------------------------------------------------------------------------------------------------------- rules: products

@@ -33,6 +33,11 @@ def state_name(parameter: str, key: str) -> str:
     return f"{PREFIX}{parameter}/{key}"
 
 
+def parameter_name(name: str) -> str:
+    """Of the parameter that a state tensor belongs to."""
+    return name.removeprefix(PREFIX).rpartition("/")[0]
+
+
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, names_of: Mapping[Parameter, str], only: Collection[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -78,10 +78,17 @@ class PretrainedReader:
             raise CheckpointError(f"{name} in {file.path} has shape {list(shape)}, it has no {ranges}")
         return file.read(name, ranges)
 
-    def match(self, wanted: Iterable[str], aliases: Mapping[str, str] | None = None, prefixes: Iterable[str] = ()) -> Match:
+    def match(
+        self,
+        wanted: Iterable[str],
+        aliases: Mapping[str, str] | None = None,
+        prefixes: Iterable[str] = (),
+        optional: Iterable[str] = (),
+    ) -> Match:
         """Finds each wanted name among the stored ones, also when one side has a leading prefix (`model.`, `transformer.`) more.
 
         `aliases`: name -> first name of the same tied tensor: one of them is enough. `prefixes`: likely ones (`base_model_prefix`).
+        `optional`: names that need not be there, such as buffers; they are found in the same way as the wanted ones.
         """
         names = list(wanted)
         ties: dict[str, list[str]] = {}
@@ -106,6 +113,8 @@ class PretrainedReader:
                 f"the names in {self.path} fit the model in more than one way ({', '.join(how for how, _ in complete)}): "
                 f"rename them, or give prefixes=[...]"
             )
+        rename = dict(attempts)[how]
+        found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
         used = set(found.values())
         tied_too = {stored for tied in ties.values() for stored in tied if len(tied) > 1}
         unexpected = tuple(name for name in self._file_of if name not in used and name not in tied_too)

@@ -116,6 +116,9 @@ class Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.index.tensors.items()}
+
     @property
     def num_bytes_read(self) -> int:
         """From all files so far: index, headers and tensors."""

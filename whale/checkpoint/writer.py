@@ -63,6 +63,8 @@ class Part:
 
     shape: tuple[int, ...]
     ranges: Box
+    name: str = ""
+    """of the whole tensor, where the rank writes several parts of it, each under a name of its own"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def write_rank(target: Target, rank: int, snapshot: Snapshot) -> RankReport:
         with _plain_errors("writing", file, snapshot.num_bytes):
             os.makedirs(folder, exist_ok=True)
             written = write_tensors(file, snapshot.tensors, {"format": "pt"})
-            tensors = {name: _entry(name, snapshot, file.name, written.block_checksums[name]) for name in snapshot.tensors}
+            tensors = _entries(snapshot, file.name, written.block_checksums)
             report = RankReport(rank, tensors, {file.name: FileInfo(written.num_bytes, written.checksum)}, snapshot.values)
             write_bytes(folder / rank_report(rank), report_bytes(report))
         return report
@@ -328,10 +330,15 @@ def _remove_stale(target: Target, timeout_s: float) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _entry(name: str, snapshot: Snapshot, file: str, checksums: str) -> Entry:
-    tensor = snapshot.tensors[name]
-    part = snapshot.parts.get(name) or Part(tuple(tensor.shape), whole(tensor.shape))
-    return Entry(dtype_name(tensor, name), part.shape, (Piece(file, name, part.ranges, checksums),))
+def _entries(snapshot: Snapshot, file: str, checksums: Mapping[str, str]) -> dict[str, Entry]:
+    """What one rank wrote, by the names of the whole tensors."""
+    found: dict[str, Entry] = {}
+    for key, tensor in snapshot.tensors.items():
+        part = snapshot.parts.get(key) or Part(tuple(tensor.shape), whole(tensor.shape))
+        name = part.name or key
+        before = found[name].pieces if name in found else ()
+        found[name] = Entry(dtype_name(tensor, key), part.shape, (*before, Piece(file, key, part.ranges, checksums[key])))
+    return found
 
 
 def _check_part(name: str, tensor: Tensor, part: Part | None) -> None:

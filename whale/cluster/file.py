@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, HostLinks, Link
-from whale.cluster.kinds import DEVICE_KINDS, DTYPES, GIGA, TERA, DeviceKind, MatmulRate, device_kind
+from whale.cluster.kinds import DEVICE_KINDS, DTYPES, GIGA, TERA, DeviceKind, MatmulRate, OperationPoint, device_kind
 from whale.names import nearest
 
 MICROSECONDS = 10**6
@@ -118,6 +118,8 @@ class _Kind(_Part):
     fp16_tflop_per_s: Positive | None = None
     matmul_tflop_per_s: dict[str, dict[Size, Positive]] = {}
     """measured: dtype -> size of square matrices -> rate"""
+    operations: dict[Name, list[tuple[Positive, Positive, Positive]]] = {}
+    """measured: operation -> (FLOP or bytes, microseconds of its forward, of its backward) at several sizes"""
 
     def kind(self, name: str) -> DeviceKind:
         for dtype in self.matmul_tflop_per_s:
@@ -128,7 +130,12 @@ class _Kind(_Part):
             None if rate is None else rate * TERA for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
         )
         memory_bytes = round(self.memory_gb * GIGA)
-        return DeviceKind(name, self.tflop_per_s * TERA, memory_bytes, self.gb_per_s * GIGA, tf32, bf16, fp16, tuple(rates))
+        points = tuple(
+            OperationPoint(operation, work, forward_us / MICROSECONDS, backward_us / MICROSECONDS)
+            for operation, sizes in self.operations.items()
+            for work, forward_us, backward_us in sizes
+        )
+        return DeviceKind(name, self.tflop_per_s * TERA, memory_bytes, self.gb_per_s * GIGA, tf32, bf16, fp16, tuple(rates), points)
 
 
 class _File(_Part):
@@ -288,7 +295,12 @@ def _figures(kind: DeviceKind) -> dict[str, Any]:
     measured: dict[str, dict[int, float]] = {}
     for point in kind.matmul_rates:
         measured.setdefault(point.dtype, {})[point.size] = _short(point.flop_per_s / TERA)
-    return figures | ({"matmul_tflop_per_s": measured} if measured else {})
+    operations: dict[str, list[list[float]]] = {}
+    for each in kind.operations:
+        times = [_short(each.work), _short(each.forward_s * MICROSECONDS), _short(each.backward_s * MICROSECONDS)]
+        operations.setdefault(each.name, []).append(times)
+    figures |= {"matmul_tflop_per_s": measured} if measured else {}
+    return figures | ({"operations": operations} if operations else {})
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:

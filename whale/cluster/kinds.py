@@ -23,6 +23,18 @@ class MatmulRate:
 
 
 @dataclass(frozen=True)
+class OperationPoint:
+    """One measured operation at one size."""
+
+    name: str
+    """`linear`"""
+    work: float
+    """FLOP of a product, bytes that any other operation moves"""
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
 class DeviceKind:
     """What one kind of device can do at best."""
 
@@ -39,6 +51,13 @@ class DeviceKind:
     fp16_flop_per_s: float | None = None
     matmul_rates: tuple[MatmulRate, ...] = ()
     """measured by `whale profile`; empty for figures of a data sheet"""
+    operations: tuple[OperationPoint, ...] = ()
+    """the same for operations in float32, forward and backward; where they are, the cost model goes by them"""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Not an accelerator: whatever a rank does, it does on the core that computes."""
+        return self.name.upper().startswith("CPU")
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix products in `fp32`, `tf32`, `bf16` or `fp16`."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whale.capture.batch import read_batch
+from whale.capture.capture import tied_names
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import Cluster
 from whale.config import Config
@@ -31,6 +32,7 @@ from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
 from whale.report.units import human_bytes, human_seconds
 from whale.runtime.ranks import Ranks
+from whale.runtime.shapes import Job
 from whale.scheduling import Action, check
 from whale.simulation.memory import shared_bytes
 from whale.simulation.simulate import figures_in
@@ -76,7 +78,7 @@ class Emulation:
     """What makes this rank a device of the emulated cluster. All ranks make it together."""
 
     def __init__(self, settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks, config: Config) -> None:
-        """`prepared`: the captured model; only rank 0 needs it."""
+        """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of this cluster, stub chunks run."""
         self.cluster, self.full_plan, self.ranks = cluster, plan, ranks
         told = _tell(settings, cluster, plan, prepared, ranks, config)
         self.figures = told.figures
@@ -118,8 +120,8 @@ class Emulation:
         """What the ranks really run: the plan, or that of the stub."""
         return self.full_plan if self.stub is None else self.stub.plan
 
-    def transport(self, pairs: Iterable[tuple[int, int]]) -> EmulatedTransport:
-        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor)
+    def transport(self, pairs: Iterable[tuple[int, int]], share_memory: bool) -> EmulatedTransport:
+        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory)
         if self.stub is not None:
             transport.num_bytes = self.stub.num_bytes
         return transport
@@ -176,12 +178,9 @@ def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared |
     error: Exception | None = None
     try:
         if ranks.rank == 0:
-            assert prepared is not None
-            ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
-            assignment = apply_plan(plan, prepared.captured, prepared.kinds)
-            figures = figures_in(price(plan, prepared.captured, assignment, cluster, ratio, config.dtype))
+            figures = _figures(cluster, plan, prepared, config)
             needed, free = _bytes_of_all_ranks(Times(plan, figures)), free_memory_bytes()
-            is_stub = settings.stub or needed > free
+            is_stub = settings.stub or prepared is None or needed > free
             if is_stub and not settings.stub:
                 sizes = human_bytes(needed), human_bytes(free)
                 logger.warning("the plan takes about %s and this machine has %s free: stub chunks stand for the model", *sizes)
@@ -191,6 +190,23 @@ def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared |
     ranks.together(error)
     found: _Told = ranks.from_first(told)
     return found
+
+
+def _figures(cluster: Cluster, plan: Plan, prepared: Prepared | None, config: Config) -> Figures:
+    """Of the plan on the emulated cluster, which need not be the one that it was made for."""
+    if prepared is None:
+        return figures_in(plan)
+    ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
+    assignment = apply_plan(plan, prepared.captured, prepared.kinds)
+    return figures_in(price(plan, prepared.captured, assignment, cluster, ratio, config.dtype))
+
+
+def stub_job(emulation: Emulation, config: Config) -> Job:
+    """The job of a rehearsal, which trains the stub in place of the model."""
+    stub, held = emulation.stub, emulation.stub_weights()
+    assert stub is not None
+    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
+    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
 
 
 def _bytes_of_all_ranks(times: Times) -> float:

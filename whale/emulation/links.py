@@ -59,11 +59,19 @@ class NetworkCards:
 class EmulatedTransport(Transport):
     """Real messages, sent when they would have arrived."""
 
-    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], cluster: Cluster, cards: NetworkCards | None, factor: float) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        pairs: Iterable[tuple[int, int]],
+        cluster: Cluster,
+        cards: NetworkCards | None,
+        factor: float,
+        share_memory: bool = True,
+    ) -> None:
         """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices are on one host."""
         self.num_bytes: Callable[[Message], float] = lambda message: message.num_bytes
         """of what a message stands for"""
-        super().__init__(ranks, pairs)
+        super().__init__(ranks, pairs, share_memory)
         self._cluster, self._cards, self._factor = cluster, cards, factor
         self._host_number = {host: place for place, host in enumerate(cluster.hosts)}
         self._free: dict[int, float] = {}

@@ -109,6 +109,8 @@ def build_chunk(
     for node in (*part.received, *part.inputs):
         copies[node] = graph.placeholder(node.name)
     _copy_state(graph, part.state, set(updates), copies)
+    for name in sorted(set(updates) - {str(node.target) for node in part.state}):
+        graph.create_node("get_attr", name)  # written and never read
     group_node = graph.create_node("get_attr", _GROUP) if around.group is not None else None
     wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
     regions = _copy_operations(graph, part.operations, around.regions, copies, group_node, wanted)
@@ -117,10 +119,11 @@ def build_chunk(
         results.append(reduce(lambda a, b: graph.call_function(operator.add, (a, b)), (copies[node] for node in terms)))
     results.extend(copies[captured.buffer_updates[name]] for name in updates)
     graph.output(tuple(results))
-    _drop_unused(graph)
+    _drop_unused(graph, set(updates))
     if part.received:
         _relax_views([graph, *(region.body.graph for region in regions.values())])
-    attributes = {str(node.target): _tensor(str(node.target), captured, around) for node in part.state}
+    names = dict.fromkeys([*(str(node.target) for node in part.state), *updates])
+    attributes = {name: _tensor(name, captured, around) for name in names}
     module = GraphModule(_root(attributes, regions, around.group), graph)
     return Chunk(
         stage=stage,
@@ -244,8 +247,8 @@ def _relax_views(graphs: Sequence[Graph]) -> None:
             graph.owning_module.recompile()
 
 
-def _drop_unused(graph: Graph) -> None:
-    """Received values and inputs stay as arguments even when unused; weights that nothing reads go."""
+def _drop_unused(graph: Graph, updates: set[str]) -> None:
+    """Received values and inputs stay as arguments even when unused; weights that nothing reads or writes go."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users:
+        if node.op == "get_attr" and not node.users and node.target not in updates:
             graph.erase_node(node)

@@ -25,8 +25,8 @@ from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step, in_
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """places of the grid, in order -> process group of their ranks, in the same order"""
 
-PEER_TO_PEER_FROM_BYTES = 1 << 20
-"""on gloo: from here on a message to each peer is faster than an all-to-all, which copies (research/tensor3d.md 4.3)"""
+PEER_TO_PEER_FROM_BYTES = 8 << 20
+"""on gloo: from here on the copies that an all-to-all needs cost more than a message to each peer"""
 
 _TAG = (1 << 31) - 2
 """of messages to peers; bridges of the core count theirs from 0"""
@@ -72,6 +72,8 @@ def _fresh(result: Tensor, x: Tensor) -> Tensor:
 
 def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
     """The steps one after the other, without history."""
+    if x.dtype == torch.bool:  # gloo does not send it
+        return run(x.view(torch.uint8), steps, groups).view(torch.bool)
     for step in steps:
         x = start(x, step, groups).wait()
     return x
@@ -123,11 +125,11 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
     if step.pattern == "reduce-scatter":
         outgoing = _packed(x, step.sends, in_order(step.sends, step.input_shape))
         result = x.new_empty(step.shape)
-        work = dist.reduce_scatter_tensor(result.view(-1), outgoing, group=group, async_op=True)
+        work = dist.reduce_scatter_single(result.view(-1), outgoing, group=group, async_op=True)
         return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
     flat = x.contiguous().view(-1)
     room = x.new_empty(flat.numel() * len(step.places))
-    work = _must(dist.all_gather_into_tensor(room, flat, group=group, async_op=True))
+    work = _must(dist.all_gather_single(room, flat, group=group, async_op=True))
     if step.is_in_order:
         return Pending(step, x, [work], {}, result=room.view(step.shape), outgoing=[flat])
     return Pending(step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat])

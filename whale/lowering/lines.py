@@ -45,7 +45,7 @@ def gathered(value: Tensor, line: Line) -> Tensor:
     _count((line.size - 1) * value.numel() * value.element_size())
     room = value.new_empty((line.size, *value.shape))
     if dist.get_backend(line.group) == "nccl":
-        dist.all_gather_into_tensor(room.view(-1), value.contiguous().view(-1), group=line.group)
+        dist.all_gather_single(room.view(-1), value.contiguous().view(-1), group=line.group)
     else:
         dist.all_to_all_single(room.view(-1), value.reshape(-1).repeat(line.size), group=line.group)
     return room

@@ -16,10 +16,12 @@ from whale import scheduling
 from whale.capture.graph import user_line
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
+from whale.lowering.communication import GridGroups
 from whale.lowering.messages import Bridges, build_bridges
+from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
-from whale.planning.planner import Assignment
+from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
 
@@ -50,7 +52,7 @@ class Program:
     num_micro_batch: int
     device: str
     seed_parts: tuple[int, int, int]
-    """(config seed, replica, place): dropout differs between devices"""
+    """(config seed, replica, place): dropout differs between devices; on a grid each operation sees to that"""
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Lowered:
         if not here:  # no sample for this device; it takes part in the sums all the same
             inputs_without_rows = [(given.shape[1:], given.dtype) for given in self.prepared.captured.inputs]
             here = [torch.empty((0, *shape), dtype=dtype, device=self.ranks.device) for shape, dtype in inputs_without_rows]
-        stage_ranks = self.plan.ranks_of_stage(min(wanted))
+        stage_ranks = self._ranks_with_all_samples(min(wanted))
         group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         inputs: list[Tensor] = []
         for node, tensor in zip((n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True):
@@ -119,6 +121,13 @@ class Lowered:
                 inputs.append(_whole_rows(tensor, intervals, batch_size, group))
         with torch.no_grad():
             return [*here, *whole(*inputs)]
+
+    def _ranks_with_all_samples(self, stage: int) -> tuple[int, ...]:
+        """Ranks that together read every sample once, this one included: on a grid, this place in all replicas."""
+        device, _, place = self.plan.place_of_rank(self.ranks.rank)
+        if self.plan.virtual_devices[device].grid is None:
+            return self.plan.ranks_of_stage(stage)
+        return tuple(members[place] for members in self.plan.virtual_devices[device].ranks)
 
     def counts_nothing(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a denominator of the loss is zero in this mini-batch: the number of labels that count, say. On ranks that hold it."""
@@ -160,7 +169,7 @@ class Lowered:
             batch_size=batch_size,
             num_micro_batch=schedule.num_micro_batch,
             device=self.ranks.device,
-            seed_parts=(seed, replica, place),
+            seed_parts=(seed, replica, place if self.plan.virtual_devices[device].grid is None else 0),
         )
 
 
@@ -178,7 +187,9 @@ def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size
     return full.to(tensor.dtype)
 
 
-def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks) -> Lowered:
+def lower(
+    plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks, grids: GridGroups
+) -> Lowered:
     """Builds the chunks of this rank."""
     _refuse_rows_out_of_order(plan, assignment, prepared)
     _fill_whole_buffers(prepared, weights)
@@ -190,6 +201,12 @@ def lower(plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mappi
         stage_ranks = plan.ranks_of_stage(stage)
         group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
+        device = plan.stages[stage].virtual_device
+        if plan.virtual_devices[device].grid is not None:
+            planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
+            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device))
+            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
+            continue
         counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
         operations = assignment.slices[stage].operations
         regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))

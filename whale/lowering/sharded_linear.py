@@ -72,8 +72,13 @@ class _ShardedLinear(torch.autograd.Function):
             pending_dx = Under(torch.matmul(dy, again_w.wait()), plan.x.backward, groups)
         if again_x is not None:
             rows = again_x.wait()
-            product = dy.reshape(-1, dy.shape[-1]).t() @ rows.reshape(-1, rows.shape[-1])
+            product = _rows(dy).t() @ _rows(rows)
             pending_dw = Under(product, plan.weight.backward, groups)
         dx = pending_dx.wait() if pending_dx is not None else None
         dw = pending_dw.wait() if pending_dw is not None else None
         return dx, dw, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] as a matrix."""
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)

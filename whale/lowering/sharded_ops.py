@@ -2,28 +2,47 @@
 
 from whale.lowering.exchange import Groups, exchange
 from whale.lowering.lines import Line, line_places, sum_over_line
+from whale.lowering.sharded_experts import (
+    Experts,
+    find_route,
+    from_experts,
+    grouped_mm,
+    grouped_mm_of_same_tokens,
+    local_grouped_mm,
+    to_experts,
+)
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
 from whale.lowering.sharded_random import Draw, dropout, scaled_dot_product_attention
 from whale.lowering.sharded_vocabulary import argmax, cross_entropy, embedding, log_softmax, softmax
+from whale.lowering.summa import Plane, summa_linear
 
 __all__ = [
     "Draw",
+    "Experts",
     "Groups",
     "Line",
     "LinearPlan",
+    "Plane",
     "argmax",
     "batch_norm",
     "cross_entropy",
     "dropout",
     "embedding",
     "exchange",
+    "find_route",
+    "from_experts",
+    "grouped_mm",
+    "grouped_mm_of_same_tokens",
     "layer_norm",
     "line_places",
+    "local_grouped_mm",
     "log_softmax",
     "rms_norm",
     "scaled_dot_product_attention",
     "sharded_linear",
     "softmax",
     "sum_over_line",
+    "summa_linear",
+    "to_experts",
 ]

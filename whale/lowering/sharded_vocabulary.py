@@ -247,4 +247,3 @@ def argmax(x: Tensor, dim: int, keepdim: bool, first: int, line: Line) -> Tensor
     is_best = (values == values.amax(0)) | (values != values)
     best = torch.where(is_best, indices, torch.iinfo(torch.int64).max).amin(0)
     return best.unsqueeze(dim) if keepdim else best
-

@@ -15,6 +15,12 @@ from whale.compat import tensor_stores
 
 Init = Callable[[torch.nn.Module, str], None]
 """initialises the parameters and buffers that stand directly in a module, given its name"""
+Part = Callable[[str, torch.Tensor], torch.Tensor]
+"""the part of a whole tensor, given its first name, that this rank holds: the tensor itself where that is all of it"""
+
+
+def everything(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def has_real_weights(model: torch.nn.Module) -> bool:
@@ -27,15 +33,37 @@ def has_real_weights(model: torch.nn.Module) -> bool:
     return not on_meta
 
 
-def take_weights(model: torch.nn.Module, held: Iterable[str], device: str) -> dict[str, torch.Tensor]:
-    """This rank's tensors of a model with real weights; every other parameter of the model is replaced by an empty one on `meta`."""
+def refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Two parameters may be one (`b.weight = a.weight`), but not two that share their memory: Whale places and updates each by itself."""
+    seen: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.numel() or not tensor.is_contiguous():
+            continue
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        stop = start + tensor.numel() * tensor.element_size()
+        for other_start, other_stop, other_name, other in seen.setdefault(tensor.untyped_storage().data_ptr(), []):
+            if start < other_stop and other_start < stop and other is not tensor:
+                raise ValueError(
+                    f"{other_name} and {name} are two tensors in the same memory (`.data` of one given to the other, or a view): "
+                    f"trained each on its own, they would drift apart. Tie them with one Parameter (`b.weight = a.weight`), or give each "
+                    f"its own memory (`.clone()`)"
+                )
+        seen[tensor.untyped_storage().data_ptr()].append((start, stop, name, tensor))
+
+
+def take_weights(model: torch.nn.Module, held: Iterable[str], device: str, part: Part = everything) -> dict[str, torch.Tensor]:
+    """This rank's tensors of a model with real weights. Every parameter of the model that it does not hold, or holds only a part of, is
+    replaced by an empty one on `meta`, of the whole shape: the model can still be captured."""
     wanted = set(held)
     tensors: dict[str, torch.Tensor] = {}
     replaced: dict[int, torch.Tensor] = {}  # tied tensors stay tied
     everything = list(named_tensors(model))
     for name, _, _, tensor in everything:
         if name in wanted:
-            tensors[name] = replaced[id(tensor)] = _moved(tensor, device)
+            own = part(name, tensor)
+            tensors[name] = _moved(own, device)
+            if own is tensor:
+                replaced[id(tensor)] = tensors[name]
     for _, owner, leaf, tensor in everything:
         if id(tensor) not in replaced:
             replaced[id(tensor)] = _emptied(tensor)
@@ -44,10 +72,20 @@ def take_weights(model: torch.nn.Module, held: Iterable[str], device: str) -> di
 
 
 def initialise_weights(
-    model: torch.nn.Module, held: Iterable[str], names: Mapping[str, str], init: Init | None, seed: int, device: str
+    model: torch.nn.Module,
+    held: Iterable[str],
+    names: Mapping[str, str],
+    init: Init | None,
+    seed: int,
+    device: str,
+    part: Part = everything,
 ) -> dict[str, torch.Tensor]:
-    """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of the same tensor."""
+    """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of the same tensor.
+
+    A module is initialised whole; of a tensor that is cut only the rank's part stays, and the model keeps the one on `meta`.
+    """
     wanted = set(held)
+    whole: dict[str, torch.Tensor] = {}
     initialiser = init or default_init(model)
     tensors: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
@@ -59,7 +97,7 @@ def initialise_weights(
         ]
         mine = [(leaf, names[full]) for leaf, full in own if names[full] in wanted]
         if not any(first not in tensors for _, first in mine):
-            _tie(module, mine, tensors)
+            _tie(module, [(leaf, first) for leaf, first in mine if first in whole], whole)
             continue
         before = {leaf: _store_of(module, leaf)[leaf] for leaf, _ in own}
         for leaf, _ in own:
@@ -78,8 +116,11 @@ def initialise_weights(
                 continue
             if first not in tensors:
                 _check_set(tensor, full, module)
-                tensors[first] = _moved(tensor, device)
-            _store_of(module, leaf)[leaf] = tensors[first]
+                own_part = part(first, tensor)
+                tensors[first] = _moved(own_part, device)
+                if own_part is tensor:
+                    whole[first] = tensors[first]
+            _store_of(module, leaf)[leaf] = whole.get(first, before[leaf])
     return tensors
 
 

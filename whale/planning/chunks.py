@@ -60,7 +60,8 @@ def cut_into_chunks(
         said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
         needed = f"{count} chunks on each of {num_devices} VirtualDevices, {num_devices * count} in all"
         raise ValueError(f"{said} needs {needed}: {error}") from None
-    strategies = tuple(Strategy("replicate", placement.virtual_devices[device].num_devices) for device in devices)
+    on = [placement.virtual_devices[device] for device in devices]
+    strategies = tuple(Strategy("replicate" if device.grid is None else "split", device.num_devices) for device in on)
     shape = "a loop" if is_loop else f"{count // 2} wave{'s' * (count > 2)}"
     task_graphs = TaskGraphs(cut.of_operation, strategies, cut.labels, f"{count} chunks on each VirtualDevice; {cut.reason}")
     return task_graphs, Placement(

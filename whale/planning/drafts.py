@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -24,6 +24,8 @@ from whale.planning.plan import Crossing, Stage
 from whale.planning.pricing import shared_gradient_bytes, stage_seconds
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
 from whale.planning.shares import Load, micro_batch_sizes
+from whale.planning.split_memory import grid_memory
+from whale.planning.split_stages import Split, SplitProblem, together_seconds
 from whale.planning.stages import assign_stages, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
@@ -66,7 +68,7 @@ class Draft:
     order: Order
     task_graphs: TaskGraphs
     why_task_graphs: str
-    placement: Placement
+    split: Split
     assignment: Assignment
     stages: tuple[Stage, ...]
     crossings: tuple[Crossing, ...]
@@ -79,6 +81,10 @@ class Draft:
     without_recompute: Situation
     """what it would be if the planner had nothing computed again"""
     why_chunks: str = ""
+
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
 
     @property
     def choice(self) -> Choice:
@@ -113,14 +119,39 @@ def draft_stages(
         stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
     move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
     assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
-    drafter = _Drafter(problem, workload, task_graphs, placement, assignment, tuple(device_of_stage))
+    split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
+    drafter = _Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage))
     nothing, best = drafter.choose()
     slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
     predicted_s = scheduling.simulate(best.schedule, drafter.costs(best.stages, config.num_micro_batch)).step_s
     return Draft(
-        order, task_graphs, why, placement, assignment, best.stages, drafter.crossings, best.schedule, predicted_s, best.situation,
+        order, task_graphs, why, split, assignment, best.stages, drafter.crossings, best.schedule, predicted_s, best.situation,
         slowest_s, nothing.situation,
     )  # fmt: skip
+
+
+def _split(
+    problem: Problem,
+    workload: Workload,
+    task_graphs: TaskGraphs,
+    placement: Placement,
+    assignment: Assignment,
+    device_of_stage: Sequence[int],
+) -> Split:
+    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that a replica gets."""
+    return SplitProblem(
+        captured=problem.captured,
+        kinds=problem.kinds,
+        assignment=assignment,
+        device_of_stage=device_of_stage,
+        placement=placement,
+        task_graphs=task_graphs,
+        cluster=problem.cluster,
+        dtype=problem.config.dtype,
+        num_samples=-(-problem.largest_micro_batch // placement.num_replicas),
+        num_micro_batch=problem.config.num_micro_batch,
+        state_per_weight=2.0 + workload.optimizer_ratio,
+    ).solve()
 
 
 @dataclass(frozen=True)
@@ -130,13 +161,17 @@ class _Drafter:
     problem: Problem
     workload: Workload
     task_graphs: TaskGraphs
-    placement: Placement
+    split: Split
     assignment: Assignment
     device_of_stage: tuple[int, ...]
 
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
+
     @cached_property
     def kept(self) -> Stages:
-        return Stages(self.workload, self.assignment, self.problem.config.recompute)
+        return Stages(self.workload, self.assignment, self.problem.config.recompute, frozenset(self.split.shardings))
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -178,6 +213,9 @@ class _Drafter:
         kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
         times = []
         for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
+            if stage in self.split.shardings:
+                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch))
+                continue
             again = self.kept.regions(stage, choice[stage])
             times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
         described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
@@ -233,7 +271,7 @@ class _Drafter:
         return found
 
     def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
-        """Load and memory of every rank."""
+        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
         problem, workload = self.problem, self.workload
         kinds = [device.kind for device in problem.cluster.devices]
         loads, memory = {}, {}
@@ -242,6 +280,13 @@ class _Drafter:
             operations = [node for stage in stages for node in self.assignment.slices[stage].operations]
             again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
             needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
+            if device.grid is not None:
+                load = Load(sum(self.split.shardings[stage].seconds for stage in stages) / self.split.num_samples)
+                flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
+                for place, part in enumerate(grid_memory(workload, self.split, stages, needed, flying)):
+                    for rank in (members[place] for members in device.ranks):
+                        loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
+                continue
             needed = replace(needed, buffer_bytes=needed.buffer_bytes + self._shared_bytes(tuple(stages)))
             totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
             for rank in _ranks(device):

@@ -5,6 +5,7 @@ Times are affine in the samples of a micro-batch, bytes as well. No torch here: 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from whale.cluster.network import Network
@@ -55,6 +56,11 @@ class StageFigures:
     """room that its backward needs beside what is kept: gradients, and a region that is computed again"""
     weight_part_sample_bytes: float = 0.0
     """what is kept from the input part of a split backward to its weight part"""
+    working_fixed_bytes: float = 0.0
+    """the same for any number of samples: a gradient before it is added to the one of earlier micro-batches"""
+
+    def working_bytes(self, num_samples: int) -> float:
+        return self.working_fixed_bytes + num_samples * self.working_sample_bytes if num_samples else 0.0
 
     def kept_bytes(self, num_samples: int) -> float:
         return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0
@@ -62,13 +68,19 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class StateFigures:
-    """All parameters and buffers that the same stages hold."""
+    """All parameters and buffers that the same stages hold, or that a grid cuts alike: then the bytes are those of the largest part."""
 
     stages: tuple[int, ...]
     weight_bytes: int = 0
     trained_bytes: int = 0
     """of these the part that gets gradients"""
     buffer_bytes: int = 0
+    parts: tuple[tuple[int, ...], ...] = ()
+    """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold everything"""
+
+    def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same, and sum its gradients."""
+        return self.parts or (tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),)
 
 
 @dataclass(frozen=True)
@@ -86,3 +98,5 @@ class Figures:
     """bytes of optimizer state for each byte of trained parameters"""
     batch_bytes: int
     """of the mini-batch, which every device gets"""
+    overlaps: bool = True
+    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""

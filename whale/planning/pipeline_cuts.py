@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
+from whale import scheduling
 from whale.cluster.cluster import Cluster, Link
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
@@ -69,6 +70,26 @@ class CutProblem:
         """Of all links between neighbouring stages; one stage sends nothing."""
         pairs = [(a, b) for here, there in zip(self.ranks, self.ranks[1:]) for a, b in zip(here, there, strict=True)]
         links = [self.cluster.link(a, b) for a, b in pairs] or [self.cluster.intra_host]
+        return min(links, key=lambda link: link.bytes_per_s)
+
+    def step_seconds(self, stages: Floats, crossings: Floats) -> float:
+        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards.
+
+        `crossings` are those of the slowest link; a boundary with a faster one takes less.
+        """
+        graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
+        forward = tuple(float(seconds) / count for seconds in stages)
+        messages = {
+            (k, k + 1): float(seconds) * self.slowest_link.bytes_per_s / self._boundary_link(k).bytes_per_s / count
+            for k, seconds in enumerate(crossings)
+        }
+        costs = scheduling.Costs(forward, forward, forward, messages)
+        orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
+        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
+
+    def _boundary_link(self, stage: int) -> Link:
+        """The slowest one from this stage to the next, over all replicas."""
+        links = [self.cluster.link(a, b) for a, b in zip(self.ranks[stage], self.ranks[stage + 1], strict=True)]
         return min(links, key=lambda link: link.bytes_per_s)
 
     def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:

@@ -29,6 +29,8 @@ from whale.planning.pricing import figures_of, typical_share
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.shares import DoesNotFit, check_batch
+from whale.planning.split_memory import on_grids
+from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
@@ -61,7 +63,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    _refuse_split(task_graphs, cluster.num_devices)
+    placement = with_grids(placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
@@ -116,18 +118,27 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Dr
         decisions=(
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+            *draft.split.decisions,
             *_balance_decisions(problem, draft, tried),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
         ),
-        notes=tuple(captured.notes),
+        notes=(*captured.notes, *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
         least_samples=situation.least,
+        shardings=draft.split.records(),
         figures=figures_of(
-            workload, assignment, held, cluster, [ranks_of[stage.virtual_device] for stage in draft.stages], draft.choice, config.recompute
+            workload,
+            assignment,
+            held,
+            cluster,
+            [ranks_of[stage.virtual_device] for stage in draft.stages],
+            draft.choice,
+            config.recompute,
+            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
         ),
     )
 
@@ -230,6 +241,7 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
             cuts.times,
             cuts.crossing_seconds,
             lambda nodes: cuts.memory(nodes, names_behind, again),
+            cuts.step_seconds,
             only_thin=again,
         )
 
@@ -242,15 +254,6 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
     except ValueError as error:
         raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
     return found, f'"num_task_graph": {wanted}; {found.reason}'
-
-
-def _refuse_split(task_graphs: TaskGraphs, num_devices: int) -> None:
-    for strategy, label in zip(task_graphs.strategies, task_graphs.labels, strict=True):
-        if strategy.kind == "split" and strategy.num_devices > 1 and num_devices > 1:
-            raise ValueError(
-                f"wh.{strategy} on {label}: sharded TaskGraphs are not built yet. Use wh.replicate({strategy.num_devices}) for now, "
-                f"or run on one device, where annotations change nothing"
-            )
 
 
 def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:

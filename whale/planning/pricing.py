@@ -8,7 +8,8 @@ Devices that share the samples of a stage by their speed take, together,
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch.fx import Node
 
@@ -20,13 +21,31 @@ from whale.planning.figures import Figures, StageFigures, StageTimes, StateFigur
 from whale.planning.plan import Plan
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
+from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import Workload
+from whale.sharding.layout import Layout
 
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
 
+UNFUSED_PASSES, UNFUSED_STATE_PASSES = 6, 8
+"""the same on a CPU, where torch's optimizers run operation by operation: AdamW moves about 21 times the bytes of its weights;
+gradients are copied into their buckets and their norm is taken"""
+
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
+Parts = tuple[tuple[int, ...], ...]
+"""for each part of a tensor the ranks that hold it"""
+
+
+@dataclass(frozen=True)
+class OnGrids:
+    """What a grid changes."""
+
+    stages: Mapping[int, Callable[[StageFigures], StageFigures]] = field(default_factory=dict)
+    """figures of a stage, from those that it would have on devices which share its samples"""
+    weights: Mapping[str, tuple[int, Parts]] = field(default_factory=dict)
+    """bytes of the largest part of a parameter, and who holds which part"""
 
 
 def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> int:
@@ -76,23 +95,25 @@ def figures_of(
     ranks: Sequence[Sequence[int]],
     choice: Choice,
     wanted: Recompute,
+    on_grids: OnGrids | None = None,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in backward."""
+    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in backward; `on_grids`: what grids change."""
+    on_grids = on_grids or OnGrids()
     stages, described = [], Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
         needed, again = described.bytes(index, choice[index]), described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind, again) for kind in kinds}
-        stages.append(
-            StageFigures(
-                times=dict(sorted(times.items())),
-                kept_sample_bytes=needed.kept.sample_bytes,
-                kept_fixed_bytes=needed.kept.fixed_bytes,
-                working_sample_bytes=needed.working_sample_bytes,
-                weight_part_sample_bytes=needed.weight_part.sample_bytes,
-            )
+        figures = StageFigures(
+            times=dict(sorted(times.items())),
+            kept_sample_bytes=needed.kept.sample_bytes,
+            kept_fixed_bytes=needed.kept.fixed_bytes,
+            working_sample_bytes=needed.working_sample_bytes,
+            weight_part_sample_bytes=needed.weight_part.sample_bytes,
+            working_fixed_bytes=workload.largest_gradient(part),
         )
-    states = _states(workload.captured, holders)
+        stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
+    states = _states(workload.captured, holders, on_grids.weights)
     own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
     known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
     for device, own in zip(cluster.devices, own_stages, strict=True):
@@ -106,31 +127,70 @@ def figures_of(
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
+        overlaps=not any(device.kind.is_cpu for device in cluster.devices),
     )
 
 
 def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind) -> float:
     """Of the optimizer, which is limited by memory bandwidth."""
-    return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+    passes = UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio if kind.is_cpu else UPDATE_PASSES + 2 * optimizer_ratio
+    return trained_bytes * passes / kind.bytes_per_s
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
-    """A plan with the figures of another cluster of as many devices."""
+    """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
     share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
     held, wanted = holders_of(captured, assignment), plan.config.get("recompute", False)
-    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted))
+    grids = _grids_of(plan, captured, held)
+    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids))
 
 
-def _states(captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> tuple[StateFigures, ...]:
-    states: dict[tuple[int, ...], StateFigures] = {}
+def _grids_of(plan: Plan, captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> OnGrids:
+    """What a finished plan says of its grids."""
+    if plan.figures is None or not plan.shardings:
+        return OnGrids()
+    known = plan.figures.stages
+    stages = {sharding.stage: partial(_as_before, known[sharding.stage]) for sharding in plan.shardings}
+    layouts = {name: stored.layout() for sharding in plan.shardings for name, stored in sharding.stored.items()}
+    devices = {stage.index: plan.virtual_devices[stage.virtual_device] for stage in plan.stages}
+    return OnGrids(stages, sharded_weights(captured, layouts, holders, devices))
+
+
+def _as_before(known: StageFigures, _: StageFigures) -> StageFigures:
+    return known
+
+
+def sharded_weights(
+    captured: CapturedGraph, layouts: Mapping[str, Layout], holders: Mapping[str, tuple[int, ...]], devices: Mapping[int, VirtualDevice]
+) -> dict[str, tuple[int, Parts]]:
+    """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
+    found: dict[str, tuple[int, Parts]] = {}
+    for name, layout in layouts.items():
+        grid = devices[holders[name][0]].grid
+        if grid is None or not layout.sharded:
+            continue  # whole everywhere
+        same = dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices))
+        members = [ranks for stage in holders[name] for ranks in devices[stage].ranks]
+        parts = tuple(tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same)
+        found[name] = (layout.largest_count(grid) * captured.state[name].dtype.itemsize, parts)
+    return found
+
+
+def _states(
+    captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, Parts]]
+) -> tuple[StateFigures, ...]:
+    states: dict[tuple[tuple[int, ...], Parts], StateFigures] = {}
     for name, stages in holders.items():
-        tensor, known = captured.state[name], states.get(stages, StateFigures(stages))
+        tensor = captured.state[name]
+        num_bytes, parts = weights.get(name, (tensor.num_bytes, ()))
+        key = (stages, parts)
+        known = states.get(key, StateFigures(stages, parts=parts))
         if tensor.kind == "parameter":
-            trained = known.trained_bytes + tensor.num_bytes * tensor.trainable
-            states[stages] = replace(known, weight_bytes=known.weight_bytes + tensor.num_bytes, trained_bytes=trained)
+            trained = known.trained_bytes + num_bytes * tensor.trainable
+            states[key] = replace(known, weight_bytes=known.weight_bytes + num_bytes, trained_bytes=trained)
         else:
-            states[stages] = replace(known, buffer_bytes=known.buffer_bytes + tensor.num_bytes)
+            states[key] = replace(known, buffer_bytes=known.buffer_bytes + num_bytes)
     return tuple(states.values())

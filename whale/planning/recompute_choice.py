@@ -39,6 +39,8 @@ class Stages:
     workload: Workload
     assignment: Assignment
     wanted: Recompute
+    on_grids: frozenset[int] = frozenset()
+    """stages in which nothing is computed again"""
 
     @property
     def nothing(self) -> Choice:
@@ -87,7 +89,7 @@ class Stages:
 
     def everything(self, schedule: scheduling.Schedule) -> Choice:
         best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
-        return tuple((count, count) for count in best)
+        return tuple((0, 0) if stage in self.on_grids else (count, count) for stage, count in enumerate(best))
 
     def memory(self, stages: Sequence[int], choice: Mapping[int, Counts], order: tuple[scheduling.Action, ...]) -> DeviceMemory:
         """Of a device that runs these stages."""
@@ -124,6 +126,8 @@ def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_f
     if demand.fits(stages.memory(demand.stages, choice, demand.order)):
         return
     for stage in demand.stages:
+        if stage in stages.on_grids:
+            continue
         count = stages.best_regions(stage, in_flight[stage])
         for number in range(1, count + 1):
             choice[stage] = (count, number)

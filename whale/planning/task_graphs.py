@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.fx import Node
@@ -70,6 +70,10 @@ def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
             of_operation[node] = min(consumers, key=first_seen.__getitem__, default=last)
 
 
+MESSAGE_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""parts of the time of messages with which cuts are tried"""
+
+
 def from_cuts(
     operations: Sequence[Node],
     kinds: Mapping[Node, Kind],
@@ -77,12 +81,15 @@ def from_cuts(
     times_of: Callable[[Sequence[Node]], Floats],
     crossing_seconds: Callable[[Node], float],
     memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
+    step_of: Callable[[Floats, Floats], float] | None = None,
     only_thin: bool = False,
 ) -> TaskGraphs:
     """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
 
-    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold. `only_thin`: cut where
-    little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
+    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold.
+    `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
+    counted in full and in part, for they may be hidden under compute, and the fastest is taken.
+    `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     place = {node: index for index, node in enumerate(activations)}
@@ -99,7 +106,21 @@ def from_cuts(
     allowed = _cuttable(activations, times.max(axis=0), crossing)
     if only_thin:
         allowed = _thin(allowed, crossing, num_task_graph - 1)
-    cuts = cut(times, crossing, num_task_graph, allowed=allowed, memory=memory)
+    weights = MESSAGE_WEIGHTS if step_of is not None and crossing.any() else (1.0,)
+    tried = {weight: cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory) for weight in weights}
+    cuts = tried[1.0]
+    if step_of is not None and len({each.starts for each in tried.values()}) > 1:
+        sums = np.concatenate([np.zeros((num_task_graph, 1)), np.cumsum(times, axis=1)], axis=1)
+
+        def step_s(weight: float) -> float:
+            starts = tried[weight].starts
+            ends = (*starts[1:], len(activations))
+            stages = [sums[k, end] - sums[k, start] for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
+            return step_of(np.array(stages), crossing[list(starts[1:])])
+
+        best = min(weights, key=step_s)
+        counted = f"messages count {best:.2g} of their time in the cut, the best of {len(weights)}"
+        cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
     bounds = [*cuts.starts, len(activations)]
     of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]

@@ -19,7 +19,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
-from whale.profiling.costs import NodeCost, backward_factors, node_costs, seconds, split_input
+from whale.profiling.costs import NodeCost, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 from whale.scheduling import Action
 from whale.scheduling.check import Held, peak_of_order
@@ -106,8 +106,8 @@ class Workload:
             for node, many in self.costs.items():
                 few = self._costs_of_few[node]
                 forward = self._line(seconds(few, kind, self.dtype), seconds(many, kind, self.dtype))
-                inputs, weights = backward_factors(node, many, self.gradients)
-                found[node] = StageTimes(forward, _scaled(forward, inputs), _scaled(forward, weights))
+                backwards = [backward_seconds(node, cost, self.gradients, kind, self.dtype) for cost in (few, many)]
+                found[node] = StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards)))
         return self._known[kind]
 
     def _line(self, few_s: float, many_s: float) -> Seconds:
@@ -115,7 +115,9 @@ class Workload:
         if self.batch_size == self._few:
             return Seconds(many_s / self.batch_size)
         sample_s = (many_s - few_s) / (self.batch_size - self._few)
-        return Seconds(sample_s, max(0.0, few_s - self._few * sample_s))
+        if few_s < self._few * sample_s:  # many samples are slower than few of them, one by one: exact for few
+            return Seconds(few_s / self._few)
+        return Seconds(sample_s, few_s - self._few * sample_s)
 
     def stage_bytes(self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]) -> StageBytes:
         """What a stage keeps of one micro-batch. `crossing`: what it receives and sends."""
@@ -140,10 +142,16 @@ class Workload:
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
-            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()})),
+            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()}))
+            + max(map(self.largest_gradient, slices), default=0),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
         )
+
+    def largest_gradient(self, part: StageSlice) -> int:
+        """Bytes of the largest trained parameter of a stage: a gradient is made before it is added to the one that is there."""
+        states = [self.captured.state[str(node.target)] for node in part.state]
+        return max((state.num_bytes for state in states if state.kind == "parameter" and state.trainable), default=0)
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -176,10 +184,6 @@ class Workload:
             states = [self.captured.state[name] for name in new]
             found.append(sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states))
         return found
-
-
-def _scaled(time: Seconds, factor: float) -> Seconds:
-    return time if factor == 1.0 else Seconds(factor * time.sample_s, factor * time.fixed_s)
 
 
 def _sum(times: Sequence[Seconds]) -> Seconds:

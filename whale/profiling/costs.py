@@ -1,6 +1,7 @@
 """What each node of the captured graph costs, and how long that takes on a device.
 
-The one cost model, used by planner, simulator and emulator:
+The one cost model, used by planner, simulator and emulator. Of a device that `whale profile` measured: what it measured, by operation and
+size (`calibration.py`). Of any other, with the figures of its data sheet:
 
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
@@ -21,8 +22,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.cluster.cluster import DeviceKind
+from whale.profiling.calibration import measured_seconds
 from whale.profiling.flops import Value, flop
 
 BACKWARD_PER_FORWARD = 2.0
@@ -61,11 +63,34 @@ class NodeCost:
     flop: float
     moved_bytes: float
     output_bytes: int
+    operation: str = ""
+    """`aten.linear`; empty for what runs nothing: inputs, weights, sizes"""
 
 
 def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
-    """Line (1): how long the forward of a node takes on such a device; `dtype`: in which its products are computed."""
-    return cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
+    """How long the forward of a node takes on such a device: as measured, or line (1). `dtype`: in which its products are computed."""
+    measured = measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, False) if cost.operation else None
+    at_best = cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
+    if measured is None:
+        return at_best
+    # measured in float32: a product in another dtype is faster by the ratio of the rates
+    return measured * kind.rate("fp32") / kind.rate(dtype) if cost.flop else measured
+
+
+def backward_seconds(node: Node, cost: NodeCost, gradients: Container[Node], kind: DeviceKind, dtype: str) -> tuple[float, float]:
+    """How long its backward takes: for the gradients of its inputs, and of its weights."""
+    inputs, weights = backward_factors(node, cost, gradients)
+    if not inputs and not weights:
+        return 0.0, 0.0
+    measured = measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, True) if cost.operation else None
+    if measured is None:
+        forward = seconds(cost, kind, dtype)
+        return inputs * forward, weights * forward
+    if cost.flop:
+        measured *= kind.rate("fp32") / kind.rate(dtype)
+    # measured with gradients of everything: each operand of a product is half of it
+    each = measured / BACKWARD_PER_FORWARD
+    return inputs * each, weights * each
 
 
 def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> tuple[float, float]:
@@ -109,9 +134,19 @@ def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
-        values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
+        try:
+            values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
+        except UnknownSize:
+            raise ValueError(
+                f"the shape of `{node.name}` depends on what the tensors hold ({user_line(node)}), and a plan needs every shape. Keep the "
+                f"full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+            ) from None
         costs[node] = _cost(node, values)
     return costs
+
+
+class UnknownSize(ValueError):
+    """A size that is known only when the batch is there: how many rows a mask picks."""
 
 
 def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
@@ -129,7 +164,7 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
     number = expression.subs(symbol, value)
     if number.free_symbols:
         names = ", ".join(sorted(map(str, number.free_symbols)))
-        raise ValueError(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
+        raise UnknownSize(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
     return int(number)
 
 
@@ -141,17 +176,19 @@ def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
     if node.op != "call_function" or packet is None:
         return NodeCost(0.0, 0.0, output_bytes)
     name = str(packet)
-    if name in VIEWS or not output_bytes:  # sizes (`aten.sym_size`) have no bytes
+    if not output_bytes:  # sizes (`aten.sym_size`) have no bytes
         return NodeCost(0.0, 0.0, output_bytes)
+    if name in VIEWS:
+        return NodeCost(0.0, 0.0, output_bytes, name)
     if name in VIEWS_UNLESS_CAST and node.args and values[node.args[0]].dtype == output.dtype:  # type: ignore[index]
-        return NodeCost(0.0, 0.0, output_bytes)
+        return NodeCost(0.0, 0.0, output_bytes, name)
     arguments = map_arg(node.args, values.__getitem__)
     keywords = map_arg(node.kwargs, values.__getitem__)
     # an operation reads each of its tensors once, also `x * x`
     read_bytes = sum(_num_bytes(values[source]) for source in node.all_input_nodes)
     if name in LOOKUPS:
         read_bytes += output_bytes - _num_bytes(arguments[0])  # type: ignore[index]
-    return NodeCost(flop(name, node, arguments, keywords, output), float(read_bytes + output_bytes), output_bytes)
+    return NodeCost(flop(name, node, arguments, keywords, output), float(read_bytes + output_bytes), output_bytes, name)
 
 
 def _concrete(value: Any, symbol: sympy.Symbol, batch_size: int) -> Any:

@@ -5,6 +5,7 @@ measured one after the other, each with the others silent.
 
     rate of a product    2 n^3 / time, the median of several rounds; the rate of a dtype is that of the largest size
     bandwidth            a copy reads and writes every byte
+    operations           forward and backward of each at several sizes (`operations.py`)
     link                 time(n) = latency + n / rate, from a small and a large message there and back
     sum over all ranks   each of k devices sends 2 (k - 1) / k times the bytes
 """
@@ -23,6 +24,7 @@ from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Lin
 from whale.cluster.discovery import free_memory_bytes, this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
 from whale.cluster.matching import Place, this_place
+from whale.profiling.operations import measure_operations
 from whale.runtime.ranks import Ranks
 
 TORCH_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,6 +86,8 @@ def _measured_kind(ranks: Ranks, device_type: str, progress: Progress) -> Device
             slowest = min(ranks.gather(points[-1].flop_per_s))  # of all ranks, so that all go on or none
     progress("memory bandwidth")
     bandwidth = _bandwidth(ranks, COPIED_BYTES[device_type])
+    progress("operations, forward and backward")
+    operations = measure_operations(ranks.device, lambda: _together(ranks))
     rates = {point.dtype: point.flop_per_s for point in points}  # the last, which is the largest size
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
     return replace(
@@ -95,6 +99,7 @@ def _measured_kind(ranks: Ranks, device_type: str, progress: Progress) -> Device
         bf16_flop_per_s=rates.get("bf16"),
         fp16_flop_per_s=rates.get("fp16"),
         matmul_rates=tuple(points),
+        operations=operations,
     )
 
 
@@ -254,4 +259,12 @@ def _mean(group: Sequence[DeviceKind], name: str) -> DeviceKind:
         bf16_flop_per_s=mean([kind.bf16_flop_per_s for kind in group]),
         fp16_flop_per_s=mean([kind.fp16_flop_per_s for kind in group]),
         matmul_rates=points,
+        operations=tuple(
+            replace(
+                point,
+                forward_s=statistics.fmean(kind.operations[place].forward_s for kind in group),
+                backward_s=statistics.fmean(kind.operations[place].backward_s for kind in group),
+            )
+            for place, point in enumerate(first.operations)
+        ),
     )

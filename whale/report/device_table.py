@@ -1,57 +1,65 @@
-"""One row for each device: its samples, how long they keep it busy, and what fills its memory."""
+"""Two rows for each device: what it does in a step, and what fills its memory. Everything as predicted by the simulation."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from whale.planning.plan import DeviceMemory, Plan
+from whale.planning.plan import Plan, Stage
 from whale.planning.samples import SampleMap
-from whale.planning.shares import Load
-from whale.report.units import human_bytes, human_seconds
+from whale.report.units import human_bytes, human_flop, human_seconds, ranges
+from whale.simulation.memory import CLASSES
+from whale.simulation.timeline import DeviceTimeline, Timeline
 
 SHOWN_DEVICES = 16
 
 
-def device_table(plan: Plan) -> Table | None:
-    """None for a plan without figures of memory."""
-    if not plan.memory:
-        return None
-    title = "Devices (samples and busy time of one mini-batch, forward and backward; memory at its fullest, as predicted)"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
-    table.show_edge = table.pad_edge = False
-    table.add_column("rank", no_wrap=True)
-    table.add_column("kind", overflow="fold")
-    for name in ("samples", "busy", "parameters", "gradients", "optimizer", "activations", "other", "of memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    counts, loads = samples_by_rank(plan), plan.loads()
-    for rank in range(min(plan.num_devices, SHOWN_DEVICES)):
-        memory, shares = plan.memory[rank], counts[rank]
-        largest = max(shares)
-        cells = (
-            str(rank),
-            plan.device_kinds[rank],
-            str(sum(shares)),
-            human_seconds(busy_seconds(shares, loads[rank])),
-            human_bytes(memory.parameter_bytes),
-            human_bytes(memory.gradient_bytes),
-            human_bytes(memory.optimizer_bytes),
-            human_bytes(memory.fixed_bytes + largest * memory.sample_bytes),
-            human_bytes(memory.buffer_bytes),
-            _of_memory(memory, largest),
+def prediction(timeline: Timeline) -> Text:
+    """The step in two lines."""
+    text = Text("Predicted step ", style="bold")
+    text.append(f"{human_seconds(timeline.step_s)}, {timeline.samples_per_s:.4g} samples/s, bubble {timeline.bubble:.1%}\n")
+    text.append("limited by ", style="bold")
+    return text.append(timeline.limit, style="not bold")
+
+
+def work_table(plan: Plan, timeline: Timeline) -> Table:
+    """Layers, samples, FLOP and time of every device."""
+    title = "Devices in one step (FLOP: forward of its samples; wait: for messages and sums of gradients)"
+    table = _table(title, ("rank", "device", "stages", "layers"), ("samples", "FLOP", "busy", "wait", "idle"))
+    counts = samples_by_rank(plan)
+    for device in timeline.devices[:SHOWN_DEVICES]:
+        own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
+        shares = (device.busy_s, device.wait_s, timeline.idle_s(device.rank))
+        _add_row(
+            table,
+            str(device.rank),
+            f"{device.kind} on {device.host}",
+            ranges([stage.index for stage in own]),
+            layers_of(own),
+            str(sum(counts[device.rank])),
+            human_flop(forward_flop(plan, own, sum(counts[device.rank]))),
+            *(f"{human_seconds(seconds)} ({_percent(seconds, timeline.step_s)})" for seconds in shares),
         )
-        table.add_row(*map(Text, cells))
-    if plan.num_devices > SHOWN_DEVICES:
-        table.add_row(f"... {plan.num_devices - SHOWN_DEVICES} more")
-    return table
+    return _more(table, len(timeline.devices))
 
 
-def _of_memory(memory: DeviceMemory, num_samples: int) -> str:
-    total = memory.total_bytes(num_samples)
-    if not memory.capacity_bytes:
-        return f"{human_bytes(total)} of ?"
-    return f"{total / memory.capacity_bytes:.1%} of {human_bytes(memory.capacity_bytes)}"
+def memory_table(timeline: Timeline) -> Table:
+    """What fills the memory of every device at its fullest moment."""
+    table = _table("Memory at its fullest moment in a step", ("rank", "device"), (*CLASSES, "in all", "of"))
+    for device in timeline.devices[:SHOWN_DEVICES]:
+        parts = (human_bytes(device.peak_bytes[name]) for name in CLASSES)
+        _add_row(table, str(device.rank), device.kind, *parts, human_bytes(device.peak_total_bytes), of_memory(device))
+    return _more(table, len(timeline.devices))
+
+
+def of_memory(device: DeviceTimeline) -> str:
+    if not device.memory_bytes:
+        return "not known"
+    return f"{human_bytes(device.memory_bytes)} ({_percent(device.peak_total_bytes, device.memory_bytes)})"
 
 
 def samples_by_rank(plan: Plan) -> list[list[int]]:
@@ -67,5 +75,47 @@ def samples_by_rank(plan: Plan) -> list[list[int]]:
     return counts
 
 
-def busy_seconds(shares: list[int], load: Load) -> float:
-    return sum(load.seconds(share) for share in shares)
+def forward_flop(plan: Plan, stages: Sequence[Stage], num_samples: int) -> float:
+    """Of so many samples on these stages."""
+    flop = sum(stage.forward_flop / _num_sharers(plan, stage) for stage in stages)
+    return flop * num_samples / plan.batch_size
+
+
+def _num_sharers(plan: Plan, stage: Stage) -> int:
+    """Devices of a grid do the work for a sample together."""
+    device = plan.virtual_devices[stage.virtual_device]
+    return device.num_devices if device.grid is not None else 1
+
+
+def layers_of(stages: Sequence[Stage]) -> str:
+    """Layers as the model numbers them: parameters `h.0.attn.weight` .. `h.5.mlp.bias` are `h.0-5`; of several lists each."""
+    found: dict[str, set[int]] = {}
+    for name in (name for stage in stages for name in stage.parameters):
+        match = re.match(r"(.*?)\.(\d+)\.", name)
+        if match:
+            found.setdefault(match[1].rsplit(".", 1)[-1], set()).add(int(match[2]))
+    return "; ".join(f"{name}.{ranges(sorted(numbers))}" for name, numbers in found.items()) or "-"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*map(Text, cells))
+
+
+def _more(table: Table, number: int) -> Table:
+    if number > SHOWN_DEVICES:
+        table.add_row(f"... {number - SHOWN_DEVICES} more")
+    return table

@@ -16,10 +16,12 @@ from rich.text import Text
 from whale.planning.plan import Crossing, Plan
 from whale.planning.samples import SampleMap
 from whale.planning.shares import micro_batch_sizes
-from whale.report.device_table import device_table
+from whale.report.device_table import memory_table, prediction, work_table
+from whale.report.sharding_table import sharding_tables
 from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
+from whale.simulation.simulate import simulate
 
 SHOWN_REPLICAS = 4
 """model replicas listed one by one; the rest in one line"""
@@ -51,8 +53,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def render_plan(plan: Plan) -> Group:
     """All parts of the plan, as something that rich can print."""
-    parts: list[RenderableType] = [Text(summary(plan), style="bold"), _task_graphs(plan), _devices(plan)]
-    for part in (device_table(plan), _crossings(plan), _tied(plan), _losses(plan)):
+    parts: list[RenderableType] = [Text(summary(plan), style="bold")]
+    if plan.figures is not None:
+        timeline = simulate(plan)
+        parts += [prediction(timeline), work_table(plan, timeline), memory_table(timeline)]
+    parts += [_task_graphs(plan), _devices(plan)]
+    for part in (sharding_tables(plan), _crossings(plan), _tied(plan), _losses(plan)):
         if part is not None:
             parts.append(part)
     parts += [_Picture(Schedule.from_json(plan.schedule)), _decisions(plan)]
@@ -103,7 +109,11 @@ def _devices(plan: Plan) -> Table:
 
 
 def _parameters_of(plan: Plan, virtual_device: int) -> str:
-    """Bytes of parameters on one device. A parameter that two stages of the device share counts twice: then it is an upper bound."""
+    """Bytes of parameters on one device, on a grid the one that holds most. A parameter that two stages of the device share counts twice:
+    then it is an upper bound."""
+    device = plan.virtual_devices[virtual_device]
+    if device.grid is not None and plan.memory:
+        return human_bytes(max(plan.memory[rank].parameter_bytes for rank in device.ranks[0]))
     stages = [stage for stage in plan.stages if stage.virtual_device == virtual_device]
     names = Counter(name for stage in stages for name in stage.parameters)
     bound = "at most " if any(times > 1 for times in names.values()) else ""

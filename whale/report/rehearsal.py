@@ -14,17 +14,10 @@ from rich.table import Table
 
 from whale.emulation.pace import MOST_OVERRUNS
 from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
+from whale.report.time_rows import LEGEND, picture
 from whale.report.units import human_bytes, human_seconds
 
 MICROSECONDS = 1e6
-WIDTH = 100
-"""columns of time in a picture"""
-FORWARDS, BACKWARDS = "0123456789", "abcdefghij"
-WEIGHT_PART, WAITING, IDLE = "+", ".", " "
-LEGEND = (
-    "0 to 9: forward of micro-batch 0 to 9 (then from 0 again), a to j: its backward or the input part of it, +: weight part, "
-    ".: waits for a message or for sums of gradients"
-)
 
 
 @dataclass(frozen=True)
@@ -84,30 +77,6 @@ def shares(events: Sequence[Event], step_s: float) -> Shares:
     busy = sum(end - start for name, start, end in events if name[0] in "FBIW") / step_s
     wait = sum(end - start for name, start, end in events if name.startswith(("receive", "sums"))) / step_s
     return Shares(busy, wait, max(0.0, 1 - busy - wait))
-
-
-def picture(rows: Sequence[Sequence[Event]], labels: Sequence[str], step_s: float) -> str:
-    """One row for each rank, time from left to right."""
-    wide = max(map(len, labels)) + 2
-    lines = []
-    for events, label in zip(rows, labels, strict=True):
-        cells = [IDLE] * WIDTH
-        for name, start, end in events:
-            mark = _mark(name)
-            if mark:
-                first, last = round(start / step_s * WIDTH), round(end / step_s * WIDTH)
-                cells[first:last] = mark * (min(last, WIDTH) - first)
-        lines.append((label.ljust(wide) + "".join(cells)).rstrip())
-    return "\n".join(lines)
-
-
-def _mark(name: str) -> str:
-    if name.startswith(("receive", "sums")):
-        return WAITING
-    if name[0] not in "FBIW" or "." not in name:
-        return ""
-    micro_batch = int(name.split(".")[1])
-    return {"F": FORWARDS[micro_batch % 10], "W": WEIGHT_PART}.get(name[0], BACKWARDS[micro_batch % 10])
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from whale.checkpoint import (
     AsyncSaver,
     CheckpointError,
     Handle,
+    Part,
     PretrainedReader,
     Reader,
     assign_writers,
@@ -29,12 +31,13 @@ from whale.checkpoint import (
     unpack_rng,
     unpack_scheduler,
 )
-from whale.checkpoint.optimizer_state import state_name
+from whale.checkpoint.optimizer_state import parameter_name, state_name
 from whale.checkpoint.reader import CHECKPOINT_NAME
-from whale.planning.plan import Plan
+from whale.checkpoint.shard_pieces import Pieces, pieces, read_shard, read_state, state_pieces
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.runtime.update import Updater
+from whale.sharding.shards import Shard, Shards
 
 logger = logging.getLogger("whale")
 
@@ -56,10 +59,8 @@ class Checkpoints:
     def __init__(self, job: Job, updater: Updater) -> None:
         self._job, self._updater = job, updater
         self._savers: dict[Path, AsyncSaver] = {}
-        holders = tensor_holders(job.plan, job.names)
-        sizes = {name: tensor.numel() * tensor.element_size() for name, _, tensor in _all_tensors(job.model, job.names)}
-        writers = assign_writers(holders, sizes)
-        self._own = [name for name in job.weights if writers[name] == job.ranks.rank]
+        self._whole = _whole_tensors(job.model, job.names)
+        self._own = _own_shards(self._whole, job.shards, job.ranks.rank)
 
     def save(self, folder: Path, step: int, data: Any) -> Handle:
         """Copies this rank's part and writes it in the background. All ranks call it at the same step."""
@@ -68,23 +69,34 @@ class Checkpoints:
             job_id = ranks.from_first(secrets.token_hex(4))
             keep = self._job.config.keep_checkpoints
             self._savers[folder] = AsyncSaver(folder, job_id=job_id, rank=ranks.rank, num_ranks=ranks.num_ranks, keep=keep)
-        tensors = {MODEL + name: self._job.weights[name].detach() for name in self._own}
+        tensors: dict[str, Tensor] = {}
+        parts: dict[str, Part] = {}
+        for name, shard in self._own.items():
+            _add(tensors, parts, pieces(MODEL + name, self._job.weights[name].detach(), shard, self._whole[name].shape))
         rank_values: dict[str, Any] = {}
         if updater.optimizer is not None:
             state, rank_values["optimizer"] = pack_optimizer(updater.optimizer, self._names_of(), only=set(self._own))
-            tensors |= state
+            for key, tensor in state.items():
+                name = parameter_name(key)
+                is_first = self._own[name] is self._job.shards.first(name)
+                _add(tensors, parts, state_pieces(key, tensor, self._own[name], self._whole[name].shape, is_first))
         if updater.scheduler is not None:
             rank_values["scheduler"] = pack_scheduler(updater.scheduler)
         values = {"step": step, "data": _state_of(data), "loss_scale": updater.loss_scale.state() if updater.loss_scale else None}
         if ranks.rank == 0:
             random_tensors, values["rng"] = pack_rng(RNG)
             tensors |= random_tensors
-        return self._savers[folder].save(step, tensors, values, rank_values)
+        return self._savers[folder].save(step, tensors, values, rank_values, parts)
 
     def load(self, path: Path, data: Any) -> int | None:
-        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all."""
+        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all.
+
+        Where there are some and none can be loaded, it raises: going on from nothing would look like a resumed run.
+        """
         ranks = self._job.ranks
-        for candidate in ranks.from_first(_candidates(path) if ranks.rank == 0 else None):
+        candidates: list[Path] = ranks.from_first(_candidates(path) if ranks.rank == 0 else None)
+        refused: list[str] = []
+        for candidate in candidates:
             staged: _Staged | None = None
             error: Exception | None = None
             try:
@@ -95,24 +107,33 @@ class Checkpoints:
             if not problems and staged is not None:
                 self._apply(staged, data)
                 return staged.step
-            logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
-        return None
+            refused.append(problems[0])
+            if candidate != candidates[-1]:
+                logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
+        if not refused:
+            return None
+        which = "the checkpoint" if len(refused) == 1 else f"none of the {len(refused)} checkpoints"
+        verb = "cannot" if len(refused) == 1 else "can"
+        raise CheckpointError(f"{which} in {path} {verb} be loaded (give another folder, or remove it to start anew): {refused[0]}")
 
     def _stage(self, path: Path) -> _Staged:
         """Reads and checks everything that this rank needs, before anything changes."""
         with Reader(path) as reader:
-            weights = {}
+            weights, rank, shapes = {}, self._job.ranks.rank, reader.shapes()
+            shards = {name: self._job.shards.on(name, rank) for name in self._job.weights}
             for name, tensor in self._job.weights.items():
-                weights[name] = reader.read(MODEL + name)
-                if weights[name].shape != tensor.shape:
+                shape = self._whole[name].shape
+                if reader.shape(MODEL + name) != tuple(shape):
                     raise CheckpointError(
-                        f"{name} has shape {list(weights[name].shape)} in {path}, in this model {list(tensor.shape)}: another model"
+                        f"{name} has shape {list(reader.shape(MODEL + name))} in {path}, in this model {list(shape)}: another model"
                     )
+                weights[name] = read_shard(reader.read, MODEL + name, shards[name], shape, tensor.dtype)
             merged = merge_values(values.get("optimizer") for values in reader.rank_values)
             state = {}
             for name in self._names_of().values() if self._updater.optimizer is not None else ():
                 for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
-                    state[state_name(name, key)] = reader.read(state_name(name, key))
+                    stored = state_name(name, key)
+                    state[stored] = read_state(reader.read, shapes, stored, shards[name], self._whole[name].shape)
             rng = {name: reader.read(name) for name in reader.names(RNG)}
             scheduler = next((values["scheduler"] for values in reader.rank_values if "scheduler" in values), None)
             return _Staged(reader.step, weights, merged, state, rng, scheduler, reader.values, reader.num_bytes_read)
@@ -168,36 +189,54 @@ class _Staged:
     num_bytes_read: int
 
 
-def load_pretrained(weights: Mapping[str, Tensor], names: Mapping[str, str], source: Pretrained, ranks: Ranks) -> None:
-    """Overwrites this rank's tensors with those of the file, each rank reading only its own."""
+def load_pretrained(
+    weights: Mapping[str, Tensor], names: Mapping[str, str], source: Pretrained, ranks: Ranks, shards: Shards
+) -> None:
+    """Overwrites this rank's tensors with those of the file, each rank reading only its own, and of a cut one only its part.
+
+    Every parameter must be there. A buffer that is not keeps the value that the model gave it: only some are saved with a model.
+    """
     reader = PretrainedReader(source.path)
     wanted = {name: source.rename(name) if source.rename is not None else name for name in weights}
-    own = [name for name, stored in wanted.items() if stored is not None and isinstance(weights[name], torch.nn.Parameter)]
-    renamed = {name: str(wanted[name]) for name in own}
+    renamed = {name: str(stored) for name, stored in wanted.items() if stored is not None}
+    parameters = [name for name in renamed if isinstance(weights[name], torch.nn.Parameter)]
+    buffers = [name for name in renamed if name not in parameters]
     aliases = {} if source.rename is not None else dict(names)
-    match = reader.match(renamed.values(), aliases)
+    match = reader.match([renamed[name] for name in parameters], aliases, optional=[renamed[name] for name in buffers])
+    own = parameters + [name for name in buffers if renamed[name] in match.stored]
     if match.unexpected and ranks.num_ranks == 1:
         logger.info("%d tensors of %s are not in the model, the first is %s", len(match.unexpected), source.path, match.unexpected[0])
     with torch.no_grad():
         for name in own:
-            stored = reader.read(match.stored[renamed[name]])
-            if stored.shape != weights[name].shape:
-                raise CheckpointError(f"{name} has shape {list(stored.shape)} in {source.path}, in the model {list(weights[name].shape)}")
-            weights[name].copy_(stored)
+            stored, shard = match.stored[renamed[name]], shards.on(name, ranks.rank)
+            shape = reader.shape(stored)
+            expected = tuple(weights[name].shape) if shard.ranges is None else shard.whole_shape
+            if shape != expected:
+                raise CheckpointError(f"{name} has shape {list(shape)} in {source.path}, in the model {list(expected)}")
+            weights[name].copy_(read_shard(reader.read, stored, shard, shape, weights[name].dtype))
     reader.close()
 
 
-def tensor_holders(plan: Plan, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Ranks that hold each tensor of the model; what the graph does not use is on stage 0."""
-    return {
-        name: tuple(sorted({rank for stage in plan.holders.get(name, (0,)) for rank in plan.ranks_of_stage(stage)}))
-        for name in dict.fromkeys(names.values())
+def _own_shards(whole: Mapping[str, Tensor], shards: Shards, rank: int) -> dict[str, Shard]:
+    """What this rank writes: of each part of a tensor one of its holders, so that all write about as much."""
+    parts = {f"{name}[{number}]": (name, shard) for name in whole for number, shard in enumerate(shards.of(name))}
+    sizes = {
+        key: math.prod(shard.shape if shard.shape is not None else whole[name].shape) * whole[name].element_size()
+        for key, (name, shard) in parts.items()
     }
+    writers = assign_writers({key: shard.ranks for key, (_, shard) in parts.items()}, sizes)
+    return {name: shard for key, (name, shard) in parts.items() if writers[key] == rank}
 
 
-def _all_tensors(model: torch.nn.Module, names: Mapping[str, str]) -> list[tuple[str, str, Tensor]]:
+def _whole_tensors(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Every tensor of the model under its first name: those that this rank does not hold are on `meta`, with the whole shape."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return [(first, name, found[name]) for name, first in names.items() if name == first]
+    return {name: found[name] for name, first in names.items() if name == first}
+
+
+def _add(tensors: dict[str, Tensor], parts: dict[str, Part], more: Pieces) -> None:
+    tensors.update(more[0])
+    parts.update(more[1])
 
 
 def _candidates(path: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
 from whale.lowering.recompute import Recomputed
 from whale.runtime.split import Deferred, replacements
 
@@ -56,12 +57,19 @@ METHODS: dict[Any, str] = {aten.view.default: "view", aten.sym_size.int: "size",
 """the same for methods of tensors"""
 
 
-def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = None) -> Callable[..., tuple[Tensor, ...]]:
+def compile_chunk(
+    module: GraphModule, name: str, deferred: Deferred | None = None, with_torch: bool = False
+) -> Callable[..., tuple[Tensor, ...]]:
     """What calling the module does; `name` stands in tracebacks. Weights are the module's own tensors, which never change identity.
 
     `deferred`: takes the weight products of the backward, which are then left to the caller (`runtime/split.py`).
+    `with_torch`: `torch.compile` makes kernels of it. Layers whose weight products are put off, sums between devices and recomputed regions
+    stay as they are, and what lies between them is compiled.
     """
-    instead = {} if deferred is None else replacements(deferred)
+    instead: dict[Any, Callable[..., Any]] = {} if deferred is None else dict(replacements(deferred))
+    if with_torch:
+        instead = {operation: torch.compiler.disable(function) for operation, function in instead.items()}
+        instead |= {function: torch.compiler.disable(function) for function in (batch_norm_over_devices, sum_over_devices)}
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     weights = SimpleNamespace()
@@ -69,9 +77,12 @@ def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = No
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
-        elif node.op == "call_module":  # a region that is computed again in backward
+        elif node.op == "call_module":  # a region that is computed again in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
-            setattr(weights, str(node.target), _split_region(region, instead) if instead else region)
+            is_split = deferred is not None and isinstance(region, Recomputed)
+            called: Callable[..., Any] = _split_region(region, instead) if is_split else region
+            setattr(weights, f"m{number}", torch.compiler.disable(called) if with_torch else called)
+            node.target = f"m{number}"
         elif node.op == "call_function":
             node.target = instead.get(node.target, node.target)
             _call_directly(node)
@@ -80,7 +91,8 @@ def compile_chunk(module: GraphModule, name: str, deferred: Deferred | None = No
     names = dict(code.globals)
     exec(compile(code.src, file_name, "exec"), names)
     linecache.cache[file_name] = (len(code.src), None, code.src.splitlines(keepends=True), file_name)  # so that tracebacks show the line
-    return partial(names["forward"], weights)
+    function = torch.compile(names["forward"]) if with_torch else names["forward"]
+    return partial(function, weights)
 
 
 def _call_directly(node: Node) -> None:

@@ -25,7 +25,7 @@ from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_orde
 from whale.runtime.metrics import Metrics, Shares
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
-from whale.runtime.state import gather_outputs, gather_state
+from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
@@ -45,7 +45,8 @@ class Engine:
         self.step_count = 0
         self._shapes = Shapes(job)
         self._held = self._held_parameters(self._shapes.first)
-        for ranks in sorted({holders for holders in self._all_holders().values() if len(holders) > 1}):
+        shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
+        for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
         self._gradients.clock = job.emulation.sums if job.emulation is not None else None
@@ -61,6 +62,8 @@ class Engine:
         """with other shares, to be followed when the loader begins its next epoch: samples of this one are already on their way"""
         self._reads_shards = False
         self._told: set[str] = set()
+        self._trained: frozenset[str] = frozenset()
+        """parameters that the last step trained"""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -87,7 +90,7 @@ class Engine:
         return result
 
     def _step(self, batch: Any) -> StepResult:
-        if self.optimizer is None and self._held:
+        if not self._updater.is_given and self._held:
             raise ValueError(
                 "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
             )
@@ -112,6 +115,7 @@ class Engine:
             emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
+        self._trained = lowered.trained
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
         timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
         result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
@@ -178,6 +182,8 @@ class Engine:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
+        if isinstance(batch, ShardedBatch):
+            raise ValueError("engine.evaluate takes whole batches; those of engine.loader hold only this rank's samples: use a DataLoader")
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         self._note_batch(layout)
@@ -202,7 +208,7 @@ class Engine:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
-        return gather_state(self._job.model, self._job.weights, self._job.names, self.plan, self._job.ranks)
+        return gather_state(self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks)
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
         """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while training goes on. All ranks must call it.
@@ -240,8 +246,12 @@ class Engine:
         return Path(folder) if folder is not None else Path(str(self._job.config.folder)) / "checkpoints"
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients of the last step, by parameter name."""
+        """This rank's gradients of the last step, by parameter name; of a parameter that is cut, of the part that is here."""
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """All gradients of the last step, whole, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
+        return gather_gradients(self._job.model, self.gradients(), self._trained, self._job.shards, self._job.ranks)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters that the loss trains."""
@@ -357,22 +367,17 @@ class Engine:
         if watch is not None and self._job.config.check_batches:
             watch.note_batch(shapes)
 
-    def _all_holders(self) -> dict[str, tuple[int, ...]]:
-        """Ranks that hold each parameter."""
-        plan = self.plan
-        return {name: tuple(sorted({r for s in stages for r in plan.ranks_of_stage(s)})) for name, stages in plan.holders.items()}
-
     def _held_parameters(self, lowered: Lowered) -> list[Held]:
         """This rank's trainable parameters, in the order in which backward reaches them. Another shape of the batch may train others."""
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        holders = self._all_holders()
+        shards, rank = self._job.shards, self._job.ranks.rank
         trainable = {name for name, _ in self._trainable()}
         names = [name for name, stages in self.plan.holders.items() if name in trainable and own & set(stages)]
         held = []
         for name in by_backward_order(names, lowered.first_use):
             tensor = self._job.weights[name]
             assert isinstance(tensor, torch.nn.Parameter)
-            held.append(Held(name, tensor, holders[name], tuple(sorted(own & set(self.plan.holders[name])))))
+            held.append(Held(name, tensor, shards.on(name, rank).ranks, tuple(sorted(own & set(self.plan.holders[name])))))
         return held
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -58,8 +58,11 @@ class StepOutcome:
 class Executor:
     """Runs a program step by step."""
 
-    def __init__(self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None, with_torch_compile: bool = False
+    ) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
+        self.with_torch_compile = with_torch_compile
         self.pace: Pace | None = None
         """how long actions take on an emulated device; None: as long as they really take"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -83,8 +86,8 @@ class Executor:
                 key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
                     name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
-                    module = chunk.module_for(stop - start)
-                    functions[key] = compile_chunk(module, name, deferred[action.stage] if is_split else None)
+                    own, module = deferred[action.stage] if is_split else None, chunk.module_for(stop - start)
+                    functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
                 run = Forward(program, action, functions[key]).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, last[action.stage] is action).run

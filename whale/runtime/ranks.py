@@ -37,19 +37,22 @@ class Ranks:
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.num_ranks = dist.get_world_size() if self.is_distributed else 1
         self.has_channels_by_tag = not self.is_distributed or dist.get_backend() == "gloo"
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def start_watch(self) -> None:
         """From here on, a rank that dies or hangs ends the job everywhere. All ranks call it."""
         if self.is_distributed and self.watch is None:
             self.watch = start_watch(self.rank, self.num_ranks, self.timeout_s, self.from_first)
 
-    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of these ranks. Every rank must ask for the same groups in the same order."""
-        key = tuple(ranks)
+    def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
+        """The process group of these ranks, in this order. Every rank must ask for the same groups in the same order.
+
+        Messages of groups with another `purpose` never meet, even between the same ranks.
+        """
+        key = (tuple(ranks), purpose)
         if key not in self._groups:
-            whole_world = len(key) == self.num_ranks and key == tuple(range(self.num_ranks))
-            self._groups[key] = dist.group.WORLD if whole_world else dist.new_group(list(key), timeout=self.timeout)
+            whole_world = not purpose and key[0] == tuple(range(self.num_ranks))
+            self._groups[key] = dist.group.WORLD if whole_world else dist.new_group(list(key[0]), timeout=self.timeout, sort_ranks=False)
         return self._groups[key]
 
     def gather(self, value: Any) -> list[Any]:

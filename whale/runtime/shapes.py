@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +17,17 @@ from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
+from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
+from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
+from whale.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from whale.emulation.emulation import Emulation
@@ -49,6 +53,11 @@ class Job:
     emulation: Emulation | None = None
     """None: the devices are real"""
 
+    @cached_property
+    def shards(self) -> Shards:
+        """Who holds which part of which tensor."""
+        return Shards(self.plan)
+
     @property
     def task(self) -> Task:
         return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
@@ -61,17 +70,23 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            pairs = _pairs(job.plan)
-            self.transport = Transport(job.ranks, pairs) if job.emulation is None else job.emulation.transport(pairs)
+            pairs, shared = _pairs(job.plan), job.config.share_memory
+            self.transport = Transport(job.ranks, pairs, shared) if job.emulation is None else job.emulation.transport(pairs, shared)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
                 job.ranks.group(ranks)
+        for device in job.plan.virtual_devices:
+            if device.grid is not None and job.plan.num_replicas > 1:
+                for place in range(device.num_devices):
+                    job.ranks.group(tuple(members[place] for members in device.ranks))
+        has_statistics = any(trains_batch_norm(node) for node in job.prepared.captured.compute_nodes())
+        self._grids = GridGroups(job.plan, job.ranks, has_statistics)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
         self._executors: dict[tuple[int, int, int], Executor] = {}
         assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
-        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks)
+        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks, self._grids)
         self._training[job.sample.key] = self.first
 
     def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
@@ -86,7 +101,7 @@ class Shapes:
             check_loss_and_buffers(prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch)
             job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
         return self._find(self._training, layout.key, capture)
 
@@ -98,7 +113,7 @@ class Shapes:
             if prepared.only_whole is not None and max(job.plan.num_micro_batch, widest(job.plan)) > 1:
                 raise ValueError(prepared.only_whole.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
         return self._find(self._evaluation, layout.key, capture)
 
@@ -127,7 +142,8 @@ class Shapes:
             is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
             schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
-            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch)
+            compiles = job.config.compile and is_training
+            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles)
             if job.emulation is not None:
                 self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,25 +14,55 @@ from whale.capture.prepare import LOSS, Prepared
 from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
 from whale.lowering.program import Lowered, Program
-from whale.planning.plan import Plan
 from whale.planning.samples import SampleMap
 from whale.runtime.executor import StepOutcome
 from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
+from whale.sharding.shards import Shard, Shards
 
 
 def gather_state(
-    model: torch.nn.Module, weights: dict[str, Tensor], first_name: dict[str, str], plan: Plan, ranks: Ranks
+    model: torch.nn.Module, weights: Mapping[str, Tensor], first_name: Mapping[str, str], shards: Shards, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """The local model's `state_dict()` on rank 0, tensor by tensor from the first rank that holds each."""
+    """The local model's `state_dict()` on rank 0, part by part from the first rank that holds each."""
     shapes = model.state_dict(keep_vars=True)
     collected: dict[str, Tensor] = {}
     for name in sorted({first_name[key] for key in shapes}):
-        owner = min(plan.ranks_of_stage(plan.holders[name][0])) if name in plan.holders else 0
-        tensor = _fetch(weights.get(name), tuple(shapes[name].shape), shapes[name].dtype, owner, ranks)
+        tensor = _gather(weights.get(name), shapes[name], shards.of(name), ranks)
         if tensor is not None:
             collected[name] = tensor
     return {key: collected[first_name[key]] for key in shapes} if ranks.rank == 0 else {}
+
+
+def gather_gradients(
+    model: torch.nn.Module, gradients: Mapping[str, Tensor], trained: Collection[str], shards: Shards, ranks: Ranks
+) -> dict[str, Tensor]:
+    """The gradients of the parameters that were trained, whole, on rank 0."""
+    parameters = dict(model.named_parameters())
+    collected: dict[str, Tensor] = {}
+    for name in sorted(trained):
+        own = gradients.get(name)
+        mine = next((shard for shard in shards.of(name) if ranks.rank in shard.ranks), None)
+        if own is None and mine is not None:  # nothing here depends on it
+            own = torch.zeros(mine.shape or parameters[name].shape, dtype=parameters[name].dtype, device=ranks.device)
+        tensor = _gather(own, parameters[name], shards.of(name), ranks)
+        if tensor is not None:
+            collected[name] = tensor
+    return collected
+
+
+def _gather(part: Tensor | None, like: Tensor, shards: Sequence[Shard], ranks: Ranks) -> Tensor | None:
+    """A whole tensor of the shape and type of `like`, on rank 0."""
+    shape = tuple(like.shape)
+    if len(shards) == 1 and shards[0].ranges is None:
+        return _fetch(part, shape, like.dtype, shards[0].ranks[0], ranks)
+    whole = torch.empty(shape, dtype=like.dtype) if ranks.rank == 0 else None
+    for shard in shards:
+        if shard.boxes(shape):
+            fetched = _fetch(part, shard.shape or shape, like.dtype, shard.ranks[0], ranks)
+            if whole is not None and fetched is not None:
+                shard.put(fetched, whole)
+    return whole
 
 
 def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, ranks: Ranks) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Point-to-point messages: posted ahead, never blocking compute, let go when a later message shows that they have arrived.
 
 gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both
-sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same).
+sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same). CPU ranks on one host hand
+messages over through memory (`runtime/same_host.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.runtime.ranks import Ranks
+from whale.runtime.same_host import connect
 
 if TYPE_CHECKING:
     from whale.runtime.messages import Message
@@ -26,18 +28,19 @@ NUM_EPOCHS = 256
 class Arrival:
     """A message on its way in."""
 
-    __slots__ = ("buffer", "description", "peer", "work")
+    __slots__ = ("buffer", "description", "peer", "tag", "work")
 
-    def __init__(self, work: dist.Work, buffer: Tensor, peer: int, description: str) -> None:
-        self.work, self.buffer, self.peer, self.description = work, buffer, peer, description
+    def __init__(self, work: dist.Work | None, buffer: Tensor, peer: int, tag: int, description: str) -> None:
+        """`work`: None for a message through memory, which is read when it is waited for."""
+        self.work, self.buffer, self.peer, self.tag, self.description = work, buffer, peer, tag, description
 
 
 class Transport:
     """Sends and receives of one rank, with the time spent waiting."""
 
-    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]]) -> None:
-        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank."""
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True) -> None:
+        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank. `share_memory`: where it is possible."""
+        self.ranks, pairs = ranks, sorted(set(pairs))
         self.epoch = 0
         """part of every tag, another one in each pass over an action list: a message that a failed step left behind is never taken for one
         of a later step"""
@@ -47,7 +50,8 @@ class Transport:
         self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
         """for each peer: the group that carries messages to it, and its rank in there"""
         self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        for source, destination in sorted(set(pairs)):
+        self._lines_to, self._lines_from = connect(ranks, pairs, share_memory)
+        for source, destination in pairs:
             group = self._channel(source, destination)
             if ranks.rank == source:
                 self._to[destination] = (group, dist.get_group_rank(group, destination))
@@ -71,24 +75,36 @@ class Transport:
     def begin(self) -> None:
         """Start of a pass over an action list; every rank makes the same passes."""
         self.epoch = (self.epoch + 1) % NUM_EPOCHS
+        for line in self._lines_from.values():
+            line.forget(lambda tag: tag % NUM_EPOCHS != self.epoch)
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
         self._issue(tensor, message.peer, message.tag + self.epoch)
 
     def _issue(self, tensor: Tensor, peer: int, tag: int) -> None:
+        line = self._lines_to.get(peer)
+        if line is not None:
+            line.send(tensor, tag)
+            return
         group, place = _route(self._to, peer)
         self._outgoing[peer, tag] = (group.send([tensor], place, tag), tensor)
 
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
-        group, place = _route(self._from, message.peer)
-        return Arrival(group.recv([buffer], place, message.tag + self.epoch), buffer, message.peer, description)
+        tag, work = message.tag + self.epoch, None
+        if message.peer not in self._lines_from:
+            group, place = _route(self._from, message.peer)
+            work = group.recv([buffer], place, tag)
+        return Arrival(work, buffer, message.peer, tag, description)
 
     def wait(self, arrival: Arrival) -> None:
         start = time.perf_counter()
         try:
-            arrival.work.wait()
-        except RuntimeError as error:
+            if arrival.work is None:
+                self._lines_from[arrival.peer].wait(arrival.buffer, arrival.tag)
+            else:
+                arrival.work.wait()
+        except (RuntimeError, OSError) as error:
             raise RuntimeError(
                 f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for {arrival.description} from rank {arrival.peer}: "
                 f"that rank is gone or stuck ({str(error).splitlines()[0]})"
@@ -103,6 +119,8 @@ class Transport:
 
     def drain(self) -> None:
         """End of a pass: everything must have left."""
+        for line in self._lines_to.values():
+            line.drain()
         for work, _ in self._outgoing.values():
             work.wait()
         self._outgoing.clear()

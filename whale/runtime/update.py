@@ -25,6 +25,24 @@ OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.op
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
+EMPTY_LIST = "empty parameter list"
+"""part of what torch says of an optimizer without parameters"""
+
+
+def _check_factories(optimizer: object, scheduler: object) -> None:
+    """An optimizer that is already made holds the parameters of the whole model, and no rank keeps all of them."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer= is a {type(optimizer).__name__} that is already made: give a function that makes it for this rank's parameters, "
+            f"such as optimizer=lambda params: torch.optim.{type(optimizer).__name__}(params, lr=...)"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ValueError(
+            f"scheduler= is a {type(scheduler).__name__} that is already made: give a function that makes it for this rank's optimizer, "
+            f"such as scheduler=lambda optimizer: torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
+        )
+
+
 class NonFiniteError(ValueError):
     """A loss or gradient is not a finite number. Raised on every rank alike."""
 
@@ -50,12 +68,27 @@ class Updater:
         config: Config,
         ranks: Ranks,
     ) -> None:
-        self.optimizer = optimizer(iter(trainable)) if optimizer is not None and trainable else None
+        _check_factories(optimizer, scheduler)
+        self.is_given = optimizer is not None
+        self.optimizer = self._made(optimizer, trainable, ranks) if optimizer is not None and trainable else None
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError("torch.optim.LBFGS needs the loss several times in a step, which engine.step cannot do: use another optimizer")
         self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config, self._ranks = config, ranks
+
+    @staticmethod
+    def _made(factory: OptimizerFactory, trainable: Sequence[tuple[str, torch.nn.Parameter]], ranks: Ranks) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None where a factory that picks parameters by name finds none of them on this rank."""
+        try:
+            made = factory(iter(trainable))
+        except ValueError as error:
+            if ranks.is_distributed and EMPTY_LIST in str(error):
+                return None
+            raise
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"the function given as optimizer= returned {type(made).__name__}: it must return a torch.optim.Optimizer")
+        return made
 
     @property
     def learning_rate(self) -> float:

@@ -91,6 +91,11 @@ class Layout:
     def local_count(self, grid: Grid, place: int) -> int:
         return prod(self.local_shape(grid, place))
 
+    def largest_count(self, grid: Grid) -> int:
+        """Of the device that holds most; where all are alike the first of a line gets what is over."""
+        places = range(grid.num_devices) if grid.work or grid.memory else (0,)
+        return max(self.local_count(grid, place) for place in places)
+
     def same_places(self, grid: Grid, place: int) -> tuple[int, ...]:
         """The places that hold the very same part: the holders of a shard."""
         return grid.line(place, self.same_on(grid))

@@ -6,9 +6,14 @@ cut each dim, outermost first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout
+from whale.sharding.sharding import ShardedOperation, Sharding
+
+Options = tuple[str, str, str]
+"""names of an operation's options on x, y and z"""
 
 
 @dataclass(frozen=True)
@@ -28,22 +33,9 @@ class StoredLayout:
     def layout(self) -> Layout:
         return Layout(tuple(Cut(*cut) for cut in self.cuts), tuple(map(tuple, self.axes)), stored=frozenset(self.stored))
 
-
-@dataclass(frozen=True)
-class ShardedOperation:
-    """How one operation, or several alike, runs on the grid."""
-
-    what: str
-    """module and operation"""
-    pattern: str
-    """layouts in and out, in words"""
-    sent_bytes: float
-    """by the device that sends most, forward and backward of one mini-batch"""
-    why: str
-    replicated: bool = False
-    """every device does all of it: it has no rule, or none that pays"""
-    times: int = 1
-    """operations of the stage that run like this"""
+    @property
+    def is_cut(self) -> bool:
+        return any(self.axes)
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,40 @@ class StageSharding:
 
     stage: int
     stored: dict[str, StoredLayout]
-    """parameters that are cut; every device of the grid holds the others whole"""
-    choices: tuple[int, ...] = ()
-    """by operation of the stage: what was chosen for it, as a number of the table `patterns`"""
-    patterns: tuple[str, ...] = ()
+    """of every parameter of the stage"""
+    options: tuple[Options, ...] = ()
+    """every combination that some operation takes, once"""
+    choices: tuple[tuple[int, int], ...] = ()
+    """(place of an operation in the graph, number of its combination)"""
     operations: tuple[ShardedOperation, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    """those with work or messages, for the reader"""
+    replicated: tuple[str, ...] = ()
+    """operations with work that every device does whole"""
+    seconds: float = 0.0
+    """predicted for one micro-batch, forward and backward"""
+    sent_bytes: float = 0.0
+    """by one device in that time"""
+    num_samples: int = 0
+    """of a model replica in the micro-batch that it was chosen for"""
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(stage: int, sharding: Sharding, num_samples: int) -> StageSharding:
+        options = {names: number for number, names in enumerate(dict.fromkeys(sharding.choices.values()))}
+        return StageSharding(
+            stage=stage,
+            stored={name: StoredLayout.of(layout) for name, layout in sharding.stored.items()},
+            options=tuple(options),
+            choices=tuple((node, options[names]) for node, names in sharding.choices.items()),
+            operations=sharding.operations,
+            replicated=sharding.replicated,
+            seconds=sharding.seconds - sharding.sum_seconds,
+            sent_bytes=sharding.sent_bytes,
+            num_samples=num_samples,
+            notes=sharding.notes,
+        )
+
+    def sharding(self, grid: Grid) -> Sharding:
+        """What the lowering needs of it."""
+        choices = {node: self.options[number] for node, number in self.choices}
+        return Sharding(grid, choices, {name: stored.layout() for name, stored in self.stored.items()})

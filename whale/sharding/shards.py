@@ -33,6 +33,8 @@ class Shard:
     """None: the whole tensor"""
     ranks: tuple[int, ...]
     """in rank order"""
+    whole_shape: tuple[int, ...] = ()
+    """of the whole tensor, where this is only a part"""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -88,6 +90,11 @@ class Shards:
             self._of_name[name] = self._find(name)
         return self._of_name[name]
 
+    def first(self, name: str) -> Shard:
+        """The first part of a tensor that is not empty."""
+        parts = self.of(name)
+        return next((shard for shard in parts if shard.ranges is None or shard.boxes(shard.whole_shape)), parts[0])
+
     def on(self, name: str, rank: int) -> Shard:
         """The part that a rank holds."""
         return next(shard for shard in self.of(name) if rank in shard.ranks)
@@ -95,19 +102,21 @@ class Shards:
     def _find(self, name: str) -> tuple[Shard, ...]:
         found: dict[Ranges | None, set[int]] = {}
         empty: list[Shard] = []
+        shape: tuple[int, ...] = ()
         for stage in self.plan.holders.get(name, (0,)):
             device = self.plan.virtual_devices[self.plan.stages[stage].virtual_device]
             stored = self._stored.get(stage, {}).get(name)
+            shape = stored.layout().shape if stored is not None else shape
             for ranks in device.ranks:
                 for place, rank in enumerate(ranks):
                     ranges = None if stored is None else self._ranges_on(device.index, stored)[place]
                     if ranges is not None and any(all(start == stop for start, stop in dim) for dim in ranges):
-                        empty.append(Shard(name, ranges, (rank,)))  # nothing to sum: no need to meet anybody
+                        empty.append(Shard(name, ranges, (rank,), shape))  # nothing to sum: no need to meet anybody
                     else:
                         found.setdefault(ranges, set()).add(rank)
         held = [rank for ranks in found.values() for rank in ranks]
         assert len(held) == len(set(held)), f"{name} is cut in two ways on one rank"
-        shards = [Shard(name, ranges, tuple(sorted(ranks))) for ranges, ranks in found.items()]
+        shards = [Shard(name, ranges, tuple(sorted(ranks)), shape if ranges is not None else ()) for ranges, ranks in found.items()]
         return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
 
     def _ranges_on(self, device: int, stored: StoredLayout) -> list[Ranges]:

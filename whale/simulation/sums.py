@@ -58,12 +58,13 @@ def sums_of(plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
     """All sums of a step, their times stretched by `factor`."""
     found = []
     for state in figures.states:
-        ranks = tuple(sorted({rank for stage in state.stages for rank in plan.ranks_of_stage(stage)}))
-        if len(ranks) > 1 and state.trained_bytes:
-            size = bucket_size(state.trained_bytes, bucket_bytes)
-            seconds, leaving = sum_seconds(state.trained_bytes, ranks, figures.network)
-            cards = tuple((host, factor * time) for host, time in leaving)
-            found.append(Sum(state.stages, ranks, factor * seconds, math.ceil(state.trained_bytes / size), cards))
+        for ranks in state.groups(plan.ranks_of_stage):
+            if len(ranks) > 1 and state.trained_bytes:
+                size = bucket_size(state.trained_bytes, bucket_bytes)
+                seconds, leaving = sum_seconds(state.trained_bytes, ranks, figures.network)
+                cards = tuple((host, factor * time) for host, time in leaving)
+                num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+                found.append(Sum(state.stages, ranks, factor * seconds, num_buckets, cards))
     return found
 
 

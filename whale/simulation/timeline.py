@@ -116,6 +116,21 @@ class Timeline:
         device = self.devices[rank]
         return max(0.0, self.step_s - device.busy_s - device.wait_s)
 
+    def on_the_way_s(self, rank: int) -> float:
+        """How long a device waits for messages that were sent already; the rest of its waiting is for devices that are not ready."""
+        sent = self._last_sent
+        waits = (event for event in self.devices[rank].events if event.name.startswith("receive"))
+        return sum(event.end_s - max(event.start_s, sent[rank, event.name.removeprefix("receive ")]) for event in waits)
+
+    @cached_property
+    def _last_sent(self) -> dict[tuple[int, str], float]:
+        """(rank that receives, message without its first word) -> when the last piece of it was sent"""
+        found: dict[tuple[int, str], float] = {}
+        for message in self.messages:
+            key = (message.destination, message.name.removeprefix("send "))
+            found[key] = max(message.sent_s, found.get(key, 0.0))
+        return found
+
     @property
     def busiest(self) -> DeviceTimeline:
         return max(self.devices, key=lambda device: device.busy_s)
@@ -126,11 +141,12 @@ class Timeline:
         device = self.busiest
         if not self.step_s:
             return "nothing takes time"
+        on_the_way = self.on_the_way_s(device.rank)
         parts = {
-            "messages": device.wait_s - device.sums_s,
+            "messages on their way": on_the_way,
             "sums of gradients": device.sums_s,
             "the update of the weights": device.update_s,
-            "other devices (bubble)": self.idle_s(device.rank),
+            "other devices (bubble)": self.idle_s(device.rank) + device.wait_s - device.sums_s - on_the_way,
         }
         name = f"rank {device.rank} ({device.kind})"
         share = device.compute_s / self.step_s

@@ -67,12 +67,12 @@ class Times:
             division = self.samples.division(micro_batch)
             for device in self.plan.virtual_devices:
                 for replica, ranks in enumerate(device.ranks):
-                    for rank, share in zip(ranks, division.devices[replica][device.index], strict=True):
+                    for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
                         found[rank].append(share)
         return found
 
     def num_samples(self, rank: int) -> list[int]:
-        """Samples that this rank gets of each micro-batch of the planned mini-batch."""
+        """Samples of each micro-batch of the planned mini-batch that this rank runs on."""
         return self._num_samples[rank]
 
     def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[Piece]:

@@ -1,0 +1,116 @@
+"""Messages through memory: small and large, more than the socket and the ring hold, in any order of waiting, and from a peer that dies."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import RankError, preload, run_ranks
+from whale.runtime import same_host
+from whale.runtime.messages import Message
+from whale.runtime.ranks import Ranks
+from whale.runtime.same_host import RING_BYTES
+from whale.runtime.transport import NUM_EPOCHS, Transport
+
+preload("torch", "whale", "tests.integration.test_same_host")
+
+
+def content(number: int, num_bytes: int) -> Tensor:
+    return torch.arange(num_bytes, dtype=torch.int64).mul_(number + 3).to(torch.uint8)
+
+
+def exchange(sizes: list[int], order: list[int], pause_s: float = 0.0) -> tuple[int, bool]:
+    """Both ranks send all messages and only then wait for those of the other, in that order. (lines to others, whether all was right)"""
+    ranks = Ranks("cpu")
+    peer = 1 - ranks.rank
+    transport = Transport(ranks, [(0, 1), (1, 0)])
+    transport.begin()
+    messages = [Message(peer, number * NUM_EPOCHS, ()) for number in range(len(sizes))]
+    for number, (size, message) in enumerate(zip(sizes, messages, strict=True)):
+        tensor = content(number + 10 * ranks.rank, size)
+        transport.send(tensor, message)
+        if size <= RING_BYTES // 4:
+            tensor.zero_()  # what is small enough for the ring was taken along
+    if ranks.rank == 1:
+        time.sleep(pause_s)
+    right = True
+    for number in order:
+        buffer = torch.zeros(sizes[number], dtype=torch.uint8)
+        transport.wait(transport.post(buffer, messages[number], "a message"))
+        right = right and torch.equal(buffer, content(number + 10 * peer, sizes[number]))
+    transport.drain()
+    ranks.gather(None)
+    return len(transport._lines_to), right
+
+
+def test_messages_of_all_sizes_arrive_whole() -> None:
+    sizes = [0, 1, 1023, 1024, 1025, 100_000, 3, 2_000_000, 5]
+    assert run_ranks(exchange, 2, sizes, list(range(len(sizes)))) == [(1, True)] * 2
+
+
+def test_they_may_be_waited_for_in_another_order_than_they_were_sent() -> None:
+    sizes = [10, 2000, 30, 4000]
+    assert run_ranks(exchange, 2, sizes, [2, 3, 0, 1]) == [(1, True)] * 2
+
+
+def test_more_packets_than_a_socket_holds_block_nobody() -> None:
+    sizes = [900] * 3000
+    assert run_ranks(exchange, 2, sizes, list(range(len(sizes))), 0.2) == [(1, True)] * 2
+
+
+def many_rounds(num_rounds: int, num_bytes: int) -> bool:
+    """Messages of nearly a third of the ring, so that its end is met at every place."""
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [(0, 1)])
+    right = True
+    for number in range(num_rounds):
+        transport.begin()
+        message = Message(1 - ranks.rank, 0, ())
+        if ranks.rank == 0:
+            transport.send(content(number, num_bytes + number), message)
+        else:
+            buffer = torch.zeros(num_bytes + number, dtype=torch.uint8)
+            transport.wait(transport.post(buffer, message, "a message"))
+            right = right and torch.equal(buffer, content(number, num_bytes + number))
+        transport.drain()
+    ranks.gather(None)
+    return right
+
+
+def test_the_ring_goes_round_and_what_does_not_fit_goes_by_gloo() -> None:
+    assert run_ranks(with_small_ring, 2, 40, 27_001) == [True, True]  # faster sender than receiver: also with a full ring
+    assert run_ranks(with_small_ring, 2, 4, 100_001) == [True, True]  # larger than the ring
+
+
+def with_small_ring(num_rounds: int, num_bytes: int) -> bool:
+    same_host.RING_BYTES = 90_000
+    return many_rounds(num_rounds, num_bytes)
+
+
+def dies() -> None:
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [(0, 1), (1, 0)])
+    transport.begin()
+    if ranks.rank == 1:
+        os._exit(3)
+    transport.wait(transport.post(torch.zeros(1), Message(1, 0, ()), "receive F 0>1.2"))
+
+
+def test_a_peer_that_dies_is_named() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(dies, 2)
+    assert "Rank 1" in str(error.value) or "receive F 0>1.2 from rank 1: that rank is gone or stuck" in str(error.value)
+
+
+def test_ranks_of_two_hosts_have_no_line() -> None:
+    assert run_ranks(on_two_hosts, 2) == [0, 0]
+
+
+def on_two_hosts() -> int:
+    ranks = Ranks("cpu")
+    same_host._host = lambda: f"host {ranks.rank}"
+    return len(Transport(ranks, [(0, 1), (1, 0)])._lines_to)

@@ -1,0 +1,237 @@
+"""`split` trains like local PyTorch: loss, all gradients, weights after three steps (DESIGN rule 1), on grids of every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale as wh
+from tests.exactness import Float64Mode, Trace, compare, local_training
+from tests.ranks import ModelServer, preload
+from whale import api
+from whale.capture.batch import read_batch
+from whale.capture.prepare import Prepared
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+
+preload("torch", "transformers", "whale", "tests.integration.test_split")
+
+BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 6, 3, 0.1
+WIDTH, HIDDEN, NUM_CLASSES = 8, 12, 7  # 7 classes: no number of devices divides them
+
+
+class Mlp(nn.Module):
+    """Two linear layers, column then row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(x + self.down(F.gelu(self.up(x))), x.roll(1, 1))
+
+
+class Classifier(nn.Module):
+    """The issue's first snippet: features data parallel, the large classifier sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
+        self.classifier = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(self.features(x)), labels)
+
+
+class Chain(nn.Module):
+    """Four blocks and a head, to be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(4)]
+        self.blocks = nn.ModuleList(nn.Sequential(*each) for each in layers)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
+
+
+def vectors(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch_size, WIDTH, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+
+
+def tokens(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 31, (batch_size, 10), generator=generator)
+    return {"input_ids": words, "labels": words.clone()}
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mlp": (Mlp, vectors),
+    "classifier": (Classifier, vectors),
+    "chain": (Chain, vectors),
+    "gpt2": (gpt2, tokens),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its annotations and the number of ranks."""
+
+    model: str
+    num_ranks: int
+    marks: dict[str, tuple[Any, ...]]
+    """glob -> ("split", n, grid or None) or ("replicate", n)"""
+    config: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    """kinds of devices by rank; none: all alike"""
+
+    @property
+    def name(self) -> str:
+        marks = " ".join(f"{what[0]}{what[1:]}" for what in self.marks.values())
+        return f"{self.model} on {' '.join(self.kinds) or self.num_ranks}: {marks} {self.config or ''}".strip()
+
+    @property
+    def cluster(self) -> wh.Cluster | None:
+        devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(self.kinds))
+        return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G) if devices else None
+
+
+def everything(num_devices: int, grid: tuple[int, int, int] | None = None) -> dict[str, tuple[Any, ...]]:
+    return {"*": ("split", num_devices, grid)}
+
+
+TWO_OF_TWO = {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("split", 2, None)}
+GPT2_IN_TWO = {
+    "transformer.wte|transformer.wpe|transformer.h.0": ("split", 2, None),
+    "transformer.h.1|transformer.ln_f|lm_head": ("split", 2, None),
+}
+
+CASES = [
+    Case("mlp", 4, everything(4, (2, 2, 1))),
+    Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
+    Case("classifier", 2, everything(2, (1, 2, 1)), kinds=("P100", "V100-32GB")),  # uneven shards
+    Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
+    Case("gpt2", 2, everything(2)),
+]
+SLOW_CASES = [
+    Case("mlp", 2, everything(2, (1, 2, 1))),
+    Case("mlp", 8, everything(8, (2, 2, 2))),
+    Case("mlp", 6, everything(6, (1, 6, 1))),
+    Case("mlp", 4, everything(4, (1, 1, 4))),
+    Case("mlp", 4, everything(2, (1, 2, 1)), {"colocate": True}),
+    Case("classifier", 4, {"features*": ("replicate", 4), "classifier": ("split", 4, None)}, {"num_micro_batch": 2}),
+    Case("classifier", 4, everything(4, (2, 2, 1))),
+    Case("chain", 4, {"blocks.[01]*": ("split", 2, (1, 2, 1)), "blocks.[23]*|head": ("split", 2, (1, 1, 2))}, {"num_micro_batch": 2}),
+    Case("chain", 3, {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("replicate", 1)}, {"num_micro_batch": 3}),
+    Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
+    Case("gpt2", 4, everything(4, (2, 2, 1))),
+    Case("gpt2", 4, everything(4, (1, 4, 1))),
+    Case("gpt2", 4, everything(4, (1, 1, 4))),
+    Case("gpt2", 8, everything(8, (2, 2, 2))),
+    Case("gpt2", 4, GPT2_IN_TWO, {"num_micro_batch": 2}),
+    Case("mlp", 4, everything(4, (2, 2, 1)), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 2}, kinds=("T4", "V100-32GB", "P100", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 1, 2)), kinds=("T4", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 2, 1)), kinds=("CPU", "A100-40GB")),
+]
+
+
+@dataclass
+class Subject:
+    name: str
+    model: nn.Module
+    prepared: Prepared
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().double()
+
+
+def prepare_model(name: str) -> Subject:
+    torch.set_num_threads(1)
+    model = build(name)
+    with Float64Mode():
+        layout, tensors = read_batch(MODELS[name][1](0))
+        return Subject(name, model, api._prepare(model, layout, tensors, None, wh.Config(), "cpu", check=True))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
+def train_locally(subject: Subject) -> Trace:
+    model = build(subject.name)
+    with Float64Mode():
+        return local_training(model, [MODELS[subject.name][1](step) for step in range(NUM_STEPS)], None, sgd)
+
+
+def scope(what: tuple[Any, ...]) -> Any:
+    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(*what[1:])
+
+
+def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(losses, whole gradients of the first step, whole state after the last) on rank 0."""
+    with Float64Mode():
+        wh.init(wh.Config(case.config))
+        wh.annotate(subject.model, {glob: scope(what) for glob, what in case.marks.items()})
+        data = [MODELS[case.model][1](step) for step in range(NUM_STEPS)]
+        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster)
+        losses, gradients = [], {}
+        for batch in data:
+            losses.append(engine.step(batch).loss)
+            if len(losses) == 1:
+                gradients = engine.full_gradients()
+        return losses, gradients, engine.full_state_dict()
+
+
+def merged(ranks: list[Any], model: nn.Module) -> Trace:
+    assert all(losses == ranks[0][0] for losses, _, _ in ranks)
+    losses, gradients, state = ranks[0]
+    return Trace(losses, gradients, {name: state[name] for name, _ in model.named_parameters()})
+
+
+class Servers:
+    """One process for each model that has it captured, started when a test first asks, with its local training."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, tuple[ModelServer, Trace]] = {}
+
+    def of(self, model: str) -> tuple[ModelServer, Trace]:
+        if model not in self.started:
+            server = ModelServer(prepare_model, model)
+            self.started[model] = server, server.run_local(train_locally)
+        return self.started[model]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    found = Servers()
+    yield found
+    for server, _ in found.started.values():
+        server.close()
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=lambda case: case.name)
+def test_trains_like_local(servers: Servers, case: Case) -> None:
+    server, reference = servers.of(case.model)
+    compare(reference, merged(server.run(train_on_rank, case.num_ranks, case), build(case.model)))

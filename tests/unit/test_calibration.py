@@ -1,0 +1,104 @@
+"""Measured operations in the cost model: hand-worked points, the way through a cluster file, and a real measurement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import whale as wh
+from whale.capture.batch import read_batch
+from whale.capture.capture import capture_training
+from whale.capture.export import Task
+from whale.cluster.cluster import Cluster, Device, Link
+from whale.cluster.file import dumps, loads
+from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
+from whale.planning.assignment import carries_gradient
+from whale.profiling import operations
+from whale.profiling.calibration import measured_seconds
+from whale.profiling.costs import NodeCost, backward_seconds, node_costs, seconds
+
+POINTS = (
+    OperationPoint("linear", 1e6, 1e-4, 2e-4),
+    OperationPoint("linear", 1e8, 1e-3, 4e-3),
+    OperationPoint("add", 1e3, 1e-6, 3e-6),
+    OperationPoint("add", 1e6, 1e-4, 1e-4),
+    OperationPoint("gelu", 1e3, 2e-6, 5e-6),
+    OperationPoint("view", 1e3, 5e-7, 1e-6),
+)
+MEASURED = DeviceKind("CPU-measured", 1e11, 10**9, 1e10, bf16_flop_per_s=4e11, operations=POINTS)
+
+
+def test_between_two_points_time_is_straight_in_logarithms() -> None:
+    # 1e7 FLOP is half way between 1e6 and 1e8: the geometric mean of 1e-4 and 1e-3
+    assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, False) == pytest.approx(10**-3.5)
+    assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, True) == pytest.approx((2e-4 * 4e-3) ** 0.5)
+    assert measured_seconds(MEASURED, "aten.linear", 10.0, 1.0, False) == pytest.approx(1e-4)  # overhead
+    assert measured_seconds(MEASURED, "aten.linear", 3e8, 1.0, False) == pytest.approx(3e-3)  # in proportion
+
+
+def test_operations_that_were_not_measured_go_by_one_that_was() -> None:
+    assert measured_seconds(MEASURED, "aten.addmm", 1e6, 1.0, False) == pytest.approx(1e-4)
+    assert measured_seconds(MEASURED, "aten.exp", 0.0, 1e3, False) == pytest.approx(2e-6)  # as gelu
+    assert measured_seconds(MEASURED, "aten.an_operation_of_tomorrow", 0.0, 1e6, False) == pytest.approx(1e-4)  # as add
+    assert measured_seconds(MEASURED, "aten.permute", 0.0, 0.0, False) == pytest.approx(5e-7)  # a view
+    assert measured_seconds(MEASURED, "aten.tanh", 0.0, 1e3, False) == pytest.approx(1e-6)  # neither it nor its stand-in: as add
+    assert measured_seconds(DEVICE_KINDS["V100-16GB"], "aten.linear", 1e6, 1.0, False) is None
+
+
+def test_the_cost_model_takes_measured_times_where_there_are_any() -> None:
+    cost = NodeCost(flop=1e6, moved_bytes=1e4, output_bytes=100, operation="aten.linear")
+    assert seconds(cost, MEASURED) == pytest.approx(1e-4)
+    assert seconds(cost, MEASURED, "bf16") == pytest.approx(1e-4 / 4)  # by the ratio of the rates
+    assert seconds(cost, replace(MEASURED, operations=())) == pytest.approx(1e6 / 1e11 + 1e4 / 1e10)
+
+
+def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:
+    layout, tensors = read_batch(torch.ones(4, 6))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    captured = capture_training(model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)).captured
+    gradients, costs = carries_gradient(captured), node_costs(captured, 4)
+    first, second = (node for node in captured.compute_nodes() if "linear" in str(node.target))
+    whole = measured_seconds(MEASURED, "aten.linear", costs[first].flop, 1.0, True)
+    assert whole is not None
+    assert backward_seconds(first, costs[first], gradients, MEASURED, "fp32") == pytest.approx((0.0, whole / 2))
+    assert backward_seconds(second, costs[second], gradients, MEASURED, "fp32") == pytest.approx((whole / 2, whole / 2))
+
+
+def test_measured_operations_survive_the_cluster_file() -> None:
+    link = Link(1e9, 1e-5)
+    cluster = Cluster((Device(0, "here", 0, MEASURED),), link, link)
+    (device,) = loads(dumps(cluster)).devices
+    assert device.kind.operations == tuple(
+        OperationPoint(point.name, point.work, pytest.approx(point.forward_s), pytest.approx(point.backward_s)) for point in POINTS
+    )
+    with pytest.raises(ValueError, match="operations"):
+        loads(dumps(cluster).replace("1000000", "-3", 1))
+
+
+def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
+    monkeypatch.setattr(operations, "ROUND_S", 1e-4)
+    calls: list[int] = []
+    points = operations.measure_operations("cpu", lambda: calls.append(1))
+    assert {point.name for point in points} == {trial.name for trial in operations.trials("cpu")}
+    assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
+    assert len(calls) == 2 * len(points) + 1
+    # the work of a linear layer is what torch itself counts
+    x, w = torch.ones(32, 32), torch.ones(32, 32)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        torch.nn.functional.linear(x, w)
+    assert counter.get_total_flops() in [point.work for point in points if point.name == "linear"]
+
+
+def test_plans_of_measured_devices_take_their_times() -> None:
+    link = Link(1e9, 1e-5)
+    cluster = Cluster((Device(0, "here", 0, MEASURED), Device(1, "here", 1, MEASURED)), link, link)
+    plan = wh.plan(nn.Linear(100, 50, bias=False), torch.randn(200, 100), loss=lambda output, batch: output.square().sum(), cluster=cluster)
+    assert plan.figures is not None and not plan.figures.overlaps  # a CPU sums gradients on the core that computes
+    forward = plan.figures.stages[0].times["CPU-measured"].forward
+    # 100 samples: 2 * 100 * 100 * 50 FLOP, and the square and sum of 100 x 50 numbers
+    product = measured_seconds(MEASURED, "aten.linear", 1e6, 1.0, False)
+    assert product is not None and forward.of(100) > product == pytest.approx(1e-4)

@@ -1,0 +1,114 @@
+"""Commands that read saved plans: show, diff, compare, simulate. They need no torch, so they answer at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from whale.planning.plan import Plan
+
+FAILED, WRONG_USE = 1, 2
+
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")]
+FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON")]
+SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON")]
+HtmlOption = Annotated[Path | None, typer.Option(help="Also write a page with pictures to this file.")]
+
+
+def show(file: PlanArgument) -> None:
+    """Print a saved plan."""
+    print_plan(load(file, "show"), str(file))
+
+
+def diff(a: FirstPlan, b: SecondPlan) -> None:
+    """List every value that differs in two saved plans; exit code 1 when there are any."""
+    from whale.planning.plan import diff as differences
+
+    lines = differences(load(a, "diff"), load(b, "diff"))
+    for line in lines:
+        print(line)
+    if lines:
+        raise typer.Exit(FAILED)
+    print("no difference")
+
+
+def compare(a: FirstPlan, b: SecondPlan) -> None:
+    """Say what differs in two saved plans: devices, cuts, shares, memory, predicted step; exit code 1 when something does."""
+    from whale.report.plan_comparison import compare as differences
+
+    lines = differences(load(a, "compare"), load(b, "compare"))
+    for line in lines:
+        print(line)
+    if lines:
+        raise typer.Exit(FAILED)
+    print("both plans do the same")
+
+
+def simulate(
+    file: PlanArgument,
+    trace: Annotated[Path | None, typer.Option(help="Also write a Chrome trace (ui.perfetto.dev) to this file.")] = None,
+    html: HtmlOption = None,
+) -> None:
+    """Show one step of a saved plan over time, by the cost model: who computes, waits and idles, and how full memory is."""
+    from whale.report.timeline import print_timeline
+    from whale.simulation.simulate import simulate as run
+
+    for option, path in (("--trace", trace), ("--html", html)):
+        require_folder(path, f"whale simulate: {option}")
+    plan = load(file, "simulate")
+    try:
+        timeline = run(plan)
+    except ValueError as error:
+        stop(f"whale simulate: {file}: {error}")
+    print_timeline(plan, timeline)
+    if trace is not None:
+        timeline.save_trace(trace)
+        print(f"Chrome trace: {trace} (open it in ui.perfetto.dev)")
+    write_page(plan, html)
+
+
+def write_page(plan: Plan, path: Path | None) -> None:
+    """The page of a plan, where one is wanted."""
+    if path is None:
+        return
+    from whale.report.plan_page import html
+    from whale.simulation.simulate import simulate as run
+
+    path.write_text(html(plan, run(plan)), encoding="utf-8")
+    print(f"page written to {path}")
+
+
+def load(file: Path, command: str) -> Plan:
+    from whale.planning.plan import Plan
+
+    try:
+        return Plan.load(file)
+    except OSError as error:
+        stop(f"whale {command}: {file}: {error.strerror}")
+    except ValueError as error:
+        stop(f"whale {command}: {error}")
+
+
+def print_plan(made: Plan, name: str = "the plan") -> None:
+    from whale.report import print_plan as show_plan
+
+    try:
+        show_plan(made)
+    except (LookupError, TypeError, ValueError) as error:  # a file whose parts do not fit together
+        stop(f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again with `whale plan --save`")
+
+
+def require_folder(path: Path | None, option: str) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        stop(f"{option} {path}: there is no folder {path.parent}")
+
+
+def stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:
+    """Ends the command with one message on stderr."""
+    sys.stdout.flush()
+    print(message, file=sys.stderr)
+    raise typer.Exit(exit_code)

@@ -1,0 +1,175 @@
+"""Messages under the work: a pass over the graph of one device on a grid, after `sharding/emit.py`.
+
+An exchange is taken apart into its beginning and its end:
+
+    weights        begin when the weight before is taken, one ahead, so that a gather travels under the product before it        (1)
+    activations    begin where they are, end in front of their first reader
+    linear layers  whose input is gathered for them alone become one function: the reduce-scatter of dX travels under
+                   the product of dW (`sharded_linear`)                                                                         (2)
+
+Autograd goes through the two halves in reverse, so in backward a gradient leaves at the end's place and is waited for at the
+beginning's: what was early in forward is late in backward. All devices have the same nodes in the same order, hence the same messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from whale.lowering.exchange import Groups
+from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
+from whale.sharding.exchange_plan import plan_nothing
+from whale.sharding.exchange_steps import ExchangePlan
+
+aten = torch.ops.aten
+
+
+class Underway:
+    """An exchange between its beginning and its end; in backward between its end and its beginning."""
+
+    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+        self.plan, self.groups = plan, groups
+        self.way: Under | None = None
+        self.token: Tensor | None = None
+        """carries the history from one half to the other"""
+
+
+class Begin(nn.Module):
+    """Sends what has to be sent; `end_exchange` gives the result."""
+
+    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+        super().__init__()
+        self.plan, self.groups = plan, groups
+
+    def forward(self, x: Tensor) -> Underway:
+        underway = Underway(self.plan, self.groups)
+        underway.token = _Begin.apply(x, underway)  # type: ignore[no-untyped-call]
+        return underway
+
+
+def end_exchange(underway: Underway) -> Tensor:
+    result: Tensor = _End.apply(underway.token, underway)  # type: ignore[no-untyped-call]
+    underway.token = None
+    return result
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, underway: Underway) -> Tensor:
+        ctx.underway = underway
+        underway.way = Under(x, underway.plan.forward, underway.groups)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _arrived(ctx.underway), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, underway: Underway) -> Tensor:
+        ctx.underway, ctx.shape = underway, token.shape
+        result = _arrived(underway)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.underway.way = Under(gradients[0], ctx.underway.plan.backward, ctx.underway.groups)
+        return gradients[0].new_empty(()).expand(ctx.shape), None  # never read: the gradient itself is on its way
+
+
+def _arrived(underway: Underway) -> Tensor:
+    way, underway.way = underway.way, None
+    assert way is not None
+    return way.wait()
+
+
+class ShardedLinear(nn.Module):
+    """Line (2)."""
+
+    def __init__(self, plan: LinearPlan, groups: Groups) -> None:
+        super().__init__()
+        self.plan, self.groups = plan, groups
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return sharded_linear(x, weight, bias, self.plan, self.groups)
+
+
+# ---- the pass -----------------------------------------------------------------------------------------------------------
+
+
+def overlap(module: GraphModule, keep: bool = True) -> None:
+    """Changes the graph in place. `keep`: gathered operands of fused linear layers stay until backward instead of being gathered again."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.linear.default:
+            _fuse(module, node, keep)
+    plans = {node: plan for node in module.graph.nodes if (plan := _plan(module, node)) is not None}
+    exchanges = [node for node, plan in plans.items() if plan.sends or plan.sends_back]  # on all devices the same ones
+    weights = [node for node in exchanges if node.args[0].op == "get_attr"]
+    ends = [_take_apart(module, node) for node in exchanges]
+    _prefetch(module.graph, [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights])
+    module.graph.lint()
+    module.recompile()
+
+
+def _plan(module: GraphModule, node: Any) -> ExchangePlan | None:
+    """Of a node that calls an exchange."""
+    if not isinstance(node, Node) or node.op != "call_module":
+        return None
+    plan: Any = getattr(module.get_submodule(str(node.target)), "plan", None)
+    return plan if isinstance(plan, ExchangePlan) else None
+
+
+def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
+    """A linear layer and the exchange of its input, when nobody else reads that; and that of its weight."""
+    x, weight, *rest = node.args
+    plan_x, plan_w = _plan(module, x), _plan(module, weight)
+    if plan_x is None or not plan_x.sends_back or len(x.users) > 1:  # type: ignore[union-attr]
+        return
+    fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
+    groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
+    plan = LinearPlan(plan_x, plan_w if fuses_weight and plan_w is not None else plan_nothing(), plan_nothing(), keep)
+    name = f"linear_of_{node.name}"
+    module.add_module(name, ShardedLinear(plan, groups))  # type: ignore[arg-type]
+    own_x, own_w = x.args[0], weight.args[0] if fuses_weight else weight  # type: ignore[union-attr]
+    with module.graph.inserting_before(node):
+        fused = module.graph.call_module(name, (own_x, own_w, *rest))
+    fused.meta = dict(node.meta)
+    node.replace_all_uses_with(fused)
+    for unused in (node, x, *([weight] if fuses_weight else [])):
+        module.graph.erase_node(unused)  # type: ignore[arg-type]
+
+
+def _take_apart(module: GraphModule, node: Node) -> tuple[Node, Node]:
+    """The beginning where the exchange was, the end in front of its first reader."""
+    plan, groups = _plan(module, node), module.get_submodule(str(node.target)).groups
+    assert plan is not None
+    name = f"{str(node.target).replace('.', '_')}_begins"
+    module.add_module(name, Begin(plan, groups))  # type: ignore[arg-type]
+    with module.graph.inserting_before(node):
+        begin = module.graph.call_module(name, node.args)
+    first = next(other for other in _following(node) if other in node.users)
+    with module.graph.inserting_before(first):
+        end = module.graph.call_function(end_exchange, (begin,))
+    end.meta = dict(node.meta)
+    node.replace_all_uses_with(end)
+    module.graph.erase_node(node)
+    return begin, end
+
+
+def _following(node: Node) -> list[Node]:
+    nodes = list(node.graph.nodes)
+    return nodes[nodes.index(node) + 1 :]
+
+
+def _prefetch(graph: Graph, weights: list[tuple[Node, Node]]) -> None:
+    """Line (1): the next weight begins behind the end of the one before it."""
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    for begin, _ in weights:
+        if (source := begin.args[0]) is not start:
+            start.prepend(source)  # type: ignore[arg-type]
+    for (_, taken), (begin, _) in zip(weights, weights[1:]):
+        taken.append(begin)

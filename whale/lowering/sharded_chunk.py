@@ -1,0 +1,82 @@
+"""One stage on a grid as the modules that one of its devices runs: one for each number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from whale.capture.kinds import is_random
+from whale.capture.prepare import Prepared
+from whale.lowering.chunk import Chunk, crossing_values
+from whale.lowering.communication import RealCommunication
+from whale.lowering.overlap import overlap
+from whale.planning.assignment import Assignment
+from whale.planning.split_stages import stage_program
+from whale.sharding.emit import emit
+from whale.sharding.record import StageSharding
+from whale.sharding.sharding import Sharding
+from whale.sharding.solve import solve
+from whale.sharding.space import Space, StageProgram
+
+
+@dataclass(frozen=True)
+class OnGrid:
+    """What a chunk needs to know of the place that it runs on."""
+
+    weights: Mapping[str, torch.Tensor]
+    """this rank's parts"""
+    planned: StageSharding
+    is_planned_graph: bool
+    """the plan was made for this very graph; otherwise only the parameters lie as it says, and the rest is chosen here"""
+    communication: RealCommunication
+
+
+def build_sharded_chunk(
+    prepared: Prepared, assignment: Assignment, stage: int, terms: Sequence[Node], outputs: Sequence[Node], around: OnGrid
+) -> Chunk:
+    """Lowers one stage for one place of its grid."""
+    captured = prepared.captured
+    program = stage_program(captured, prepared.kinds, assignment, stage, terms, outputs)
+    values = crossing_values(captured, assignment)
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    return Chunk(
+        stage=stage,
+        module_for=_Modules(program, around),
+        received=tuple(values[node] for node in program.received),
+        inputs=tuple(placeholders.index(node) for node in program.inputs),
+        sent=tuple(values[node] for node in program.sent),
+        num_outputs=len(outputs),
+        has_loss=bool(terms),
+        updates=tuple(around.weights[name] for name in program.updates),
+        is_random=any(is_random(node) for node in program.operations),
+        is_sharded=True,
+    )
+
+
+class _Modules:
+    """Makes the module for a number of samples when it is first asked for."""
+
+    def __init__(self, program: StageProgram, around: OnGrid) -> None:
+        self.around, self.space = around, Space(program)
+        self.sharding = self._sharding(program)
+        self.weights = {**program.captured.constants, **around.weights}
+        self.made: dict[int, GraphModule] = {}
+
+    def _sharding(self, program: StageProgram) -> Sharding:
+        """The same on all ranks: as planned, or chosen from the same graph for the same number of samples."""
+        planned, grid = self.around.planned, self.around.communication.grid
+        if self.around.is_planned_graph:
+            return planned.sharding(grid)
+        fixed = {name: stored.layout() for name, stored in planned.stored.items()}
+        return solve(program, grid, planned.num_samples, fixed=fixed, space=self.space)
+
+    def __call__(self, num_samples: int) -> GraphModule:
+        if num_samples not in self.made:
+            communication = self.around.communication
+            module = emit(self.space, self.sharding, communication.place, num_samples, self.weights, communication)
+            overlap(module)
+            self.made[num_samples] = module
+        return self.made[num_samples]

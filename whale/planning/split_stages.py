@@ -1,0 +1,320 @@
+"""Stages on grids: what the sharding is asked to shard, which grid it gets, and what that means for time and memory.
+
+A VirtualDevice is a grid when a `split` TaskGraph runs on it; everything else on it joins the same program, `replicate` TaskGraphs with
+their samples cut over all devices (docs/split.md). Of all grids of n devices the one is taken whose stages take least time together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from torch.fx import Node
+
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind
+from whale.cluster.cluster import Cluster
+from whale.planning.assignment import Assignment
+from whale.planning.plan import Decision
+from whale.planning.split_devices import arranged, kinds_of, what_axes_cut
+from whale.planning.task_graphs import TaskGraphs
+from whale.planning.virtual_devices import Placement, VirtualDevice
+from whale.sharding.exchange_costs import GridCosts
+from whale.sharding.grid import Grid
+from whale.sharding.layout import Cut, Layout, whole
+from whale.sharding.record import StageSharding
+from whale.sharding.sharding import Sharding
+from whale.sharding.solve import predict_seconds, solve
+from whale.sharding.space import Space, StageProgram
+
+GridShape = tuple[int, int, int]
+SHORT_OF_MEMORY = 1e-9
+"""seconds that a byte of a stored weight is worth where the fastest way has no room: more than any message costs"""
+LOOKED_AT = 3
+"""grids that are solved to the end, of all of so many devices"""
+
+
+def stage_program(
+    captured: CapturedGraph,
+    kinds: Mapping[Node, Kind],
+    assignment: Assignment,
+    stage: int,
+    terms: Sequence[Node],
+    outputs: Sequence[Node] = (),
+    by_samples: frozenset[Node] = frozenset(),
+) -> StageProgram:
+    """One stage as something to be sharded. `terms`: loss terms of this stage; `outputs`: results that the user wants from it."""
+    part = assignment.slices[stage]
+    return StageProgram(
+        captured=captured,
+        kinds=kinds,
+        operations=part.operations,
+        inputs=part.inputs,
+        received=part.received,
+        state=part.state,
+        sent=tuple(sorted({node for node, source, _ in assignment.crossings if source == stage})),
+        outputs=tuple(outputs),
+        terms=tuple(terms),
+        updates={name: node for name, node in captured.buffer_updates.items() if assignment.result_stage[node] == stage},
+        by_samples=by_samples,
+        gradients=assignment.gradients,
+    )
+
+
+def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
+    """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
+    asked: dict[int, dict[tuple[int, int, int] | None, str]] = {}
+    for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
+        device = placement.of_task_graph[index]
+        if strategy.kind == "split" and placement.virtual_devices[device].num_devices > 1:
+            if strategy.method is not None:
+                raise ValueError(f"wh.{strategy} on {label}: the method {strategy.method!r} cannot be planned yet, leave it out")
+            asked.setdefault(device, {}).setdefault(strategy.grid, f"wh.{strategy} on {label}")
+    devices = list(placement.virtual_devices)
+    for index, shapes in asked.items():
+        given = [shape for shape in shapes if shape is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{shapes[given[0]]} and {shapes[given[1]]} run on the same devices, which can have one grid: give both the same, "
+                f"or leave the grid out of one of them"
+            )
+        sizes = given[0] if given else (1, devices[index].num_devices, 1)
+        devices[index] = replace(devices[index], grid=Grid(*sizes))
+    return replace(placement, virtual_devices=tuple(devices))
+
+
+@dataclass(frozen=True)
+class Split:
+    """The stages on grids of one draft."""
+
+    placement: Placement
+    """with the grids that were chosen"""
+    shardings: Mapping[int, Sharding]
+    """by stage"""
+    spaces: Mapping[int, Space]
+    num_samples: int
+    """of a replica in the largest micro-batch"""
+    decisions: tuple[Decision, ...] = ()
+
+    def records(self) -> tuple[StageSharding, ...]:
+        return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))
+
+    def notes(self) -> list[str]:
+        return [note for stage, sharding in sorted(self.shardings.items()) for note in _notes(stage, sharding)]
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """One grid for some VirtualDevices."""
+
+    grid: Grid
+    devices: tuple[VirtualDevice, ...]
+    """in the order in which they stand on it"""
+    shardings: Mapping[int, Sharding]
+    uneven: str = ""
+    """how unlike devices stand on it"""
+
+    @property
+    def seconds(self) -> float:
+        return sum(sharding.seconds for sharding in self.shardings.values())
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """What is to be put on grids: the stages of one draft."""
+
+    captured: CapturedGraph
+    kinds: Mapping[Node, Kind]
+    assignment: Assignment
+    device_of_stage: Sequence[int]
+    placement: Placement
+    task_graphs: TaskGraphs
+    cluster: Cluster
+    dtype: str
+    num_samples: int
+    num_micro_batch: int
+    state_per_weight: float
+    """bytes held for one byte of a weight: weight, gradient, state of the optimizer"""
+
+    def solve(self) -> Split:
+        """Grids and shardings of all stages."""
+        devices, decisions = list(self.placement.virtual_devices), []
+        shardings: dict[int, Sharding] = {}
+        for (_, given), alike in self._alike.items():
+            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices, self._is_flat(alike)))]
+            tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
+            fitting = [each for each in tried if self._fits(each)]
+            if not fitting:  # less memory is worth time then
+                tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in self._promising(alike, grids, SHORT_OF_MEMORY)]
+                fitting = [each for each in tried if self._fits(each)] or [min(tried, key=self._weight_bytes)]
+            best = min(fitting, key=lambda each: each.seconds)
+            shardings |= best.shardings
+            for device in best.devices:
+                devices[device.index] = device
+            decisions.append(_decision(best, tried, len(grids)))
+        placement = replace(self.placement, virtual_devices=tuple(devices))
+        return Split(placement, shardings, self._spaces, self.num_samples, tuple(decisions))
+
+    def _is_flat(self, devices: Sequence[VirtualDevice]) -> bool:
+        """Whether every VirtualDevice lies on one host in each replica, so that x and y are alike."""
+        return all(len({self.cluster.devices[rank].host for rank in members}) == 1 for device in devices for members in device.ranks)
+
+    def _promising(self, devices: Sequence[VirtualDevice], grids: Sequence[Grid], memory_price: float | None = None) -> list[Grid]:
+        """The grids that are worth a close look: those of least time by a quick one."""
+        if len(grids) <= LOOKED_AT:
+            return list(grids)
+        predicted: dict[str, float] = {}
+        for grid in grids:
+            total = 0.0
+            for device in devices:
+                costs = self._costs(replace(device, grid=grid), grid)
+                costs = costs if memory_price is None else replace(costs, memory_price=memory_price)
+                own = [stage for stage in self._spaces if self.device_of_stage[stage] == device.index]
+                total += sum(predict_seconds(self._spaces[stage], grid, self.num_samples, costs) for stage in own)
+            predicted[grid.name] = total
+        return sorted(grids, key=lambda grid: predicted[grid.name])[:LOOKED_AT]
+
+    def _try(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None) -> _Tried:
+        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are."""
+        on_grid = [replace(device, grid=grid) for device in devices]
+        found = self._shard(on_grid, grid, memory_price)
+        better = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
+        if better is None:
+            return _Tried(grid, tuple(on_grid), found)
+        found = self._shard(better.devices, better.grid, memory_price)
+        for stage, sharding in found.items():
+            costs = self._costs(better.devices[0], better.grid)
+            sent_s = min(sharding.seconds, sharding.sum_seconds + sharding.sent_bytes / min(costs.bytes_per_s.values()))
+            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * better.factor)
+        return _Tried(better.grid, better.devices, found, better.reason)
+
+    def _fits(self, tried: _Tried) -> bool:
+        """Whether weights, gradients and optimizer state have room on every device of unlimited or known memory."""
+        kinds = [self.cluster.devices[rank].kind for device in tried.devices for members in device.ranks for rank in members]
+        limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes]
+        return not limits or self._weight_bytes(tried) * self.state_per_weight <= min(limits)
+
+    def _weight_bytes(self, tried: _Tried) -> float:
+        """On the device that holds most: all stages of its VirtualDevice."""
+        held = dict.fromkeys((device.index for device in tried.devices), 0.0)
+        for stage, sharding in tried.shardings.items():
+            held[self.device_of_stage[stage]] += sharding.weight_bytes
+        return max(held.values())
+
+    @cached_property
+    def _alike(self) -> dict[tuple[object, GridShape | None], list[VirtualDevice]]:
+        """Grids of the same kinds of devices, for which the user gave the same shape or none: they all get the same one, so that weights
+        that several of them use can be cut alike everywhere."""
+        asked = zip(self.task_graphs.strategies, self.placement.of_task_graph, strict=True)
+        given = {device: strategy.grid for strategy, device in asked if strategy.grid}
+        found: dict[tuple[object, GridShape | None], list[VirtualDevice]] = {}
+        for device in self.placement.virtual_devices:
+            if device.grid is not None:
+                kinds = kinds_of(self.cluster, device, self.dtype)
+                found.setdefault((kinds, given.get(device.index)), []).append(device)
+        return found
+
+    @cached_property
+    def _spaces(self) -> dict[int, Space]:
+        """The programs of all stages on grids, with the options of their operations."""
+        strategies = self.task_graphs.strategies
+        by_samples = frozenset(node for node, tg in self.task_graphs.of_operation.items() if strategies[tg].kind == "replicate")
+        spaces = {}
+        for stage, device in enumerate(self.device_of_stage):
+            if self.placement.virtual_devices[device].grid is not None:
+                terms = [node for node in self.captured.output.all_input_nodes if self.assignment.result_stage[node] == stage]
+                program = stage_program(self.captured, self.kinds, self.assignment, stage, terms, by_samples=by_samples)
+                spaces[stage] = Space(program)
+        return spaces
+
+    def _shard(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None) -> dict[int, Sharding]:
+        """All stages of some VirtualDevices on one grid each."""
+        costs = {device.index: self._costs(device, grid) for device in devices}
+        if memory_price is not None:
+            costs = {index: replace(each, memory_price=memory_price) for index, each in costs.items()}
+        found: dict[int, Sharding] = {}
+        for stage, space in self._spaces.items():
+            device = self.device_of_stage[stage]
+            if device in costs:
+                fixed = self._fixed(stage, list(costs), found)
+                found[stage] = solve(space.program, grid, self.num_samples, costs[device], fixed, space)
+        return found
+
+    def _fixed(self, stage: int, alike: Sequence[int], done: Mapping[int, Sharding]) -> dict[str, Layout]:
+        """Parameters that other stages use too lie everywhere alike: as on the first of these stages, or whole where their grids differ."""
+        fixed: dict[str, Layout] = {}
+        for node in self._spaces[stage].parameters:
+            name = str(node.target)
+            others = [other for other, part in enumerate(self.assignment.slices) if other != stage and node in part.state]
+            earlier = [done[other].stored[name] for other in others if other in done]
+            if any(self.device_of_stage[other] not in alike for other in others):
+                fixed[name] = whole(Cut(size) for size in self.captured.state[name].shape)
+            elif earlier:
+                fixed[name] = earlier[0]
+        return fixed
+
+    def _costs(self, device: VirtualDevice, grid: Grid) -> GridCosts:
+        kinds = [self.cluster.devices[rank].kind for members in device.ranks for rank in members]
+        rates, latencies = {}, []
+        for axis in grid.axes:
+            lines = {grid.line(place, [axis]) for place in range(grid.num_devices)}
+            pairs = [(line[0], other) for line in lines for other in line[1:]]
+            links = [self.cluster.link(members[place], members[other]) for members in device.ranks for place, other in pairs]
+            rates[axis] = min(link.bytes_per_s for link in links)
+            latencies.append(max(link.latency_s for link in links))
+        return GridCosts(
+            bytes_per_s=rates,
+            latency_s=max(latencies, default=0.0),
+            flop_per_s=min(kind.rate(self.dtype) for kind in kinds),
+            memory_bytes_per_s=min(kind.bytes_per_s for kind in kinds),
+            num_micro_batch=self.num_micro_batch,
+            state_per_weight=self.state_per_weight,
+        )
+
+
+def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, float, float]:
+    """Of a mini-batch on a grid: forward, input part and weight part of the backward."""
+    forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch  # a backward has two products where its forward has one
+    return forward, forward, forward
+
+
+def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
+    sent = sum(each.sent_bytes for each in best.shardings.values())
+    why = f"one micro-batch takes {best.seconds:.4g} s, a device sends {sent:.4g} bytes in it"
+    others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
+    compared = ", ".join(f"{each.grid.name} {each.seconds:.4g} s" for each in others)
+    why += f"; the next of {num_grids} grids: {compared}" if others else "; as asked for"
+    numbers = ", ".join(str(device.index) for device in best.devices)
+    return Decision(f"grid of VirtualDevice {numbers}", best.grid.name, why + (f"; {best.uneven}" if best.uneven else ""))
+
+
+def grid_shapes(num_devices: int, is_flat: bool = False) -> list[GridShape]:
+    """Every grid of so many devices, the line first. `is_flat`: x and y may be exchanged, so one of the two orders is enough."""
+    shapes = [
+        (x, y, num_devices // (x * y))
+        for x in range(1, num_devices + 1)
+        if num_devices % x == 0
+        for y in range(1, num_devices // x + 1)
+        if num_devices // x % y == 0 and (x <= y or not is_flat)
+    ]
+    return sorted(shapes, key=lambda shape: (shape != (1, num_devices, 1), shape))
+
+
+def _notes(stage: int, sharding: Sharding) -> list[str]:
+    """What a user should know of one stage."""
+    found = [f"stage {stage}: {note}" for note in sharding.notes]
+    if sharding.replicated:
+        shown = ", ".join(dict.fromkeys(sharding.replicated))
+        found.append(f"stage {stage} runs {len(sharding.replicated)} operations whole on every device of its grid: {shown}")
+    few: dict[tuple[int, int], list[str]] = {}
+    for name, layout in sharding.stored.items():
+        for cut, axes in zip(layout.cuts, layout.axes, strict=True):
+            parts = prod(sharding.grid.size(axis) for axis in axes)
+            if cut.count < parts:
+                few.setdefault((cut.count, parts), []).append(name)
+    for (count, parts), names in few.items():
+        more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
+        found.append(f"stage {stage}: {names[0]}{more} can be cut into {count} parts only, for {parts} devices: some hold none of it")
+    return found

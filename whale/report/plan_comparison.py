@@ -1,0 +1,111 @@
+"""Two plans side by side: what differs in devices, cuts, shares, memory and the predicted step, in words and numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from whale.planning.plan import Plan
+from whale.report.device_table import layers_of, samples_by_rank
+from whale.report.units import count, human_bytes, human_seconds, ranges
+from whale.simulation.simulate import simulate
+from whale.simulation.timeline import Timeline
+
+SHOWN = 8
+"""devices that are written out"""
+
+
+def compare(a: Plan, b: Plan) -> list[str]:
+    """One line for each thing that differs; none where the plans do the same."""
+    lines = [*_devices(a, b), *_batch(a, b), *_cuts(a, b), *_schedule(a, b), *_shares(a, b)]
+    if a.figures is None or b.figures is None:
+        return [*lines, "step and memory are not compared: a plan has no figures of its cluster (make it again)"]
+    first, second = simulate(a), simulate(b)
+    return [*lines, *_memory(first, second), *_step(first, second)]
+
+
+def _devices(a: Plan, b: Plan) -> Iterator[str]:
+    if Counter(a.device_kinds) != Counter(b.device_kinds):
+        yield f"devices: {_kinds(a)} -> {_kinds(b)}"
+    elif a.device_kinds != b.device_kinds:
+        yield "devices: the same kinds in another order of ranks"
+    if (len(a.virtual_devices), a.num_replicas) != (len(b.virtual_devices), b.num_replicas):
+        yield f"parallelism: {_shape(a)} -> {_shape(b)}"
+    elif a.virtual_devices != b.virtual_devices and a.num_devices == b.num_devices:
+        moved = [rank for rank in range(a.num_devices) if a.place_of_rank(rank) != b.place_of_rank(rank)]
+        yield f"placement: {count(len(moved), 'device')} elsewhere (rank {ranges(moved[:SHOWN])}{' ...' * (len(moved) > SHOWN)})"
+
+
+def _kinds(plan: Plan) -> str:
+    return " + ".join(f"{number} x {kind}" for kind, number in Counter(plan.device_kinds).items())
+
+
+def _shape(plan: Plan) -> str:
+    return f"{count(len(plan.virtual_devices), 'VirtualDevice')} x {count(plan.num_replicas, 'model replica')}"
+
+
+def _batch(a: Plan, b: Plan) -> Iterator[str]:
+    if (a.batch_size, a.num_micro_batch) != (b.batch_size, b.num_micro_batch):
+        yield f"batch: {a.batch_size} in {a.num_micro_batch} micro-batches -> {b.batch_size} in {b.num_micro_batch}"
+
+
+def _cuts(a: Plan, b: Plan) -> Iterator[str]:
+    if len(a.stages) != len(b.stages):
+        yield f"cuts: {count(len(a.stages), 'stage')} -> {count(len(b.stages), 'stage')}"
+        return
+    changed = [
+        f"stage {x.index}: {layers_of([x])}, {human_bytes(x.parameter_bytes)} -> {layers_of([y])}, {human_bytes(y.parameter_bytes)}"
+        for x, y in zip(a.stages, b.stages, strict=True)
+        if x.parameters != y.parameters
+    ]
+    if changed:
+        more = [f"... {len(changed) - SHOWN} more"] * (len(changed) > SHOWN)
+        yield "cuts: " + "; ".join([*changed[:SHOWN], *more])
+
+
+def _schedule(a: Plan, b: Plan) -> Iterator[str]:
+    if a.schedule["name"] != b.schedule["name"]:
+        yield f"schedule: {a.schedule['name']} -> {b.schedule['name']}"
+
+
+def _shares(a: Plan, b: Plan) -> Iterator[str]:
+    first, second = ([sum(each) for each in samples_by_rank(plan)] for plan in (a, b))
+    if first != second:
+        yield f"samples by rank: {_list(first)} -> {_list(second)}"
+
+
+def _list(values: list[int]) -> str:
+    return "+".join(map(str, values[:SHOWN])) + (f" and {len(values) - SHOWN} more" if len(values) > SHOWN else "")
+
+
+def _memory(a: Timeline, b: Timeline) -> Iterator[str]:
+    """Only the device with the largest difference; all of them are in the tables of `whale show`."""
+    if len(a.devices) != len(b.devices):
+        fullest = [max(timeline.devices, key=lambda device: device.peak_total_bytes) for timeline in (a, b)]
+        words = (f"{human_bytes(each.peak_total_bytes)} on rank {each.rank} ({each.kind})" for each in fullest)
+        yield "memory of the fullest device: " + " -> ".join(words)
+        return
+    pairs = list(zip(a.devices, b.devices, strict=True))
+    x, y = max(pairs, key=lambda pair: abs(pair[0].peak_total_bytes - pair[1].peak_total_bytes))
+    if x.peak_total_bytes == y.peak_total_bytes:
+        return
+    parts = [
+        f"{name} {human_bytes(x.peak_bytes[name])} -> {human_bytes(y.peak_bytes[name])}"
+        for name in x.peak_bytes
+        if x.peak_bytes[name] != y.peak_bytes[name]
+    ]
+    total = f"{human_bytes(x.peak_total_bytes)} -> {human_bytes(y.peak_total_bytes)}"
+    yield f"memory, most on rank {x.rank}: {total} ({', '.join(parts)})"
+
+
+def _step(a: Timeline, b: Timeline) -> Iterator[str]:
+    if a.step_s == b.step_s and a.batch_size == b.batch_size:
+        return
+    yield f"predicted step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)}"
+    ratio = b.samples_per_s / a.samples_per_s
+    which = "the second is" if ratio >= 1 else "the first is"
+    faster = f"{which} {max(ratio, 1 / ratio):.3g} times faster"
+    yield f"samples/s: {a.samples_per_s:.4g} -> {b.samples_per_s:.4g}: {faster}"
+    yield f"bubble: {a.bubble:.1%} -> {b.bubble:.1%}"
+    if a.limit != b.limit:
+        yield f"limited by: {a.limit} -> {b.limit}"

@@ -1,0 +1,144 @@
+"""A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens from disk.
+
+Every predicted number stands in an element with `data-key` (its place in the JSON of the timeline) and `data-value` (what is there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from whale.planning.plan import Plan
+from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, samples_by_rank
+from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
+from whale.report.plan_table import summary
+from whale.report.units import human_bytes, human_flop, human_seconds, ranges
+from whale.simulation.memory import CLASSES
+from whale.simulation.timeline import Timeline
+
+STYLE = """
+:root { --ink: #1f2933; --weak: #616e7c; --line: #d9e0e6; --page: #f3f5f7; --card: #ffffff; --strong: #24507a; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1280px; margin: 0 auto; padding: 24px; }
+h1 { font-size: 22px; margin: 0 0 4px; }
+h2 { font-size: 16px; margin: 0 0 12px; }
+p { margin: 0; }
+.weak { color: var(--weak); }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 20px 0; }
+.fact, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.fact { padding: 12px 16px; }
+.fact b { display: block; font-size: 22px; color: var(--strong); line-height: 1.3; }
+section { padding: 18px 20px; margin-bottom: 16px; overflow-x: auto; }
+svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; white-space: nowrap; }
+th { color: var(--weak); font-weight: 500; }
+th.word, td.word { text-align: left; white-space: normal; }
+tbody tr:last-child td { border-bottom: none; }
+footer { color: var(--weak); padding: 4px 4px 20px; }
+"""
+
+
+def html(plan: Plan, timeline: Timeline) -> str:
+    """The page."""
+    title = f"Whale plan: {plan.num_devices} devices, {len(plan.stages)} stages, batch {plan.batch_size}"
+    sections = [
+        _section("Cluster", cluster_picture(plan, timeline)),
+        _section("TaskGraphs on devices", stages_picture(plan)),
+        _section("One step over time, and memory below each device", timeline_picture(timeline)),
+        _section("Memory at its fullest moment", memory_picture(timeline)),
+        _section("Devices", _work(plan, timeline)),
+        _section("Memory in numbers", _memory(timeline)),
+        _section("Why", _decisions(plan)),
+    ]
+    if plan.notes:
+        sections.append(_section("Notes", "".join(f"<p>{escape(note)}</p>" for note in plan.notes)))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}</style></head>
+<body><main>
+<h1>{escape(title)}</h1>
+<p class="weak">{escape(summary(plan))}</p>
+{_facts(timeline)}
+{"".join(sections)}
+<footer>All times and bytes are predicted by Whale's cost model; nothing was run. Hold the mouse over a picture for its numbers.</footer>
+</main></body></html>
+"""
+
+
+def _facts(timeline: Timeline) -> str:
+    facts = (
+        ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
+        ("samples/s", number("samples_per_s", timeline.samples_per_s, f"{timeline.samples_per_s:.4g}")),
+        ("bubble: devices compute nothing", number("bubble", timeline.bubble, f"{timeline.bubble:.1%}")),
+        ("fullest device", _fullest(timeline)),
+    )
+    boxes = "".join(f'<div class="fact"><b>{value}</b>{escape(name)}</div>' for name, value in facts)
+    return f'<div class="facts">{boxes}</div>\n<section><h2>What limits it</h2><p>{escape(timeline.limit)}</p></section>'
+
+
+def _fullest(timeline: Timeline) -> str:
+    known = [device for device in timeline.devices if device.memory_bytes]
+    if not known:
+        return "not known"
+    device = max(known, key=lambda each: each.peak_total_bytes / each.memory_bytes)
+    return f"{device.peak_total_bytes / device.memory_bytes:.0%} of rank {device.rank}"
+
+
+def _work(plan: Plan, timeline: Timeline) -> str:
+    counts = samples_by_rank(plan)
+    rows = []
+    for device in timeline.devices[:SHOWN_DEVICES]:
+        own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
+        samples = sum(counts[device.rank])
+        times = (("busy_s", device.busy_s), ("wait_s", device.wait_s), ("idle_s", timeline.idle_s(device.rank)))
+        rows.append(
+            [
+                str(device.rank),
+                escape(f"{device.kind} on {device.host}"),
+                escape(f"stage {ranges([stage.index for stage in own])}"),
+                escape(layers_of(own)),
+                str(samples),
+                human_flop(forward_flop(plan, own, samples)),
+                *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),
+            ]
+        )
+    return _table(("rank", "device", "stages", "layers"), ("samples", "forward FLOP", "busy", "wait", "idle"), rows, len(timeline.devices))
+
+
+def _memory(timeline: Timeline) -> str:
+    rows = []
+    for device in timeline.devices[:SHOWN_DEVICES]:
+        key = f"devices.{device.rank}"
+        parts = (number(f"{key}.peak_bytes.{name}", device.peak_bytes[name], human_bytes(device.peak_bytes[name])) for name in CLASSES)
+        total = number(f"{key}.peak_total_bytes", device.peak_total_bytes, human_bytes(device.peak_total_bytes))
+        capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
+        rows.append([str(device.rank), escape(device.kind), *parts, total, number(f"{key}.memory_bytes", device.memory_bytes, capacity)])
+    return _table(("rank", "device"), (*CLASSES, "in all", "capacity"), rows, len(timeline.devices))
+
+
+def _decisions(plan: Plan) -> str:
+    rows = [[escape(each.what), escape(each.choice), escape(each.why)] for each in plan.decisions]
+    return _table(("what", "choice", "why"), (), rows, 0)
+
+
+def number(key: str, value: float, shown: str) -> str:
+    """A number that is in the JSON too."""
+    return f'<span data-key="{escape(key)}" data-value="{value!r}">{escape(shown)}</span>'
+
+
+def _section(heading: str, content: str) -> str:
+    return f"<section><h2>{escape(heading)}</h2>\n{content}\n</section>\n"
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], num_devices: int) -> str:
+    """Cells are HTML already."""
+    head = "".join(f'<th class="word">{escape(name)}</th>' for name in words) + "".join(f"<th>{escape(name)}</th>" for name in numbers)
+    body = []
+    for row in rows:
+        cells = (f'<td class="word">{cell}</td>' if place < len(words) else f"<td>{cell}</td>" for place, cell in enumerate(row))
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    if num_devices > SHOWN_DEVICES:
+        body.append(f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_devices - SHOWN_DEVICES} more</td></tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

@@ -1,0 +1,35 @@
+"""A simulated step in the terminal: a row for each device over time, and the tables of work and memory."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from whale.planning.plan import Plan
+from whale.report.device_table import SHOWN_DEVICES, memory_table, prediction, work_table
+from whale.report.plan_table import summary
+from whale.report.time_rows import LEGEND, picture
+from whale.simulation.timeline import Timeline
+
+
+def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = None) -> None:
+    """Without a terminal it is 120 columns wide and has no colours."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=120)
+    console.print(Text(summary(plan), style="bold"))
+    console.print()
+    console.print(prediction(timeline))
+    console.print()
+    shown = timeline.devices[:SHOWN_DEVICES]
+    rows = [device.events for device in shown]
+    drawn = picture(rows, [f"rank {device.rank} {device.kind}" for device in shown], timeline.step_s)
+    console.print(Text(drawn, no_wrap=True, overflow="ignore"), soft_wrap=True)
+    if len(timeline.devices) > SHOWN_DEVICES:
+        console.print(f"... {len(timeline.devices) - SHOWN_DEVICES} more")
+    console.print(Text(LEGEND, style="dim"))
+    console.print()
+    console.print(work_table(plan, timeline))
+    console.print()
+    console.print(memory_table(timeline))

@@ -1,0 +1,255 @@
+"""Messages between CPU ranks of one host, through memory: no thread in between, at most one process is woken up.
+
+gloo wakes a thread of the sender when the receive is posted, one of the receiver when the message comes, and that wakes the one who waits.
+Here each directed pair of ranks has a Unix socket and a block of shared memory (the ring):
+
+    small tensor     one packet:  header | bytes
+    larger tensor    copied into the ring, and one packet:  header with its place; the receiver copies it out and moves `consumed` on
+    no room          by gloo after all, and one packet that says so
+
+    ring:   consumed (8 bytes) | ..... free ..... | taken, not yet consumed | ..... free .....
+
+A sender never blocks: packets that the socket does not take now wait in a list. What was sent belongs to the receiver: the sender's
+tensor is free at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.runtime.hub import Process
+from whale.runtime.ranks import Ranks
+
+HEADER = struct.Struct("qqq")
+"""tag, bytes, and where they are: INLINE, BY_GROUP, or a position in the ring"""
+INLINE, BY_GROUP = -1, -2
+INLINE_BYTES = 1024
+"""larger tensors go through the ring: a socket holds some hundred small packets, or few large ones"""
+RING_BYTES = 32 * 1024**2
+"""of each directed pair; only what is used takes memory"""
+RING_START = 64
+"""`consumed` has a cache line of its own"""
+SOCKET_BYTES = 1024**2
+"""asked for; Linux gives what its administrator allows"""
+GREETING = struct.Struct("q")
+_COUNT = struct.Struct("Q")
+
+
+class Outgoing:
+    """From this rank to another one on its host."""
+
+    def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int) -> None:
+        self._connection, self._ring, self._group, self._peer = connection, ring, group, peer
+        self._memory = _address(ring) + RING_START
+        self._taken = 0  # bytes of the ring, counted from the beginning of the job
+        self._unsent: deque[bytes] = deque()
+        self._by_group: list[tuple[dist.Work, Tensor]] = []
+        self._lock = threading.Lock()  # an emulated link sends from a thread
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        """The tensor must be contiguous."""
+        num_bytes = tensor.nbytes
+        with self._lock:
+            if num_bytes <= INLINE_BYTES:
+                self._say(HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes))
+            elif (place := self._take(num_bytes)) is not None:
+                ctypes.memmove(self._memory + place % RING_BYTES, tensor.data_ptr(), num_bytes)
+                self._say(HEADER.pack(tag, num_bytes, place))
+            else:
+                self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
+                self._say(HEADER.pack(tag, num_bytes, BY_GROUP))
+
+    def _take(self, num_bytes: int) -> int | None:
+        """Where in the ring there is room for so many bytes in one piece."""
+        place = self._taken
+        if place % RING_BYTES + num_bytes > RING_BYTES:
+            place += RING_BYTES - place % RING_BYTES  # not over the end
+        (consumed,) = _COUNT.unpack_from(self._ring, 0)
+        if place + num_bytes - consumed > RING_BYTES:
+            return None
+        self._taken = place + num_bytes
+        return place
+
+    def _say(self, packet: bytes) -> None:
+        self._unsent.append(packet)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._connection.send(self._unsent[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._unsent.popleft()
+
+    def flush(self) -> bool:
+        """Gives the socket what it takes now; whether that was all."""
+        if self._unsent:
+            with self._lock:
+                self._flush()
+        return not self._unsent
+
+    def drain(self) -> None:
+        """End of a pass: nothing is left here."""
+        self._connection.setblocking(True)
+        while self._unsent:
+            self._connection.send(self._unsent.popleft())
+        for work, _ in self._by_group:
+            work.wait()
+        self._by_group.clear()
+
+
+class Incoming:
+    """From another rank of this host."""
+
+    def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int, own: dict[int, Outgoing]) -> None:
+        """`own`: the lines out of this rank, which may still have something to send before it waits."""
+        self._connection, self._ring, self._group, self._peer, self._own = connection, ring, group, peer, own
+        self._packet = bytearray(HEADER.size + INLINE_BYTES)
+        self._inline, self._memory = _address(self._packet) + HEADER.size, _address(ring) + RING_START
+        self._early: dict[int, bytearray | None] = {}
+        """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
+
+    def wait(self, buffer: Tensor, tag: int) -> None:
+        """Fills the buffer, which is contiguous, with the message of this tag."""
+        while tag not in self._early:
+            self._read()
+            got, num_bytes, place = HEADER.unpack_from(self._packet)
+            if place == BY_GROUP:
+                self._early[got] = None
+                continue
+            start = self._inline if place == INLINE else self._memory + place % RING_BYTES
+            if got == tag:
+                _fill(buffer, start, num_bytes)
+            else:
+                self._early[got] = bytearray(ctypes.string_at(start, num_bytes))
+            if place != INLINE:
+                _COUNT.pack_into(self._ring, 0, place + num_bytes)
+            if got == tag:
+                return
+        known = self._early.pop(tag)
+        if known is None:
+            self._group.recv([buffer], self._peer, tag).wait()
+        else:
+            _fill(buffer, _address(known) if known else 0, len(known))
+
+    def forget(self, is_old: Callable[[int], bool]) -> None:
+        """Lets go of messages that a failed step left behind, by their tags."""
+        self._early = {tag: found for tag, found in self._early.items() if not is_old(tag)}
+
+    def _read(self) -> None:
+        while not all(outgoing.flush() for outgoing in self._own.values()):
+            try:  # both sides may have a full socket: read and write in turns
+                size = self._connection.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
+                break
+            except BlockingIOError:
+                threading.Event().wait(1e-4)
+        else:
+            size = self._connection.recv_into(self._packet)  # BlockingIOError after the time of SO_RCVTIMEO
+        if size == 0:
+            raise RuntimeError("Connection closed by peer")
+
+
+def _address(memory: mmap.mmap | bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
+    if num_bytes != buffer.nbytes:
+        raise RuntimeError(f"a message has {num_bytes} bytes where {buffer.nbytes} were expected: the ranks do not run the same program")
+    ctypes.memmove(buffer.data_ptr(), start, num_bytes)
+
+
+def connect(ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:
+    """Lines from and to the ranks of this rank's host, by rank. All ranks call it; none where one of them could not be made.
+
+    Every source knocks first; the sockets keep what they say until the destination opens the door. So nobody waits for anybody.
+    """
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD
+    is_linux = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
+    possible = is_wanted and is_linux and ranks.device == "cpu" and ranks.has_channels_by_tag
+    with tempfile.TemporaryDirectory(prefix="whale-") as folder:
+        path, host = str(Path(folder) / "door"), _host()
+        places: list[tuple[str, str] | None] = ranks.gather((host, path) if possible else None)
+        here = {rank for rank, place in enumerate(places) if place is not None and place[0] == host} if possible else set()
+        own = [pair for pair in sorted(set(pairs)) if set(pair) <= here]
+        sources = [source for source, destination in own if destination == ranks.rank]
+        door: socket.socket | None = None
+        to: dict[int, Outgoing] = {}
+        incoming: dict[int, Incoming] = {}
+        problem: OSError | None = None
+        try:
+            if sources:
+                door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                door.bind(path)
+                door.listen(len(sources))
+        except OSError as error:
+            problem = error
+        if any(ranks.gather(problem is not None)):
+            return {}, {}
+        try:
+            for source, destination in own:
+                if source == ranks.rank:
+                    to[destination] = _knock(places[destination], group, source, destination)
+            for _ in sources:
+                assert door is not None
+                source, connection, ring = _open(door, ranks)
+                incoming[source] = Incoming(connection, ring, group, source, to)
+        except OSError as error:
+            problem = error
+        failed = ranks.gather(problem is not None)
+        if door is not None:
+            door.close()
+    return ({}, {}) if any(failed) else (to, incoming)
+
+
+def _host() -> str:
+    """Processes with the same answer can reach each other by a path, and are on one host for every purpose of this job."""
+    try:
+        return Process.this().host + os.readlink("/proc/self/ns/net") + os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return Process.this().host
+
+
+def _knock(place: tuple[str, str] | None, group: dist.ProcessGroup, source: int, destination: int) -> Outgoing:
+    assert place is not None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    connection.settimeout(10.0)
+    connection.connect(place[1])
+    memory = os.memfd_create("whale-ring")
+    try:
+        os.ftruncate(memory, RING_START + RING_BYTES)
+        ring = mmap.mmap(memory, RING_START + RING_BYTES)
+        socket.send_fds(connection, [GREETING.pack(source)], [memory])
+    finally:
+        os.close(memory)
+    connection.setblocking(True)
+    return Outgoing(connection, ring, group, destination)
+
+
+def _open(door: socket.socket, ranks: Ranks) -> tuple[int, socket.socket, mmap.mmap]:
+    door.settimeout(30.0)
+    connection, _ = door.accept()
+    message, (memory, *_), _, _ = socket.recv_fds(connection, GREETING.size, 1)
+    try:
+        ring = mmap.mmap(memory, RING_START + RING_BYTES)
+    finally:
+        os.close(memory)
+    seconds = ranks.timeout.total_seconds()
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    return GREETING.unpack(message)[0], connection, ring

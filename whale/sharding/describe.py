@@ -1,0 +1,142 @@
+"""A solved stage as data: names of options, stored layouts, patterns in words, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from whale.capture.graph import module_name
+from whale.capture.kinds import op_name
+from whale.sharding.dims import Value
+from whale.sharding.exchange_costs import sent_bytes
+from whale.sharding.grid import AXES
+from whale.sharding.layout import Cut, Layout
+from whale.sharding.operation import PARTIAL, SAME, Option, Placement
+from whale.sharding.sharding import ORDER, ShardedOperation, Sharding
+from whale.sharding.space import Space, numel_bytes
+
+if TYPE_CHECKING:
+    from whale.sharding.solve import Solver
+
+WORDS = {"n": "column", "k": "row", "heads": "by heads", "v": "by vocabulary", "classes": "by classes", "h": "by width", "h0": "by width"}
+"""options in words; others are named by their dim"""
+
+
+def describe(solver: Solver, seconds: float) -> Sharding:
+    """The result of a solver."""
+    space, grid = solver.space, solver.grid
+    index = {node: place for place, node in enumerate(space.program.captured.graph.nodes)}
+    choices: dict[int, tuple[str, str, str]] = {}
+    operations, replicated = [], []
+    sent = _sent_by_reader(solver)
+    for node in space.operations:
+        chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
+        choices[index[node]] = tuple(chosen[axis].name if axis in chosen else "" for axis in AXES)  # type: ignore[assignment]
+        what = f"{module_name(node) or 'model'}: {op_name(node)}"
+        cost = solver.terms.node_costs[node]
+        if cost.flop or sent.get(node):
+            operations.append(ShardedOperation(index[node], what, _pattern(space, node, chosen), sent.get(node, 0.0)))
+        if cost.output_bytes > _itemsize(node) and len(space.options[node]) == 1 and grid.axes:
+            replicated.append(what)
+    stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
+    return Sharding(
+        grid=grid,
+        choices=choices,
+        stored=stored,
+        operations=tuple(operations),
+        replicated=tuple(replicated),
+        seconds=seconds,
+        sum_seconds=_sum_seconds(solver, stored),
+        sent_bytes=sum(sent.values()),
+        weight_bytes=_most_stored(solver, stored),
+    )
+
+
+def _itemsize(node: Node) -> int:
+    """Bytes of one number of its (first) result."""
+    held = node.meta["val"]
+    first = held[0] if isinstance(held, list | tuple) else held
+    return int(first.dtype.itemsize)
+
+
+def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
+    """Of the gradients of all parameters over the devices that hold the same parts, for one micro-batch."""
+    grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
+    trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
+    total = 0.0
+    for (layout, size), number in Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained).items():
+        along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
+        total += number * 2 * size * layout.largest_count(grid) * along if along else 0.0
+    return total / costs.num_micro_batch
+
+
+def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:
+    """Bytes of weights on the device that has most."""
+    state = solver.space.program.captured.state
+    alike = Counter((layout, state[name].dtype.itemsize) for name, layout in stored.items())
+    places = range(solver.grid.num_devices)
+    return max(sum(number * size * layout.local_count(solver.grid, p) for (layout, size), number in alike.items()) for p in places)
+
+
+def _stored_layout(solver: Solver, node: Node) -> Layout:
+    """Axes that cut a parameter only to store it stand innermost."""
+    fixed = solver.fixed.get(str(node.target))
+    if fixed is not None:
+        return fixed
+    placements = solver.lies((node, 0))
+    readers = [
+        (reader, slot) for reader in node.users if reader in solver.space.operations for slot in _slots(solver.space, reader, (node, 0))
+    ]
+    used = {axis for axis, placement in placements.items() for reader, slot in readers if solver.needed(reader, slot)[axis] == placement}
+    stored = frozenset(axis for axis, placement in placements.items() if placement != SAME and axis not in used)
+    return layout_of(solver.space.granules.cuts((node, 0), solver.num_samples), placements, stored)
+
+
+def _slots(space: Space, reader: Node, value: Value) -> list[int]:
+    return [slot for slot, each in enumerate(space.inputs_of(reader)) if each == value]
+
+
+def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()) -> Layout:
+    """A layout from its placement on each axis: axes in the order z, y, x, and last those that only store."""
+    order = [*(axis for axis in ORDER if axis not in stored), *(axis for axis in ORDER if axis in stored)]
+    axes = tuple(tuple(axis for axis in order if placements.get(axis, SAME) == dim) for dim in range(len(cuts)))
+    return Layout(cuts, axes, frozenset(axis for axis in order if placements.get(axis) == PARTIAL), stored)
+
+
+def _sent_by_reader(solver: Solver) -> dict[Node, float]:
+    """Bytes of the exchanges that each operation is the first to need; those of a result belong to its own operation."""
+    axes = solver.grid.axes
+    sizes = [solver.grid.size(axis) for axis in axes]
+    total: dict[Node, float] = {}
+    for read in solver.reads:
+        lies = solver.lies(read.value)
+        source = [lies[axis] for axis in axes]
+        num_bytes = numel_bytes(read.value, solver.terms.shapes)
+        gradient = read.producer in solver.space.program.gradients
+        needed = [(read.readers[reader], solver.needed(read.readers[reader], slot)) for reader, slot in read.slots]
+        targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
+        targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
+        seen: list[list[Placement]] = [source]
+        for node, target in targets:
+            if target not in seen:
+                seen.append(target)
+                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, gradient))
+    return {node: number for node, number in total.items() if number}
+
+
+def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
+    """`column over y, by samples over z`."""
+    said: dict[str, list[str]] = {}
+    for axis in AXES:
+        if axis in chosen:
+            said.setdefault(_word(space, node, chosen[axis]), []).append(axis)
+    return ", ".join(f"{word} over {''.join(axes)}" for word, axes in said.items()) or "whole"
+
+
+def _word(space: Space, node: Node, option: Option) -> str:
+    if not option.is_cut:
+        return "whole" if option.name == "whole" else "partial sums"
+    return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")

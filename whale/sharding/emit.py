@@ -1,0 +1,275 @@
+"""The graph that one device of a grid runs for one stage and one number of samples: local operations with constant sizes, and exchanges.
+
+All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A value is brought into another layout
+once, whoever needs it there, when the first one does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from whale.capture.kinds import is_random, op_name
+from whale.compat import enter_autocast, exit_autocast
+from whale.sharding.describe import layout_of
+from whale.sharding.dims import Value, value_of
+from whale.sharding.grid import AXES
+from whale.sharding.layout import Layout
+from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
+from whale.sharding.sharding import Sharding
+from whale.sharding.space import Space
+
+SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random")
+"""operations that talk to other devices, or draw random numbers"""
+CALLS = "calls_of_whale"
+"""attribute that holds modules which send; no model has it"""
+
+
+@dataclass(frozen=True)
+class Special:
+    """An operation that talks to other devices: everything that its implementation may want to know."""
+
+    kind: str
+    """one of SPECIAL"""
+    node: Node
+    axes: tuple[str, ...]
+    """along which it talks: those that cut what it works over"""
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    place: int
+
+
+class Communication(Protocol):
+    """Where modules that send come from: real ones, or those of a test."""
+
+    def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
+        """A module that brings its argument from one layout into another."""
+
+    def operation(self, special: Special) -> nn.Module:
+        """A module that takes the tensors of the operation (after exchanges) and gives its results."""
+
+
+def emit(
+    space: Space, sharding: Sharding, place: int, num_samples: int, weights: Mapping[str, torch.Tensor], communication: Communication
+) -> GraphModule:
+    """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum of the loss terms (if the stage has
+    any), new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name."""
+    return _Emitter(space, sharding, place, num_samples, weights, communication).emit()
+
+
+class _Emitter:
+    def __init__(
+        self,
+        space: Space,
+        sharding: Sharding,
+        place: int,
+        num_samples: int,
+        weights: Mapping[str, torch.Tensor],
+        communication: Communication,
+    ) -> None:
+        self.space, self.sharding, self.place, self.num_samples = space, sharding, place, num_samples
+        self.weights, self.communication = weights, communication
+        self.grid = sharding.grid
+        self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
+        self.graph = Graph()
+        self.root, self.calls = nn.Module(), nn.Module()
+        self.root.add_module(CALLS, self.calls)
+        self.num_calls = 0
+        self.copies: dict[Value, Node] = {}
+        self.layouts: dict[Value, Layout] = {}
+        self.changed: dict[tuple[Value, Layout], Node] = {}
+        self.region: tuple[Any, Node] | None = None
+        names = {index: node for index, node in enumerate(space.program.captured.graph.nodes)}
+        self.chosen: dict[Node, dict[str, Option]] = {}
+        for index, by_axis in sharding.choices.items():
+            known = {option.name: option for option in space.options[names[index]]}
+            self.chosen[names[index]] = {axis: known[name] for axis, name in zip(AXES, by_axis) if name}
+
+    # ------------------------------------------------------------------------------------------------------------- the graph
+
+    def emit(self) -> GraphModule:
+        program = self.space.program
+        for node in (*program.received, *program.inputs):
+            self._set((node, 0), self.graph.placeholder(node.name), dict.fromkeys(self.grid.axes, self.space.fixed_source(node)))
+        for node in program.state:
+            self._state(node)
+        for node in program.operations:
+            self._operation(node)
+        self._autocast(None)
+        wanted: dict[Node, list[Placement]] = {}
+        for node, placement in self.space.wanted():
+            wanted.setdefault(node, []).append(placement)
+        results = [self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][0])) for node in (*program.sent, *program.outputs)]
+        if program.terms:
+            terms = [self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][-1])) for node in program.terms]
+            results.append(reduce(lambda a, b: self.graph.call_function(operator.add, (a, b)), terms))
+        results.extend(self.bring(node, {}) for node in program.updates.values())
+        self.graph.output(tuple(results))
+        for node in reversed(self.graph.nodes):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
+        return GraphModule(self.root, self.graph)
+
+    def _state(self, node: Node) -> None:
+        name = str(node.target)
+        _register(self.root, name, self.weights[name])
+        copy = self.graph.create_node("get_attr", name)
+        if name in self.space.program.updates:
+            # what backward keeps must not change when the buffer gets its new value
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (copy,))
+        self._set((node, 0), copy, {})
+        if name in self.sharding.stored:
+            self.layouts[node, 0] = self.sharding.stored[name]
+
+    def _set(self, value: Value, copy: Node, placements: Mapping[str, Placement]) -> None:
+        self.copies[value] = copy
+        self.layouts[value] = self.layout(value, placements)
+
+    def layout(self, value: Value, placements: Mapping[str, Placement]) -> Layout:
+        """Of a value, from its placement on each axis."""
+        return layout_of(self.space.granules.cuts(value, self.num_samples), placements)
+
+    def bring(self, source: Node, placements: Mapping[str, Placement]) -> Node:
+        """The value of a node in this layout: as it is, or exchanged once."""
+        value = value_of(source)
+        target = self.layout(value, placements)
+        if is_alike(self.layouts[value], target):
+            return self.copies[value]
+        if (value, target) not in self.changed:
+            gradient = value[0] in self.space.program.gradients
+            module = self.communication.exchange(self.layouts[value], target, self.place, gradient)
+            copy = self._call(module, "exchange", (self.copies[value],))
+            copy.meta["exchange"] = (self.layouts[value], target)
+            self.changed[value, target] = copy
+        return self.changed[value, target]
+
+    def _call(self, module: nn.Module, prefix: str, arguments: tuple[Any, ...]) -> Node:
+        name = f"{prefix}_{self.num_calls}"
+        self.num_calls += 1
+        self.calls.add_module(name, module)
+        return self.graph.call_module(f"{CALLS}.{name}", arguments)
+
+    # -------------------------------------------------------------------------------------------------------- one operation
+
+    def _operation(self, node: Node) -> None:
+        if op_name(node) == "getitem" and not isinstance(node.meta.get("val"), int):
+            return  # results are taken apart where they are made
+        if self._is_known(node.meta.get("val")):
+            return  # a size: a constant here
+        chosen = self.chosen.get(node)
+        inputs = self.space.operations[node].inputs if node in self.space.operations else tensor_nodes((node.args, node.kwargs))
+        sources = [
+            self.bring(source, {axis: option.inputs[slot] for axis, option in chosen.items()} if chosen else {})
+            for slot, source in enumerate(inputs)
+        ]
+        self._autocast(node.meta.get("autocast"))
+        results = self._local(node, chosen or {}, sources)
+        results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
+        held = node.meta.get("val")
+        if not isinstance(held, list | tuple):
+            placements = {axis: option.outputs[0] for axis, option in chosen.items()} if chosen else {}
+            if isinstance(held, torch.Tensor):
+                self._set((node, 0), results, placements)
+            else:
+                self.copies[node, 0] = results
+            return
+        used = {value_of(user)[1] for user in node.users if op_name(user) == "getitem"}
+        for number in sorted(used):
+            if isinstance(held[number], torch.Tensor):
+                part = self.graph.call_function(operator.getitem, (results, number))
+                self._set((node, number), part, {axis: option.outputs[number] for axis, option in chosen.items()} if chosen else {})
+
+    def _is_known(self, value: Any) -> bool:
+        """Whether a value is a number that follows from the number of samples."""
+        if isinstance(value, int | float | bool):
+            return True
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return not value.node.expr.free_symbols - {self.shapes.symbol}
+        return False
+
+    def _local(self, node: Node, chosen: Mapping[str, Option], sources: Sequence[Node]) -> Node:
+        from whale.sharding.local import local_call
+
+        kinds: dict[str, list[str]] = {}
+        for axis in self.grid.axes:
+            if axis in chosen and chosen[axis].local:
+                kinds.setdefault(chosen[axis].local, []).append(axis)
+        values = [value_of(source) for source in self.space.operations[node].inputs] if chosen else []
+        outputs = (
+            [self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()}) for value in self.space.outputs_of(node)]
+            if chosen
+            else []
+        )
+        if is_random(node):
+            kinds.setdefault("random", [])
+        for kind in SPECIAL:
+            if kind in kinds:
+                inputs = [self.layout(v, {a: o.inputs[slot] for a, o in chosen.items()}) for slot, v in enumerate(values)]
+                special = Special(kind, node, tuple(kinds[kind]), tuple(inputs), tuple(outputs), self.place)
+                call = self._call(self.communication.operation(special), kind.replace(" ", "_"), tuple(sources))
+                call.meta["special"] = special
+                return call
+        shapes = [layout.local_shape(self.grid, self.place) for layout in outputs]
+        is_mean = any(kind in kinds for kind in ("mean", "mean loss"))
+        return local_call(self.graph, node, self._arguments(node, sources), shapes if chosen else None, self.shapes if is_mean else None)
+
+    def _arguments(self, node: Node, sources: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments with local tensors and constant sizes."""
+        remaining = iter(sources)
+
+        def replaced(source: Node) -> Any:
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                return next(remaining, None)
+            if self._is_known(value):
+                return value if isinstance(value, int | float | bool) else _number(value, self.shapes)
+            return self.copies[value_of(source)]
+
+        return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)  # type: ignore[return-value]
+
+    def _autocast(self, region: Any) -> None:
+        """Opens and closes autocast regions around runs of nodes."""
+        if self.region is not None and self.region[0] != region:
+            self.graph.call_function(exit_autocast, (self.region[1],))
+            self.region = None
+        if region is not None and self.region is None:
+            self.region = (region, self.graph.call_function(enter_autocast, tuple(region)))
+
+
+def is_alike(first: Layout, second: Layout) -> bool:
+    """Whether every device holds the same entries in both, however they are counted."""
+    return first == second or (
+        first.partial == second.partial
+        and first.axes == second.axes
+        and not first.stored
+        and all(a == b for a, b, axes in zip(first.cuts, second.cuts, first.axes) if axes)
+    )
+
+
+def _number(value: Any, shapes: Shapes) -> Any:
+    if isinstance(value, torch.SymInt):
+        return shapes.size(value)
+    found = value.node.expr.subs({shapes.symbol: shapes.num_samples})
+    return bool(found) if isinstance(value, torch.SymBool) else float(found)
+
+
+def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Under its original name, in nested modules."""
+    *path, leaf = name.split(".")
+    owner = root
+    for step in path:
+        if not hasattr(owner, step):
+            owner.add_module(step, nn.Module())
+        owner = getattr(owner, step)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor)

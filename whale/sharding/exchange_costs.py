@@ -1,0 +1,91 @@
+"""What a change of layout costs, as the solver counts it: bytes that a device sends, forward and backward.
+
+Along one axis of g devices, of a tensor whose part on the other axes is n bytes:
+
+    cut -> same   (gather)             n (g - 1) / g
+    partial -> cut (reduce-scatter)    n (g - 1) / g
+    partial -> same (all-reduce)       2 n (g - 1) / g                                               (1)
+    cut -> cut on another dim          n (g - 1) / g^2
+    everything else                    0
+
+The backward turns the conjugate of the target into the conjugate of the source. Several axes change one after the other, gathers last, so
+every change moves as little as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from whale.sharding.operation import PARTIAL, SAME, Placement
+
+
+@dataclass(frozen=True)
+class GridCosts:
+    """How fast the devices of a grid compute and talk."""
+
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """by axis, what one device sends along it; an axis that is not there: DEFAULT_BYTES_PER_S"""
+    latency_s: float = 2e-5
+    """of one exchange"""
+    flop_per_s: float = 1e13
+    memory_bytes_per_s: float = 5e11
+    num_micro_batch: int = 1
+    """gradients of weights are summed once in so many"""
+    memory_price: float = 1e-16
+    """seconds that one byte of a stored weight is worth: of two plans as fast the smaller is taken; higher where memory is short"""
+    state_per_weight: float = 4.0
+    """bytes held for one byte of a weight: weight, gradient, state of the optimizer"""
+
+    def rate(self, axis: str) -> float:
+        return self.bytes_per_s.get(axis, DEFAULT_BYTES_PER_S)
+
+
+DEFAULT_BYTES_PER_S = 1e10
+
+Placements = Sequence[Placement]
+"""by axis, in the order of `sizes`"""
+
+
+def sent_bytes(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], gradient: bool) -> list[float]:
+    """Lines (1) for each axis, backward included where there is one."""
+    forward = _one_way(num_bytes, source, target, sizes)
+    if not gradient:
+        return forward
+    backward = _one_way(num_bytes, [_conjugate(one) for one in target], [_conjugate(one) for one in source], sizes)
+    return [a + b for a, b in zip(forward, backward)]
+
+
+def _conjugate(placement: Placement) -> Placement:
+    return {SAME: PARTIAL, PARTIAL: SAME}.get(placement, placement) if isinstance(placement, str) else placement
+
+
+def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int]) -> list[float]:
+    return [num_bytes * part for part in _parts(tuple(source), tuple(target), tuple(sizes))]
+
+
+@lru_cache(maxsize=65536)
+def _parts(source: tuple[Placement, ...], target: tuple[Placement, ...], sizes: tuple[int, ...]) -> list[float]:
+    """Of a tensor of one byte."""
+    result = [0.0] * len(sizes)
+    if source == target:
+        return result
+    left = 1.0
+    for before, after, size in zip(source, target, sizes):
+        if isinstance(before, int) or isinstance(after, int):
+            left /= size
+    for place, (before, after, size) in enumerate(zip(source, target, sizes)):
+        if isinstance(after, int):
+            whole = left * size
+            if before == PARTIAL:
+                result[place] = whole * (size - 1) / size
+            elif isinstance(before, int) and before != after:
+                result[place] = whole * (size - 1) / size**2
+        elif before == PARTIAL and after == SAME:
+            result[place] = 2 * left * (size - 1) / size
+    for place, (before, after, size) in enumerate(zip(source, target, sizes)):
+        if isinstance(before, int) and after == SAME:
+            left *= size
+            result[place] = left * (size - 1) / size
+    return result

@@ -1,0 +1,77 @@
+"""The local form of an operation: the same operation where its arguments hold no sizes, with local sizes where they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from whale.capture.kinds import op_name
+from whale.compat import schema
+from whale.sharding.operation import Shape, Shapes, dims_of_argument
+from whale.sharding.rules_views import RESHAPES
+
+aten = torch.ops.aten
+SUM = 2
+"""the argument `reduction` of torch's losses: add up"""
+
+
+def local_call(
+    graph: Graph, node: Node, arguments: tuple[tuple[Any, ...], dict[str, Any]], shapes: Sequence[Shape] | None, mean: Shapes | None
+) -> Node:
+    """The node of one operation. `shapes`: of its local results; None: it runs whole. `mean`: what it takes a mean over is cut: it adds
+    up its part and divides by the whole number."""
+    positional, keywords = arguments
+    name = op_name(node)
+    if mean is not None:
+        return _mean(graph, node, positional, keywords, mean)
+    if shapes is not None:
+        if name in RESHAPES.split():
+            return graph.call_function(aten.reshape.default, (positional[0], list(shapes[0])))
+        if name in ("expand", "expand_as", "broadcast_to"):
+            return graph.call_function(aten.expand.default, (positional[0], list(shapes[0])))
+        if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+            dim = dims_of_argument(node, "dim", len(shapes[0]))[0]
+            return graph.call_function(aten.split_with_sizes.default, (positional[0], [shape[dim] for shape in shapes], dim))
+        if name == "type_as":
+            return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
+        if name.startswith("conv"):
+            return _convolution(graph, node, positional, keywords, shapes[0])
+    return graph.call_function(node.target, positional, keywords)  # type: ignore[arg-type]
+
+
+def _convolution(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape) -> Node:
+    """A device without channels: torch gives a result of the wrong shape there."""
+    bias = positional[2] if len(positional) > 2 else keywords.get("bias")
+    others = {name: value for name, value in keywords.items() if name != "bias"}
+    arguments: Any = (node.target, positional[0], positional[1], bias, list(shape), list(positional[3:]), others)
+    return graph.call_function(convolve, arguments)
+
+
+def convolve(
+    target: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], options: list[Any], keywords: dict[str, Any]
+) -> Tensor:
+    """A convolution that also works without channels: zeros, and the bias."""
+    if weight.numel():
+        result: Tensor = target(x, weight, bias, *options, **keywords)
+        return result
+    zeros = x.new_zeros(shape) + x.sum() * 0 + weight.sum()  # with a history
+    return zeros if bias is None else zeros + bias.view(-1, *[1] * (len(shape) - 2))
+
+
+def _mean(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes) -> Node:
+    before = shapes.of(node.args[0].meta["val"])  # type: ignore[union-attr]
+    if op_name(node) != "mean":
+        names = [each.name for each in schema(node.target).arguments]
+        whole = dict(zip(names, positional)) | keywords | {"reduction": SUM}
+        total = graph.call_function(node.target, (), whole)  # type: ignore[arg-type]
+        return graph.call_function(aten.div.Tensor, (total, float(prod(before))))
+    dims = dims_of_argument(node, "dim", len(before))
+    keep = bool(positional[2]) if len(positional) > 2 else bool(keywords.get("keepdim", False))
+    dtype = {"dtype": keywords["dtype"]} if keywords.get("dtype") is not None else {}
+    total = graph.call_function(aten.sum.dim_IntList, (positional[0], dims, keep), dtype)
+    return graph.call_function(aten.div.Tensor, (total, float(prod(before[dim] for dim in dims))))

@@ -1,0 +1,223 @@
+"""The cheapest layouts of a stage on a grid.
+
+Variables: the option of every operation and the stored layout of every parameter, on all axes. Objective, seconds of one micro-batch:
+
+    work        seconds of an operation x the largest share of it on one device                       -> Terms.work
+    exchanges   every value in every other layout that somebody needs, once each                      -> Terms.exchanges
+    gradients   sums over the devices that hold the same weights, once in a mini-batch                -> Terms.stored
+    memory      a price for every byte of weights that is stored                                      -> Terms.stored
+
+It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y together, until nothing improves.
+Operations of one sort (those of equal layers) have the same tables, which are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from whale.profiling.costs import node_costs
+from whale.sharding.describe import describe
+from whale.sharding.dims import Value, value_of
+from whale.sharding.eliminate import Tables, TooWide
+from whale.sharding.exchange_costs import GridCosts
+from whale.sharding.grid import Grid
+from whale.sharding.layout import Layout
+from whale.sharding.operation import Option, Placement
+from whale.sharding.sharding import Sharding
+from whale.sharding.space import Space, StageProgram
+from whale.sharding.terms import Choice, Lying, Terms, output_of
+
+MOST_SWEEPS = 3
+BETTER = 1 - 1e-9
+"""a sweep that gains less is the last one"""
+
+
+def solve(
+    program: StageProgram,
+    grid: Grid,
+    num_samples: int,
+    costs: GridCosts | None = None,
+    fixed: Mapping[str, Layout] | None = None,
+    space: Space | None = None,
+) -> Sharding:
+    """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is given. `space`: if already made."""
+    solver = Solver(space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {})
+    return describe(solver, solver.choose())
+
+
+def predict_seconds(space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout] | None = None) -> float:
+    """About what `solve` would give, in a fraction of its time: one sweep, nothing described. To rank grids by."""
+    return Solver(space, grid, num_samples, costs, fixed or {}).choose(most_sweeps=1)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One value and who reads it."""
+
+    value: Value
+    producer: Node
+    readers: tuple[Node, ...]
+    """each once"""
+    slots: tuple[tuple[int, int], ...]
+    """(which of the readers, at which of its inputs)"""
+    wanted: tuple[Placement, ...]
+    """as a result of the stage it must lie like this"""
+    key: tuple[object, ...]
+    """equal for values alike, read by operations alike"""
+
+
+class Solver:
+    """Chooses for all variables of a stage."""
+
+    def __init__(self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout]) -> None:
+        self.space, self.grid, self.num_samples, self.fixed = space, grid, num_samples, fixed
+        program = space.program
+        self.terms = Terms(space, grid, num_samples, costs, space.node_costs(num_samples, node_costs))
+        self.parameters = frozenset(space.parameters)
+        self.variables: list[Node] = [*space.parameters, *program.received, *space.operations]
+        self.number = {node: place for place, node in enumerate(self.variables)}
+        self.chosen: dict[Node, dict[str, Choice]] = {node: {} for node in self.variables}
+        self._known: dict[tuple[object, ...], Any] = {}
+        self.sort = {node: self._sort(node) for node in self.variables}
+        self.reads = self._reads()
+
+    def _sort(self, node: Node) -> int:
+        """A number that operations, parameters or received values have in common when all their costs are the same."""
+        space, axes = self.space, self.grid.axes
+        gradient = node in space.program.gradients
+        key: tuple[object, ...]
+        if node in space.operations:
+            cuts = tuple(space.granules.cuts(value, self.num_samples) for value in (*space.inputs_of(node), *space.outputs_of(node)))
+            states = tuple(tuple(option.name for option in space.axis_options(node, axis)) for axis in axes)
+            key = (
+                space.operations[node].name,
+                space.options[node],
+                cuts,
+                states,
+                self.terms.node_costs[node],
+                gradient,
+                space.is_product(node),
+            )
+        elif node in self.parameters:
+            options = tuple(space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in axes)
+            key = (options, space.granules.cuts((node, 0), self.num_samples), node.meta["val"].dtype, gradient)
+        else:
+            key = (space.fixed_source(node), self.terms.shapes.of(node.meta["val"]), node.meta["val"].dtype, gradient)
+        number: int = self._known.setdefault(("sort", key), len(self._known))
+        return number
+
+    def _reads(self) -> list[_Read]:
+        found: dict[Value, list[tuple[Node, int]]] = {}
+        for node, op in self.space.operations.items():
+            for slot, source in enumerate(op.inputs):
+                if value_of(source)[0] in self.number:
+                    found.setdefault(value_of(source), []).append((node, slot))
+        wanted: dict[Value, list[Placement]] = {}
+        for node, placement in self.space.wanted():
+            if value_of(node)[0] in self.number:
+                wanted.setdefault(value_of(node), []).append(placement)
+        reads = []
+        for value in {**found, **wanted}:
+            readers = tuple(dict.fromkeys(node for node, _ in found.get(value, [])))
+            place = {node: number for number, node in enumerate(readers)}
+            slots = tuple((place[node], slot) for node, slot in found.get(value, []))
+            results = tuple(wanted.get(value, []))
+            key = (self.sort[value[0]], value[1], tuple(self.sort[node] for node in readers), slots, results)
+            reads.append(_Read(value, value[0], readers, slots, results, (self._once(("read", key), lambda: len(self._known)),)))
+        return reads
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    # ------------------------------------------------------------------------------------------------------------- the sweeps
+
+    def choose(self, most_sweeps: int = MOST_SWEEPS) -> float:
+        """Chooses everything; gives the seconds of one micro-batch."""
+        axes = self.grid.axes
+        blocks = [block for block in (("z",) if "z" in axes else (), tuple(axis for axis in "xy" if axis in axes)) if block]
+        best = float("inf")
+        for _ in range(most_sweeps if len(blocks) > 1 else len(blocks)):
+            before = {node: dict(choice) for node, choice in self.chosen.items()}
+            for block in blocks:
+                total = self._choose(block)
+            if total >= best * BETTER:
+                self.chosen = before
+                break
+            best = total
+        return best if blocks else float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
+
+    def _choose(self, block: tuple[str, ...]) -> float:
+        """The best options on these axes, the others as they are; gives the total cost."""
+        try:
+            return self._choose_together(block)
+        except TooWide:
+            if len(block) == 1:
+                raise
+            for axis in block:
+                total = self._choose_together((axis,))
+            return total
+
+    def _choose_together(self, block: tuple[str, ...]) -> float:
+        others = [tuple((axis, choice) for axis, choice in self.chosen[node].items() if axis not in block) for node in self.variables]
+        keys = [
+            (block, self.sort[node], *((a, c.name if isinstance(c, Option) else c) for a, c in o))
+            for node, o in zip(self.variables, others)
+        ]
+        states = [self._once((*key, "states"), lambda i=i: self._states(i, block, others[i])) for i, key in enumerate(keys)]  # type: ignore[misc]
+        tables = Tables([len(found) for found in states])
+        for number, node in enumerate(self.variables):
+            if node in self.space.operations or node in self.parameters:
+                term = self.terms.work if node in self.space.operations else self.terms.stored
+                tables.add([number], self._once(keys[number], lambda n=node, s=states[number], t=term: t(n, s)))  # type: ignore[misc]
+        for read in self.reads:
+            numbers = [self.number[read.producer], *(self.number[node] for node in read.readers)]
+            key = (read.key, *(keys[number] for number in numbers))
+            for places, costs in self._once(key, lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n])):  # type: ignore[misc]
+                tables.add([numbers[place] for place in places], costs)
+        chosen, total = tables.solve()
+        for number, node in enumerate(self.variables):
+            self.chosen[node] = dict(states[number][chosen[number]])
+        return total
+
+    def _states(self, number: int, block: tuple[str, ...], others: Sequence[tuple[str, Choice]]) -> list[Mapping[str, Choice]]:
+        """All choices of a variable on these axes, each with what is chosen on the others."""
+        node = self.variables[number]
+        joint: list[tuple[Choice, ...]]
+        if node in self.space.operations:
+            joint = list(self.space.joint_options(node, block, dict(others)))  # type: ignore[arg-type]
+        elif node in self.parameters:
+            joint = [()]
+            for axis in block:
+                options = self.space.stored_options(node, axis, self.fixed.get(str(node.target)))
+                joint = [(*before, option) for before in joint for option in options]
+        else:
+            joint = [(self.space.fixed_source(node),) * len(block)]
+        return [dict(sorted((*others, *zip(block, choice)))) for choice in joint]
+
+    def _exchanges(self, read: _Read, states: Sequence[Sequence[Mapping[str, Choice]]]) -> Any:
+        """Tables of one value. `states`: of its producer, then of its readers."""
+        axes = tuple(states[0][0])
+        sources = [tuple(output_of(choice, read.value[1]) for choice in state.values()) for state in states[0]]
+        uses: dict[int, list[list[Lying]]] = {}
+        for reader, slot in read.slots:
+            uses.setdefault(reader + 1, []).append([tuple(c.inputs[slot] for c in s.values()) for s in states[reader + 1]])  # type: ignore[union-attr]
+        wanted = [(placement,) * len(axes) for placement in read.wanted]
+        return self.terms.exchanges(self.terms.change(read.value, axes, sources), uses, wanted)
+
+    # -------------------------------------------------------------------------------------------------------------- the result
+
+    def lies(self, value: Value) -> dict[str, Placement]:
+        """How a value lies on the axes of the grid."""
+        if value[0] in self.number:
+            return {axis: output_of(choice, value[1]) for axis, choice in self.chosen[value[0]].items()}
+        return dict.fromkeys(self.grid.axes, self.space.fixed_source(value[0]))
+
+    def needed(self, node: Node, slot: int) -> dict[str, Placement]:
+        """How an operation needs one of its inputs."""
+        return {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}  # type: ignore[union-attr]

@@ -1,0 +1,219 @@
+"""A stage as something to be sharded: its operations with their options on each axis, and what is fixed from outside.
+
+Meaning of the axes. z cuts samples, and what is stored of the weights of products (gathered before use: ZeRO-3 along z). x and y cut the
+weights of products in use, one the columns where the other cuts the rows; everything else follows the cost. So (1, d, 1) is Megatron's
+column and row, (q, q, 1) 2-D with weights that stay, (q, q, q) the cube.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind, op_name
+from whale.capture.sample_states import batch_dim
+from whale.capture.samples import SampleFlow
+from whale.profiling.costs import NodeCost
+from whale.sharding.dims import Granules, Value, tensor_of, value_of
+from whale.sharding.layout import Layout
+from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
+from whale.sharding.rules import options_of
+
+PRODUCTS = frozenset(["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding", "_grouped_mm", "grouped_mm"])
+"""operations whose weights x and y cut"""
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage computes, and what it owes to others."""
+
+    captured: CapturedGraph
+    kinds: Mapping[Node, Kind]
+    operations: tuple[Node, ...]
+    """in graph order"""
+    inputs: tuple[Node, ...]
+    """placeholders: whole on every device"""
+    received: tuple[Node, ...]
+    """cut by samples over all axes, or whole where they have none"""
+    state: tuple[Node, ...]
+    """parameters, buffers, constants"""
+    sent: tuple[Node, ...] = ()
+    """like `received`"""
+    outputs: tuple[Node, ...] = ()
+    """results that the user asked for: like `received`"""
+    terms: tuple[Node, ...] = ()
+    """of the loss: partial sums over all devices"""
+    updates: Mapping[str, Node] = field(default_factory=dict)
+    """new values of buffers: whole"""
+    by_samples: frozenset[Node] = frozenset()
+    """operations of `replicate` TaskGraphs: samples cut over all axes, weights whole"""
+    gradients: frozenset[Node] = frozenset()
+    """values that carry a gradient"""
+
+    @cached_property
+    def results(self) -> tuple[Node, ...]:
+        return (*self.sent, *self.outputs, *self.terms, *self.updates.values())
+
+
+class Space:
+    """All options of a stage. Nodes of three sorts: `computed` have options, `parameters` have a stored layout, all others are fixed."""
+
+    def __init__(self, program: StageProgram) -> None:
+        self.program = program
+        captured = program.captured
+        shapes = Shapes(captured.batch_symbol)
+        states = SampleFlow(captured, dict(program.kinds)).states
+        self.granules = Granules(shapes)
+        self._costs: dict[int, Mapping[Node, NodeCost]] = {}
+        self.operations: dict[Node, Operation] = {}
+        self._values: dict[Node, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
+        self.parameters = tuple(node for node in program.state if captured.state[str(node.target)].kind == "parameter")
+        all_options: dict[Node, tuple[Option, ...]] = {}
+        for node in program.operations:
+            if program.kinds[node] in (Kind.ACTIVATION, Kind.WEIGHT) and op_name(node) != "getitem" and shapes.tensors(node):
+                op = Operation(node, shapes)
+                self.operations[node] = op
+                outputs = tuple((node, place) for place in range(len(op.outputs)))
+                self._values[node] = (tuple(value_of(source) for source in op.inputs), outputs)
+                all_options[node] = options_of(op, states)
+                for option in all_options[node]:
+                    self.granules.add(option, self.inputs_of(node), self.outputs_of(node))
+        self.granules.close()
+        self.options = {node: tuple(option for option in found if self._is_possible(node, option)) for node, found in all_options.items()}
+        self._of_samples = {
+            node: frozenset(option.name for option in found if self._touches_samples(node, option)) for node, found in self.options.items()
+        }
+        self._weights = {node: self._weight_slots(node) for node in self.operations}
+        self.gathered = self._gathered_parameters()
+        """parameters of products: z always cuts what is stored of them"""
+
+    def inputs_of(self, node: Node) -> tuple[Value, ...]:
+        return self._values[node][0]
+
+    def outputs_of(self, node: Node) -> tuple[Value, ...]:
+        return self._values[node][1]
+
+    def _is_possible(self, node: Node, option: Option) -> bool:
+        values = (*self.inputs_of(node), *self.outputs_of(node))
+        placed = zip(values, (*option.inputs, *option.outputs), strict=True)
+        return all(self.granules.can_cut(value, placement) for value, placement in placed if isinstance(placement, int))
+
+    def cuts_samples(self, node: Node, option: Option) -> bool:
+        return option.name in self._of_samples[node]
+
+    def _touches_samples(self, node: Node, option: Option) -> bool:
+        values = (*self.inputs_of(node), *self.outputs_of(node))
+        placed = zip(values, (*option.inputs, *option.outputs), strict=True)
+        return any(self.granules.is_samples(value, placement) for value, placement in placed if isinstance(placement, int))
+
+    def node_costs(self, num_samples: int, count: Callable[[CapturedGraph, int], Mapping[Node, NodeCost]]) -> Mapping[Node, NodeCost]:
+        """Costs of all nodes for so many samples, counted once."""
+        if num_samples not in self._costs:
+            self._costs[num_samples] = count(self.program.captured, num_samples)
+        return self._costs[num_samples]
+
+    def sample_dim(self, node: Node) -> int | None:
+        return batch_dim(node, self.program.captured.batch_symbol)
+
+    # -------------------------------------------------------------------------------------------------------------- weights
+
+    def _weight_slots(self, node: Node) -> list[int]:
+        """Inputs of a product that are made of parameters only, and are matrices."""
+        if op_name(node) not in PRODUCTS:
+            return []
+        kinds = self.program.kinds
+        inputs = self.operations[node].inputs
+        return [
+            slot for slot, source in enumerate(inputs) if kinds[source] is Kind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
+        ]
+
+    def _gathered_parameters(self) -> frozenset[Node]:
+        found: set[Node] = set()
+        for node, slots in self._weights.items():
+            if node in self.program.by_samples:
+                continue
+            waiting = [self.operations[node].inputs[slot] for slot in slots]
+            while waiting:
+                source = waiting.pop()
+                if source.op == "get_attr":
+                    found.add(source)
+                elif source.op == "call_function":
+                    waiting.extend(source.all_input_nodes)
+        return frozenset(found)
+
+    def is_product(self, node: Node) -> bool:
+        """Whether x and y cut a weight of this operation."""
+        return bool(self._weights[node]) and node not in self.program.by_samples
+
+    # -------------------------------------------------------------------------------------------------------- options by axis
+
+    def axis_options(self, node: Node, axis: str) -> tuple[Option, ...]:
+        """Options of an operation on one axis."""
+        found = self.options[node]
+        of_samples = tuple(option for option in found if self.cuts_samples(node, option))
+        if node in self.program.by_samples:
+            return of_samples[:1] or found[-1:]
+        if axis == "z":
+            return of_samples or tuple(option for option in found if not option.is_cut)
+        slots = self._weights[node]
+        if slots:
+            cut = tuple(option for option in found if any(isinstance(option.inputs[slot], int) for slot in slots))
+            return cut or found
+        return found
+
+    def joint_options(self, node: Node, axes: Sequence[str], others: Mapping[str, Option]) -> list[tuple[Option, ...]]:
+        """One option for each of these axes, with `others` chosen on the rest. x and y cut different dims of a product's weight, when it
+        has two that can be cut."""
+        result: list[tuple[Option, ...]] = [()]
+        for axis in axes:
+            result = [(*before, option) for before in result for option in self.axis_options(node, axis)]
+        if not self.is_product(node):
+            return result
+        apart = []
+        for joint in result:
+            chosen = {**others, **dict(zip(axes, joint))}
+            if len({chosen[axis].name for axis in "xy" if axis in chosen}) == sum(axis in chosen for axis in "xy"):
+                apart.append(joint)
+        return apart or result
+
+    def stored_options(self, node: Node, axis: str, fixed: Layout | None) -> tuple[Placement, ...]:
+        """How a parameter may lie along an axis."""
+        if fixed is not None:
+            return (next((dim for dim, axes in enumerate(fixed.axes) if axis in axes), SAME),)
+        shape = node.meta["val"].shape
+        used_by_samples = any(user in self.program.by_samples for user in node.users)
+        if used_by_samples and node not in self.gathered:
+            return (SAME,)
+        cuts = self.granules.cuts((node, 0), 1)
+        cut = tuple(dim for dim in range(len(shape)) if cuts[dim].count > 1 and (axis == "z" or self.granules.can_cut((node, 0), dim)))
+        if axis == "z" and node in self.gathered and cut:
+            return cut
+        return (*cut, SAME)
+
+    def wanted(self) -> list[tuple[Node, Placement]]:
+        """Results, and how each must lie along every axis."""
+        program = self.program
+        found: dict[tuple[Node, Placement], None] = {}
+        for node in (*program.sent, *program.outputs):
+            dim = self.sample_dim(node)
+            found[node, SAME if dim is None else dim] = None
+        found |= dict.fromkeys((node, PARTIAL) for node in program.terms)
+        found |= dict.fromkeys((node, SAME) for node in program.updates.values())
+        return list(found)
+
+    def fixed_source(self, node: Node) -> Placement:
+        """How a value that is not computed here lies along every axis."""
+        if node in self.program.received:
+            dim = self.sample_dim(node)
+            return SAME if dim is None else dim
+        return SAME
+
+
+def numel_bytes(value: Value, shapes: Shapes) -> int:
+    tensor = tensor_of(value)
+    return int(torch.Size(shapes.of(tensor)).numel()) * tensor.dtype.itemsize

@@ -1,0 +1,198 @@
+"""The terms of the solver's objective, as tables over the choices of one operation, or of a value's producer and readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil, prod
+
+import numpy as np
+import numpy.typing as npt
+from torch.fx import Node
+
+from whale.profiling.costs import BACKWARD_PER_FORWARD, NodeCost
+from whale.sharding.dims import Value
+from whale.sharding.eliminate import Array
+from whale.sharding.exchange_costs import GridCosts, sent_bytes
+from whale.sharding.grid import Grid
+from whale.sharding.operation import SAME, Option, Placement, Shapes
+from whale.sharding.sharding import ORDER
+from whale.sharding.space import Space, numel_bytes
+
+MOST_SHARING = 3
+"""readers of one value whose shared exchanges are counted together"""
+MOST_ENTRIES = 400_000
+"""of one table of readers"""
+ROW_SUMS = 2
+"""numbers that a norm or a loss over a cut dim exchanges for each row, each way"""
+TALKING = ("norm", "softmax", "class loss", "batch norm")
+"""local forms of operations that exchange such numbers"""
+
+Choice = Option | Placement
+"""on one axis: the option of an operation, or how something stored or received lies"""
+Lying = tuple[Placement, ...]
+"""how a value lies, by axis"""
+
+
+def output_of(choice: Choice, place: int) -> Placement:
+    """How a result lies along an axis."""
+    return choice.outputs[place] if isinstance(choice, Option) else choice
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that others read: how it may lie, and what it weighs."""
+
+    sources: tuple[Lying, ...]
+    axes: tuple[str, ...]
+    num_bytes: float
+    gradient: bool
+
+
+class Terms:
+    """Seconds of one micro-batch on one grid."""
+
+    def __init__(self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, node_costs: Mapping[Node, NodeCost]) -> None:
+        self.space, self.grid, self.num_samples, self.costs, self.node_costs = space, grid, num_samples, costs, node_costs
+        self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
+        self._unit_costs: dict[tuple[object, ...], tuple[Array, Array]] = {}
+
+    # ------------------------------------------------------------------------------------------------------------- operations
+
+    def work(self, node: Node, joint: Sequence[Mapping[str, Option]]) -> Array:
+        """Of an operation, for each joint choice (axis -> option): its own work, and messages inside it."""
+        cost = self.node_costs[node]
+        seconds = cost.flop / self.costs.flop_per_s + cost.moved_bytes / self.costs.memory_bytes_per_s
+        if node in self.space.program.gradients:
+            seconds *= 1 + BACKWARD_PER_FORWARD
+        return np.array([seconds * self.share(node, options) + self._inside(node, options) for options in joint])
+
+    def share(self, node: Node, options: Mapping[str, Option]) -> float:
+        """The largest part of an operation's work that one device has."""
+        along: dict[str, list[int]] = {}
+        counts: dict[str, int] = {}
+        for axis in ORDER:
+            option = options.get(axis)
+            if option is None or not option.is_cut:
+                continue
+            along.setdefault(option.name, []).append(self.grid.size(axis))
+            if option.name not in counts:
+                values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
+                value, dim = next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
+                counts[option.name] = self.space.granules.cuts(value, self.num_samples)[dim].count
+        return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
+
+    def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
+        """Messages inside an operation: sums of rows for norms and losses over a cut dim."""
+        axes = [axis for axis, option in options.items() if option.local in TALKING]
+        if not axes:
+            return 0.0
+        first = self.space.operations[node].inputs[0].meta["val"]
+        shape = self.shapes.of(first)
+        width = shape[-1] if options[axes[0]].local != "batch norm" else prod(shape) // max(shape[1], 1)
+        rows = prod(shape) / max(width, 1) * first.dtype.itemsize
+        rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
+        return sum(2 * (self.costs.latency_s + 2 * ROW_SUMS * rows / self.costs.rate(axis)) for axis in axes)
+
+    # ------------------------------------------------------------------------------------------------------------- parameters
+
+    def stored(self, node: Node, joint: Sequence[Mapping[str, Placement]]) -> Array:
+        """Of a parameter, for each joint choice: sums of gradients over equal holders, and the price of memory."""
+        num_bytes = float(numel_bytes((node, 0), self.shapes))
+        trained = node in self.space.program.gradients
+        cuts = self.space.granules.cuts((node, 0), self.num_samples)
+        result = np.zeros(len(joint))
+        for number, placements in enumerate(joint):
+            held = num_bytes
+            for dim, cut in enumerate(cuts):
+                sizes = tuple(self.grid.size(axis) for axis in ORDER if placements.get(axis) == dim)
+                held *= largest_share(cut.count, sizes) if sizes else 1.0
+            result[number] = held * self.costs.memory_price * self.costs.state_per_weight
+            for axis, placement in placements.items():
+                size = self.grid.size(axis)
+                if placement == SAME and trained and size > 1:
+                    result[number] += 2 * held * (size - 1) / size / self.costs.rate(axis) / self.costs.num_micro_batch
+        return result
+
+    # -------------------------------------------------------------------------------------------------------------- exchanges
+
+    def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
+        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), value[0] in self.space.program.gradients)
+
+    def exchanges(
+        self, change: Change, uses: Mapping[int, Sequence[Sequence[Lying]]], wanted: Sequence[Lying]
+    ) -> list[tuple[list[int], Array]]:
+        """(variables, costs) of all changes of layout of one value. Variable 0 is its producer, others are its readers.
+
+        `uses`: reader -> for each place where it reads the value, how that must lie for each of its choices; `wanted`: of results.
+        """
+        num_states = {reader: len(found[0]) for reader, found in uses.items()}
+        groups = _grouped(num_states, MOST_ENTRIES // max(len(change.sources), 1))
+        listed: list[list[tuple[int, Sequence[Lying]]]] = [
+            [(reader, each) for reader in group for each in uses[reader]] for group in groups
+        ]
+        listed += [[(0, [target])] for target in wanted]
+        tables = [self._table(change, each, num_states) for each in listed]
+        return [table for table in tables if table is not None]
+
+    def _table(
+        self, change: Change, uses: Sequence[tuple[int, Sequence[Lying]]], num_states: Mapping[int, int]
+    ) -> tuple[list[int], Array] | None:
+        """For some readers: one exchange for each different layout that they need."""
+        distinct = tuple(dict.fromkeys(target for _, targets in uses for target in targets))
+        per_byte, latency = self._between(change.sources, distinct, change.axes, change.gradient)
+        costs = per_byte * change.num_bytes + latency  # [sources, distinct targets]
+        if not costs.any():
+            return None
+        variables = [0, *dict.fromkeys(reader for reader, _ in uses if reader)]
+        numbers = {target: number for number, target in enumerate(distinct)}
+        sizes = [len(change.sources), *(num_states[reader] for reader in variables[1:])]
+        total = np.zeros(sizes)
+        before: list[npt.NDArray[np.intp]] = []
+        for reader, targets in uses:
+            shape = [1] * len(variables)
+            shape[variables.index(reader)] = len(targets)
+            at = np.broadcast_to(np.array([numbers[target] for target in targets]).reshape(shape), [1, *sizes[1:]])
+            term = costs[:, at[0]]
+            for earlier in before:
+                term = np.where(earlier == at, 0.0, term)  # the same exchange serves both
+            before.append(at)
+            total = total + term
+        return variables, total
+
+    def _between(
+        self, sources: tuple[Lying, ...], targets: tuple[Lying, ...], axes: tuple[str, ...], gradient: bool
+    ) -> tuple[Array, Array]:
+        """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
+        key = (sources, targets, axes, gradient)
+        if key not in self._unit_costs:
+            sizes = tuple(self.grid.size(axis) for axis in axes)
+            per_byte, latency = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
+            for i, source in enumerate(sources):
+                for j, target in enumerate(targets):
+                    sent = sent_bytes(1.0, source, target, sizes, gradient)
+                    per_byte[i, j] = sum(number / self.costs.rate(axis) for number, axis in zip(sent, axes))
+                    latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
+            self._unit_costs[key] = (per_byte, latency)
+        return self._unit_costs[key]
+
+
+def _grouped(num_states: Mapping[int, int], room: int) -> list[list[int]]:
+    """Readers in groups that fit one table."""
+    groups: list[list[int]] = []
+    for reader in num_states:
+        last = groups[-1] if groups else []
+        if last and len(last) < MOST_SHARING and prod(num_states[one] for one in (*last, reader)) <= room:
+            last.append(reader)
+        else:
+            groups.append([reader])
+    return groups
+
+
+@lru_cache(maxsize=65536)
+def largest_share(count: int, sizes: tuple[int, ...]) -> float:
+    """Of so many granules, cut by one axis after the other."""
+    *_, left = accumulate(sizes, lambda held, size: ceil(held / size), initial=count)
+    return left / count if count else 1.0
