@@ -168,15 +168,21 @@ class Workload:
             found.append(Kept(sum(self.saved.kept[i].sample_bytes for i in new), sum(self.saved.kept[i].fixed_bytes for i in new)))
         return found
 
-    def static_by_operation(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]]) -> list[float]:
-        """Bytes of the parameters that each operation is the first to read, with their gradients and optimizer state."""
+    def static_by_operation(
+        self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], is_shared: bool
+    ) -> list[float]:
+        """Bytes of the parameters that each operation is the first to read, with their gradients and optimizer state.
+
+        `is_shared`: gradients are summed over replicas, in buffers of their size.
+        """
+        trained = 2.0 + is_shared + self.optimizer_ratio
         seen: set[str] = set()
         found = []
         for node in operations:
             new = set(names_behind(node)) - seen
             seen |= new
             states = [self.captured.state[name] for name in new]
-            found.append(sum(state.num_bytes * (2.0 + self.optimizer_ratio if state.trainable else 1.0) for state in states))
+            found.append(sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states))
         return found
 
 
