@@ -2,6 +2,7 @@
 
 The time of a step over the number of compute actions of a rank (forward, backward or its two parts), messages, waiting and update
 included; beside it the same for the classes of torch that have several chunks, on the same layers in the same run. Wanted: at most 0.35 ms.
+Messages go through memory, as they do between CPU ranks of one host; the same over gloo, which torch's side uses, stands beside it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from benchmarks.torch_schedules import TORCH, TorchJob, TorchSchedule, torch_sid
 
 NUM_DEVICES, NUM_MICRO_BATCH, NUM_CHUNKS, WIDTH = 2, 16, 4, 4
 MOST_MS = 0.35
-ROUNDS, STEPS_PER_BLOCK, LIMIT_S = 30, 5, 120.0
+ROUNDS, STEPS_PER_BLOCK, LIMIT_S = 30, 5, 90.0
 OURS = {
     "whale wave": {"schedule": "wave", "num_waves": NUM_CHUNKS // 2},
     "whale zero-bubble wave": {"schedule": "zero-bubble", "num_waves": NUM_CHUNKS // 2},
 }
+OVER_GLOO = {f"{name}, over gloo": {**config, "share_memory": False} for name, config in OURS.items()}
 THEIRS = {
     "torch Interleaved1F1B v=4": TorchSchedule(pipelining.ScheduleInterleaved1F1B, NUM_CHUNKS),
     **{name: TORCH[name] for name in ("torch InterleavedZeroBubble v=4", "torch ZBV", "torch DualPipeV")},
@@ -54,7 +56,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def whale_side(name: str) -> tuple[Side, int]:
     """(the side, compute actions of this rank)"""
     torch.manual_seed(0)
-    wh.init({**OURS[name], "num_task_graph": NUM_DEVICES, "num_micro_batch": NUM_MICRO_BATCH, "check_capture": False})
+    wh.init({**(OURS | OVER_GLOO)[name], "num_task_graph": NUM_DEVICES, "num_micro_batch": NUM_MICRO_BATCH, "check_capture": False})
     engine = wh.parallelize(Chain(), batch(0), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3))
     engine.step(batch(0))
     (executor,) = engine.executors()
@@ -77,7 +79,7 @@ def their_side(name: str) -> tuple[Side, int]:
 def measure() -> tuple[Times, dict[str, int]]:
     """Runs on every rank: times of all sides, and compute actions of each."""
     say("preparing all sides")
-    sides = {name: whale_side(name) for name in OURS} | {name: their_side(name) for name in THEIRS}
+    sides = {name: whale_side(name) for name in OURS | OVER_GLOO} | {name: their_side(name) for name in THEIRS}
     only = [Side(side.name, side.step) for side, _ in sides.values()]  # the layers are not the same in all of them
     times = alternate(only, ROUNDS, STEPS_PER_BLOCK, LIMIT_S, warm_up=2)
     return times, {name: count for name, (_, count) in sides.items()}

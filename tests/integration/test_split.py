@@ -17,6 +17,7 @@ from tests.ranks import ModelServer, preload
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("torch", "transformers", "whale", "tests.integration.test_split")
 
@@ -98,11 +99,18 @@ class Case:
     marks: dict[str, tuple[Any, ...]]
     """glob -> ("split", n, grid or None) or ("replicate", n)"""
     config: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    """kinds of devices by rank; none: all alike"""
 
     @property
     def name(self) -> str:
         marks = " ".join(f"{what[0]}{what[1:]}" for what in self.marks.values())
-        return f"{self.model} on {self.num_ranks}: {marks} {self.config or ''}".strip()
+        return f"{self.model} on {' '.join(self.kinds) or self.num_ranks}: {marks} {self.config or ''}".strip()
+
+    @property
+    def cluster(self) -> wh.Cluster | None:
+        devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(self.kinds))
+        return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G) if devices else None
 
 
 def everything(num_devices: int, grid: tuple[int, int, int] | None = None) -> dict[str, tuple[Any, ...]]:
@@ -118,6 +126,7 @@ GPT2_IN_TWO = {
 CASES = [
     Case("mlp", 4, everything(4, (2, 2, 1))),
     Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
+    Case("classifier", 2, everything(2, (1, 2, 1)), kinds=("P100", "V100-32GB")),  # uneven shards
     Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
     Case("gpt2", 2, everything(2)),
 ]
@@ -139,6 +148,10 @@ SLOW_CASES = [
     Case("gpt2", 4, everything(4, (1, 1, 4))),
     Case("gpt2", 8, everything(8, (2, 2, 2))),
     Case("gpt2", 4, GPT2_IN_TWO, {"num_micro_batch": 2}),
+    Case("mlp", 4, everything(4, (2, 2, 1)), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 2}, kinds=("T4", "V100-32GB", "P100", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 1, 2)), kinds=("T4", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 2, 1)), kinds=("CPU", "A100-40GB")),
 ]
 
 
@@ -182,7 +195,7 @@ def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, 
         wh.init(wh.Config(case.config))
         wh.annotate(subject.model, {glob: scope(what) for glob, what in case.marks.items()})
         data = [MODELS[case.model][1](step) for step in range(NUM_STEPS)]
-        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared)
+        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster)
         losses, gradients = [], {}
         for batch in data:
             losses.append(engine.step(batch).loss)

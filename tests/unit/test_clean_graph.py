@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from tests.thorough import slow_cases
 from whale.capture.functional import make_functional
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.ops import op_name, written_names
@@ -682,13 +683,13 @@ def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) 
     return sum(((each.mean() * (place + 1)).sin() for place, each in enumerate(usable)), sum(early, torch.zeros((), dtype=torch.float64)))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=slow_cases(30), deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_with_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     case(lambda m, h: h + random_program(steps, [h * 1, m.scale * 1, torch.zeros(2, 3, dtype=torch.float64)]))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=slow_cases(20), deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_on_buffers_without_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     def function(m: Case, h: Tensor) -> Tensor:

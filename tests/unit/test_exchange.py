@@ -175,6 +175,15 @@ def test_a_large_all_reduce_scatters_and_gathers() -> None:
     assert plan_exchange(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2).forward[0].pattern == "all-to-all"
 
 
+def test_a_sum_that_moves_is_summed_first() -> None:
+    """Terms along x of halves along y become halves along x: summing quarters first sends 3/4 of the tensor instead of all of it."""
+    grid, cuts = Grid(2, 2, 1), (Cut(1024), Cut(512))
+    n = 1024 * 512
+    plans = [plan_exchange(Layout(cuts, ((), ("y",)), frozenset("x")), Layout(cuts, ((), ("x",))), grid, place) for place in range(4)]
+    assert [len(plan.forward) for plan in plans] == [2] * 4
+    assert max(sum(step.num_sent for step in plan.forward) for plan in plans) == 3 * n // 4
+
+
 def test_equal_holders_on_the_own_line_send() -> None:
     """x is cut, y holds the same: whoever is on the receiver's y sends, so both y send equally much."""
     grid = Grid(2, 2, 1)

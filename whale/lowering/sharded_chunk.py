@@ -12,6 +12,7 @@ from whale.capture.kinds import is_random
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
+from whale.lowering.overlap import overlap
 from whale.planning.assignment import Assignment
 from whale.planning.split_stages import stage_program
 from whale.sharding.emit import emit
@@ -75,5 +76,7 @@ class _Modules:
     def __call__(self, num_samples: int) -> GraphModule:
         if num_samples not in self.made:
             communication = self.around.communication
-            self.made[num_samples] = emit(self.space, self.sharding, communication.place, num_samples, self.weights, communication)
+            module = emit(self.space, self.sharding, communication.place, num_samples, self.weights, communication)
+            overlap(module)
+            self.made[num_samples] = module
         return self.made[num_samples]

@@ -36,16 +36,23 @@ from whale.sharding.layout import Layout, whole
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3 GB/s (research/tensor3d.md 4.3)"""
 
+MOST_LOOKED_AT = 64
+"""places whose messages are counted to compare two ways"""
+_sent_cache: dict[tuple[object, ...], int] = {}
+
 
 def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, backend: str = "gloo", backward: bool = True) -> ExchangePlan:
     """What the device at `place` does to turn one layout into another, and its gradient back. `backend`: gloo or nccl."""
     if source.shape != target.shape:
         raise ValueError(f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} after")
+    gradient = target.conjugate(grid), source.conjugate(grid)
     return ExchangePlan(
         source,
         target,
-        _steps(source, target, grid, place, backend),
-        _steps(target.conjugate(grid), source.conjugate(grid), grid, place, backend) if backward else (),
+        forward=_steps(source, target, grid, place, backend),
+        backward=_steps(*gradient, grid, place, backend) if backward else (),
+        sends=bool(_moving_axes(source, target, grid)),
+        sends_back=backward and bool(_moving_axes(*gradient, grid)),
     )
 
 
@@ -72,23 +79,35 @@ def groups_of(plans: Iterable[ExchangePlan]) -> set[tuple[int, ...]]:
 
 
 def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
-    """The layouts one after the other; one in between where line (3) says so. The same on every device."""
-    summed = [axis for axis in grid.axes if axis in source.partial and axis in target.same_on(grid)]
+    """The layouts one after the other; one in between where that sends less, as in line (3). The same on every device."""
+    summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
     if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
         return source, target
     if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
         return source, target
     direct = _most_sent(source, target, grid)
-    if direct <= TWO_STEPS_FROM:
-        return source, target
-    best, between = direct - TWO_STEPS_FROM, None
-    for dim in range(len(target.cuts)):
-        axes = tuple((*own, *summed) if d == dim else own for d, own in enumerate(target.axes))
-        middle = replace(target, axes=axes)
+    best = direct - TWO_STEPS_FROM
+    chosen: tuple[Layout, ...] = (source, target)
+    for middle in _between(source, target, grid, summed) if best > 0 else ():
         sent = _most_sent(source, middle, grid) + _most_sent(middle, target, grid)
         if sent < best:
-            best, between = sent, middle
-    return (source, target) if between is None else (source, between, target)
+            best, chosen = sent, (source, middle, target)
+    return chosen
+
+
+def _between(source: Layout, target: Layout, grid: Grid, summed: Sequence[str]) -> Iterator[Layout]:
+    """Every element summed at one place first, in two ways: where it is needed, to be gathered there; or where it is, to be moved then."""
+    gathered = [axis for axis in summed if axis in target.same_on(grid)]
+    moves = any(axis not in summed for axis in _moving_axes(source, target, grid))
+    for dim in range(len(target.cuts)):
+        if gathered:
+            yield replace(target, axes=_also_cut(target, dim, gathered))
+        if moves:
+            yield replace(source, axes=_also_cut(source, dim, summed), partial=source.partial & target.partial)
+
+
+def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple((*own, *axes) if d == dim else own for d, own in enumerate(layout.axes))
 
 
 # ---- one step ---------------------------------------------------------------------------------------------------------
@@ -109,6 +128,13 @@ class _Change:
         self.masked = [axis for axis in same if axis in target.partial]
         self.padded = [axis for axis in grid.axes if axis in source.sharded and axis in target.partial]
         self.moving = _moving_axes(source, target, grid)
+        self._ranges: dict[tuple[bool, int, int], tuple[Interval, ...]] = {}
+
+    def _ranges_of(self, is_source: bool, place: int, dim: int) -> tuple[Interval, ...]:
+        key = (is_source, place, dim)
+        if key not in self._ranges:
+            self._ranges[key] = (self.source if is_source else self.target).ranges(self.grid, place, dim)
+        return self._ranges[key]
 
     def step(self, place: int) -> Step:
         sends = [(other, *parts) for other in self._receivers(place) if (parts := self.parts(place, other)) is not None]
@@ -141,7 +167,7 @@ class _Change:
             return None
         held, wanted = [], []
         for dim in range(len(self.source.cuts)):
-            here, there = _overlap(self.source.ranges(self.grid, sender, dim), self.target.ranges(self.grid, receiver, dim))
+            here, there = _overlap(self._ranges_of(True, sender, dim), self._ranges_of(False, receiver, dim))
             if not here:
                 return None
             held.append(here)
@@ -220,8 +246,12 @@ def _corners(grid: Grid, axes: Sequence[str]) -> Iterator[tuple[tuple[int, ...],
 
 
 def _most_sent(source: Layout, target: Layout, grid: Grid) -> int:
-    change = _Change(source, target, grid)
-    return max(change.num_sent(place) for place in range(grid.num_devices))
+    """Elements that the device that sends most sends in one step; on a large grid, of the first ones."""
+    key = (source, target, grid.gx, grid.gy, grid.gz, *(tuple(sorted(weights.items())) for weights in (grid.work, grid.memory)))
+    if key not in _sent_cache:
+        change = _Change(source, target, grid)
+        _sent_cache[key] = max(change.num_sent(place) for place in range(min(grid.num_devices, MOST_LOOKED_AT)))
+    return _sent_cache[key]
 
 
 def _overlap(held: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:

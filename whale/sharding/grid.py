@@ -56,16 +56,19 @@ class Grid:
 
     def coordinate(self, place: int, axis: str) -> int:
         """Line (1), backwards."""
-        below = {"x": 1, "y": self.gx, "z": self.gx * self.gy}[axis]
-        return place // below % self.size(axis)
+        return place // self._stride(axis) % self.size(axis)
+
+    def _stride(self, axis: str) -> int:
+        """How far neighbours along an axis are apart: line (1)."""
+        return {"x": 1, "y": self.gx, "z": self.gx * self.gy}[axis]
 
     def line(self, place: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The places that differ from this one on these axes only, this one included, in order."""
-        return tuple(
-            other
-            for other in range(self.num_devices)
-            if all(self.coordinate(other, axis) == self.coordinate(place, axis) for axis in AXES if axis not in axes)
-        )
+        places = [place]
+        for axis in dict.fromkeys(axes):
+            steps = [(other - self.coordinate(place, axis)) * self._stride(axis) for other in range(self.size(axis))]
+            places = [at + step for at in places for step in steps]
+        return tuple(sorted(places))
 
     def cut(self, interval: Interval, axis: str, coordinate: int, *, stored: bool = False) -> Interval:
         """The part of an interval that one coordinate of an axis gets: line (2)."""
