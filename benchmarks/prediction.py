@@ -30,12 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 import whale as wh
 from benchmarks import gpt2
 from benchmarks.side_by_side import Side, alternate, run_ranks, say
+from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.profiling.measure import measure
 from whale.runtime.ranks import Ranks
 
-ROUNDS, STEPS, LIMIT_S = 2, 2, 4.0
+ROUNDS, STEPS, LIMIT_S = 6, 3, 20.0
 """quiet rounds, steps in a round, seconds for each case at most"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 MARK = "measured step"
@@ -51,13 +52,6 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.layers(x), y)
-
-
-def _m6() -> Any:
-    config = M6Config.small()
-    ids = torch.ones(16, config.caption_length, dtype=torch.long)
-    pixels = torch.zeros(16, 3, config.image_size, config.image_size)
-    return {"pixels": pixels, "prompt_ids": ids, "caption_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ CASES = (
     Case("perceptron, data parallel", **_perceptron(256), config={}),
     Case("perceptron, 2 stages", **_perceptron(256), config=PIPELINE),
     Case("ResNet, data parallel", **_resnet(16), config={}),
-    Case("small M6, data parallel", build=lambda: M6(M6Config.small()), batch=_m6, config={}),
+    Case("small M6, data parallel", build=lambda: M6(M6Config.small()), batch=lambda: Drawings(100).batch(range(16)), config={}),
 )
 
 
@@ -100,8 +94,8 @@ def measure_case(case: Case, cluster: wh.Cluster) -> tuple[float, float, list[fl
     """(predicted step, measured step, predicted bytes by rank, measured bytes by rank)"""
     torch.manual_seed(0)
     wh.init({**case.config, "check_capture": False})
-    batch, model = case.batch(), case.build()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        batch, model = case.batch(), case.build()
         engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4), cluster=cluster)
         del model
         for _ in range(2):
@@ -122,8 +116,11 @@ def peak_bytes(watched: profile) -> float:
         watched.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     step = next(event for event in events if event.get("name") == MARK and event.get("ph") == "X")
-    inside = [e for e in events if e.get("name") == "[memory]" and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
-    return max(float(event["args"]["Total Allocated"]) for event in inside)
+    memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    # what earlier recordings saw allocated and did not see freed
+    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
+    inside = [event for event in memory if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]]
+    return float(max(event["args"]["Total Allocated"] for event in inside) - before)
 
 
 def run() -> list[tuple[float, float, list[float], list[float]]]:
@@ -134,7 +131,9 @@ def run() -> list[tuple[float, float, list[float], list[float]]]:
     found = []
     for case in CASES:
         found.append(measure_case(case, cluster))
-        say(f"{case.name}: predicted {found[-1][0] * 1e3:.1f} ms, measured {found[-1][1] * 1e3:.1f} ms")
+        step_s, measured_s, predicted, live = found[-1]
+        memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(predicted, live, strict=True))
+        say(f"{case.name}: step {step_s * 1e3:.1f} / {measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
     return found
 
 

@@ -47,7 +47,7 @@ def cluster(*kinds: tuple[str, int]) -> Cluster:
     """Hosts filled one after the other, each with one kind."""
     per_host, devices = PAPER["cluster"]["devices_per_host"], []
     for name, number in kinds:
-        known, efficiency = device_kind(name), PAPER["fitted"]["efficiency"]
+        known, efficiency = device_kind(name), OPEN["efficiency"]
         kind = DeviceKind(name, efficiency * known.flop_per_s, 0, efficiency * known.bytes_per_s)
         devices += [(f"{name}-{place // per_host}", place % per_host, kind) for place in range(number)]
     links = [
@@ -90,8 +90,8 @@ def _over_even(figure: str, model: str, published: dict[str, float], ratio: floa
 
 def pipelines(bert: Captured) -> list[Point]:
     """Figures 11 and 12."""
-    micro, count = OPEN["bert_micro_batch"], OPEN["num_micro_batch"]
-    alone = speed(bert.plan(cluster(("V100-32GB", 1)), micro))
+    micro, count = OPEN["bert_micro_batch"], PAPER["fitted"]["num_micro_batch"]
+    alone = speed(bert.plan(cluster(("V100-32GB", 1)), micro * count, num_micro_batch=count))
     found = []
     published = PAPER["published"]["figure_11_pipeline"]
     for stages in (4, 8):
@@ -115,7 +115,7 @@ def m6_10b() -> list[Point]:
     """Figure 19: 8 stages, 35 micro-batches, recomputing; more GPUs are more replicas."""
     model, first, found = capture("M6-10B"), None, []
     for gpus, value in PAPER["published"]["figure_19_m6_10b"].items():
-        plan = model.plan(cluster(("V100-32GB", gpus)), 35 * gpus // 8, 0.0, num_task_graph=8, num_micro_batch=35)
+        plan = model.plan(cluster(("V100-32GB", gpus)), 35 * OPEN["m6_micro_batch"] * gpus // 8, 0.0, num_task_graph=8, num_micro_batch=35)
         ours = speed(plan, recompute=True)
         first = first or ours
         found.append(Point("19", f"M6-10B on {gpus} GPUs", value, ours / first, "figure 19"))

@@ -94,6 +94,17 @@ def local_training(
     return Trace(losses, gradients, weights, {name: buffer.clone() for name, buffer in model.named_buffers() if name in kept})
 
 
+def three_layers() -> nn.Module:
+    """Three layers of width 6 in float64, drawn one after the other from the present random state, as small scripts do."""
+    layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    """A loss that needs no labels."""
+    return output.square().mean()
+
+
 def run_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
     """The loss of one batch: a dict is keyword arguments, a tuple positional ones, a tensor the only one."""
     if isinstance(batch, Mapping):

@@ -123,6 +123,8 @@ def _run(node: Node, module: GraphModule, values: Mapping[Node, Any], given: Any
 
 def _special(special: Special, nodes: Sequence[Node], values: Sequence[Mapping[Node, Any]], grid: Grid) -> list[Any]:
     """The captured operation on whole tensors."""
+    if special.kind == "replicas":
+        return [values[place][node.args[0]] for place, node in enumerate(nodes)]  # there is one
     wholes = []
     for slot, layout in enumerate(special.inputs):
         wholes.append(assemble([values[place][node.args[slot]] for place, node in enumerate(nodes)], layout, grid))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from whale.lowering.weights import (
 from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.planning.workload import ADAM_STATE
+from whale.profiling.elementwise import note_on_parts
 from whale.profiling.optimizer_state import state_ratio
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.devices import ClusterLike, chosen_cluster, cluster_of_ranks, cluster_to_plan_for, read_cluster
@@ -127,7 +128,7 @@ def plan(
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
-    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio)
+    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio, optimizer)
 
 
 def parallelize(
@@ -193,7 +194,7 @@ def parallelize(
                     _check_cluster(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
-                chosen = _plan(built, prepared, devices, config, layout, ratio)
+                chosen = _plan(built, prepared, devices, config, layout, ratio, optimizer)
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -250,6 +251,7 @@ def _plan(
     config: Config,
     layout: BatchLayout,
     optimizer_ratio: float | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> Plan:
     made, _ = make_plan(
         Problem(
@@ -265,7 +267,9 @@ def _plan(
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
         )
     )
-    return made
+    cut = next((name for sharding in made.shardings for name, stored in sharding.stored.items() if stored.is_cut), None)
+    note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
+    return made if note is None else replace(made, notes=(*made.notes, note))
 
 
 def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:

@@ -29,15 +29,24 @@ def jobs() -> Iterator[Jobs]:
         yield started
 
 
+class References(dict[int, Outcome]):
+    """Number of ranks -> undisturbed run with all its checkpoints, made when it is asked for."""
+
+    def __init__(self, jobs: Jobs, folders: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._jobs, self._folders = jobs, folders
+
+    def __missing__(self, num_ranks: int) -> Outcome:
+        outcome = self._jobs.run(self._folders.mktemp("reference"), [], num_ranks=num_ranks, steps=STEPS, keep=1000)
+        assert outcome.exit_code == 0, outcome.output
+        assert not outcome.verdicts
+        self[num_ranks] = outcome
+        return outcome
+
+
 @pytest.fixture(scope="module")
-def references(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    """Undisturbed runs on 2 and 3 ranks, with all their checkpoints."""
-    found = {}
-    for num_ranks in (2, 3):
-        found[num_ranks] = jobs.run(tmp_path_factory.mktemp("reference"), [], num_ranks=num_ranks, steps=STEPS, keep=1000)
-        assert found[num_ranks].exit_code == 0, found[num_ranks].output
-        assert not found[num_ranks].verdicts
-    return found
+def references(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(jobs, tmp_path_factory)
 
 
 @pytest.fixture
@@ -121,7 +130,7 @@ def test_one_fault_ends_the_job_everywhere(jobs: Jobs, tmp_path: Path, fault: Fa
     assert not (tmp_path / "final.safetensors").exists()
 
 
-def test_four_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path) -> None:
+def test_four_faults_in_one_job(jobs: Jobs, references: References, tmp_path: Path) -> None:
     faults = [
         Fault("kill", 1, step=2, place=4),
         Fault("kill in save", 0, step=6, place=5),
@@ -135,7 +144,7 @@ def test_four_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp_
     assert 'or go on with "on_nonfinite": "skip"' in outcome.output
 
 
-def test_disk_faults_do_not_stop_training(jobs: Jobs, references: dict[int, Outcome], small_disk: Path) -> None:
+def test_disk_faults_do_not_stop_training(jobs: Jobs, references: References, small_disk: Path) -> None:
     faults = [Fault("full disk", 0, step=4), Fault("read only", 0, step=8), Fault("full disk", 0, step=12)]
     outcome = jobs.run(small_disk, faults, steps=STEPS, restarts=0)
     check(outcome, jobs, references[2])
@@ -144,7 +153,7 @@ def test_disk_faults_do_not_stop_training(jobs: Jobs, references: dict[int, Outc
     assert "the file system is read-only. Save to a folder that you can write to" in outcome.output
 
 
-def test_whale_run_goes_on_after_a_kill(references: dict[int, Outcome], tmp_path: Path) -> None:
+def test_whale_run_goes_on_after_a_kill(references: References, tmp_path: Path) -> None:
     with Jobs(forked=False) as jobs:
         outcome = jobs.run(tmp_path, [Fault("kill", 1, step=7, place=2)], steps=STEPS, restarts=1)
         check(outcome, jobs, references[2])
@@ -154,7 +163,7 @@ def test_whale_run_goes_on_after_a_kill(references: dict[int, Outcome], tmp_path
 
 
 @pytest.mark.slow
-def test_seven_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path) -> None:
+def test_seven_faults_in_one_job(jobs: Jobs, references: References, tmp_path: Path) -> None:
     faults = [
         Fault("kill", 1, step=2, place=4),
         Fault("kill in save", 0, step=6, place=5),
@@ -179,7 +188,7 @@ def test_seven_faults_in_one_job(jobs: Jobs, references: dict[int, Outcome], tmp
     ],
     ids=lambda faults: ", ".join(fault.kind for fault in faults),
 )
-def test_whale_run_goes_on_after_faults(references: dict[int, Outcome], tmp_path: Path, faults: list[Fault]) -> None:
+def test_whale_run_goes_on_after_faults(references: References, tmp_path: Path, faults: list[Fault]) -> None:
     with Jobs(forked=False) as jobs:
         outcome = jobs.run(tmp_path, faults, steps=STEPS)
         check(outcome, jobs, references[2])
@@ -202,7 +211,7 @@ def random_faults(number: int, num_ranks: int, num_faults: int) -> list[Fault]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_faults(jobs: Jobs, references: dict[int, Outcome], tmp_path: Path, small_disk: Path) -> None:
+def test_a_hundred_faults(jobs: Jobs, references: References, tmp_path: Path, small_disk: Path) -> None:
     counted: dict[str, int] = {}
     slowest_s, num_good, num_refused = 0.0, 0, 0
     for number in range(14):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.ranks import ModelServer, preload
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, DeviceKind, device_kind
 
 preload("torch", "whale", "tests.integration.test_bad_input", "torch.export.experimental")  # the last: what the first export imports
 
@@ -197,6 +197,56 @@ def test_nested_split() -> None:
             pass
 
     assert_says(message_of(nested), "split(2) is opened inside split(4)", "do not nest")
+
+
+def test_more_devices_than_classes_is_allowed_and_said() -> None:
+    """16 devices along an axis, weights with 8 rows and columns, and a batch of 8."""
+    plan = wh.plan(wh.annotate(Net(), {"*": wh.split(16, grid=(1, 16, 1))}), make_batch(), cluster=16)
+    said = [note for note in plan.notes if "layers.0.weight" in note]
+    assert len(said) == 1
+    assert_says(said[0], "stage 0", "can be cut into 8 parts only, for 16 devices", "some hold none of it")
+
+
+def test_two_grids_for_the_same_devices() -> None:
+    model = wh.annotate(Net(), {"layers": wh.split(4, grid=(2, 2, 1)), "head": wh.split(4, grid=(1, 4, 1))})
+    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4))
+    assert_says(message, "wh.split(4, grid=(2, 2, 1)) on layers", "wh.split(4, grid=(1, 4, 1)) on head", "give both the same")
+
+
+def test_split_around_an_operation_whose_shape_depends_on_data() -> None:
+    class Picks(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            with wh.split(2):
+                x = torch.tanh(self.layers[0](x))
+                return self.head(x[x.sum(-1) > 0]).square().sum()
+
+    message = message_of(lambda: wh.plan(Picks(), make_batch(), cluster=2))
+    assert_says(message, "the shape of `index` depends on what the tensors hold", "test_bad_input.py", "torch.where(mask, x, 0)")
+
+
+def test_a_loss_that_is_no_sum_on_several_split_replicas() -> None:
+    class Spread(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            out = self.head(torch.tanh(self.layers[0](x)))
+            return (out.mean(0) * out.square().mean(0)).sum()
+
+    model = wh.annotate(Spread(), {"*": wh.split(2)})
+    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4, config={"colocate": True}))
+    assert_says(message, "not a sum over samples", "2 model replicas that are split", "one replica", '"loss_per_micro_batch": true')
+    assert wh.plan(model, make_batch(), cluster=2).num_replicas == 1
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_said() -> None:
+    model = wh.annotate(Net(), {"*": wh.split(2)})
+    plan = wh.plan(model, make_batch(), cluster=2, optimizer=lambda p: torch.optim.Adafactor(p))
+    assert any(note.startswith("Adafactor looks at more than one number at a time") for note in plan.notes)
+    assert not any("at a time" in note for note in wh.plan(model, make_batch(), cluster=2, optimizer=sgd).notes)
+
+
+def test_a_sharded_model_that_has_no_room_is_refused_with_numbers() -> None:
+    tiny = wh.Cluster.uniform(2, DeviceKind("tiny", 1e12, 3000, 1e11))
+    message = message_of(lambda: wh.plan(wh.annotate(Net(width=64), {"*": wh.split(2)}), make_batch(), cluster=tiny))
+    assert_says(message, "does not fit", "rank 0 (tiny)", "0.003 MB", "parameters", "optimizer state")
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,6 +303,29 @@ def test_frozen_parameters_get_no_gradient_state_or_message(server: ModelServer,
     assert_state_is(ranks[0][5], model, 1e-8)
 
 
+def train_head_only(prepared: None) -> tuple[list[float], bool, dict[str, Tensor]]:
+    """The optimizer picks parameters by name, and the first stage has none of them."""
+    wh.init({"num_micro_batch": 2})
+    engine = wh.parallelize(in_two_stages(build()), make_batch(0), optimizer=head_only)
+    losses = [engine.step(make_batch(step)).loss for step in range(3)]
+    return losses, engine.optimizer is not None, engine.full_state_dict()
+
+
+def head_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in parameters if name.startswith("head.")], lr=0.1)
+
+
+def test_an_optimizer_may_find_nothing_on_a_rank(server: ModelServer) -> None:
+    """torch refuses an optimizer without parameters; a rank whose stages have none of those that were picked goes without."""
+    model = build()
+    reference = local_training(model, [make_batch(step) for step in range(3)], None, head_only)
+    ranks = server.run(train_head_only, 2)
+    assert [has_optimizer for _, has_optimizer, _ in ranks] == [False, True]
+    for losses, _, _ in ranks:
+        assert losses == pytest.approx(reference.losses, rel=EXACT)
+    assert_state_is(ranks[0][2], model, 1e-8)
+
+
 # ---- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -359,10 +382,14 @@ def loss_of_output(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output if isinstance(output, Tensor) else output[0], batch["labels"])
 
 
-def evaluate_forms(prepared: None) -> dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]:
+ON_REPLICAS = ("tuple", "dict")
+"""forms that are also put together from 2 model replicas; the others from 2 stages"""
+
+
+def evaluate_forms(prepared: None, forms: Sequence[str]) -> dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]:
     """For each form: loss and outputs with labels, outputs without, and the state after two steps."""
     found = {}
-    for form in FORMS:
+    for form in forms:
         wh.init({"num_micro_batch": 2})
         model = wh.annotate(answers(form), {"first|norm": wh.replicate(1), "second": wh.replicate(1)})
         engine = wh.parallelize(model, make_batch(0), optimizer=sgd, loss=None if form in HAVE_LOSS else loss_of_output)
@@ -386,15 +413,24 @@ def plain(output: Any) -> Any:
     return output
 
 
+Evaluated = list[dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]]
+"""what `evaluate_forms` gave on each rank"""
+
+
 @pytest.fixture(scope="module")
-def evaluated(server: ModelServer) -> list[dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]]:
-    """2 stages x 2 replicas."""
-    return server.run(evaluate_forms, 4)
+def evaluated_on_replicas(server: ModelServer) -> Evaluated:
+    return server.run(evaluate_forms, 4, ON_REPLICAS)
+
+
+@pytest.fixture(scope="module")
+def evaluated_on_stages(server: ModelServer) -> Evaluated:
+    return server.run(evaluate_forms, 2, [form for form in FORMS if form not in ON_REPLICAS])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_evaluation_gives_the_local_outputs_in_sample_order(evaluated: list[dict[str, Any]], form: str) -> None:
-    """9 samples over 2 micro-batches and 2 replicas; running statistics instead of those of the batch, and no dropout."""
+def test_evaluation_gives_the_local_outputs_in_sample_order(request: pytest.FixtureRequest, form: str) -> None:
+    """9 samples over 2 micro-batches, 2 stages and 1 or 2 replicas; running statistics instead of those of the batch, and no dropout."""
+    evaluated: Evaluated = request.getfixturevalue("evaluated_on_replicas" if form in ON_REPLICAS else "evaluated_on_stages")
     _, outputs, without, state = evaluated[0][form]
     model = answers(form)
     assert not torch.equal(state["norm.running_mean"], model.state_dict()["norm.running_mean"]), "training changed the statistics"

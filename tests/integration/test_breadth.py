@@ -1,6 +1,6 @@
 """Families of `transformers` beyond the exactness table: one step on two stages must be the step of local training.
 
-Eight of them run every time, chosen so that no two are alike; the rest is marked slow.
+Fifteen of them run every time, chosen so that no two are alike; the rest is marked slow.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ ALWAYS = {
     "wav2vec2": "convolutions over sound, weight normalisation",
     "electra": "a discriminator over the words",
     "roberta": "positions counted from the words themselves",
-    "distilbert": "an encoder without token types",
     "falcon": "attention and feed-forward side by side",
     "phi": "rotary positions on a part of each head",
     "gemma": "norms that add one to their weight",
     "convnext": "images, depthwise convolutions",
-    "deit": "images, one word for the class",
     "ast": "spectra of sound as images",
 }
 NUM_STEPS = 1

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner, Result
 
+from tests.exactness import local_training, mean_square, three_layers
 from whale import api
 from whale.cli import app, own_options_first
 from whale.launcher import first_failure
@@ -49,21 +50,12 @@ for batch in batches:
 """
 
 
-def local_losses() -> list[float]:
+def plain_losses() -> list[float]:
     """The training of TINY in plain PyTorch."""
     torch.manual_seed(0)
-    sizes = [torch.nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)]
-    model = torch.nn.Sequential(sizes[0], torch.nn.Tanh(), sizes[1], torch.nn.Tanh(), sizes[2])
+    model = three_layers()
     batches = [torch.randn(9, 6, dtype=torch.float64) for _ in range(3)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for batch in batches:
-        loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return local_training(model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)).losses
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:
@@ -279,7 +271,7 @@ def test_every_launcher_trains_like_plain_pytorch(tmp_path: Path, launcher: tupl
     done = shell(*launcher, script(tmp_path, TINY))
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
-    assert losses == pytest.approx(local_losses(), rel=1e-10)
+    assert losses == pytest.approx(plain_losses(), rel=1e-10)
 
 
 def test_run_passes_arguments_and_environment_on(tmp_path: Path) -> None:

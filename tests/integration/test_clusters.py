@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import whale as wh
+from tests.exactness import local_training, mean_square
 from tests.ranks import preload, run_ranks
 from whale.cli import app
 from whale.report.device_table import samples_by_rank
@@ -33,24 +34,12 @@ def mini_batches(number: int = 3) -> list[torch.Tensor]:
     return [torch.randn(10, 6, generator=random, dtype=torch.float64) for _ in range(number)]
 
 
-def mean_square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)  # type: ignore[arg-type]
 
 
-def local_losses() -> list[float]:
-    model, losses = net(), []
-    optimizer = sgd(model.parameters())
-    for batch in mini_batches():
-        loss = mean_square(model(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def plain_losses() -> list[float]:
+    return local_training(net(), mini_batches(), mean_square, sgd).losses
 
 
 def run_as(hosts: list[str]) -> None:
@@ -151,7 +140,7 @@ def test_uneven_plans_train_like_local_pytorch(
     if shares is not None:
         assert [sum(stop - start for start, stop in own) for _, own, _ in results] == shares
     for losses, _, _ in results:
-        assert losses == pytest.approx(local_losses(), rel=1e-12)
+        assert losses == pytest.approx(plain_losses(), rel=1e-12)
     model = trained_locally()
     assert results[0][2] == pytest.approx(model(mini_batches()[0]).flatten().tolist(), rel=1e-12)
 
@@ -197,7 +186,7 @@ def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
     done = whale("run", "--cluster", str(file), str(script))
     assert done.returncode == 0, done.stderr
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("loss ")]
-    assert [float(loss) for _, loss, _ in lines] == pytest.approx(local_losses(), rel=1e-12)
+    assert [float(loss) for _, loss, _ in lines] == pytest.approx(plain_losses(), rel=1e-12)
     assert lines[0][2] == "('V100-32GB', 'P100')"
 
 
@@ -228,4 +217,4 @@ def train_from_loader(file: str) -> list[float]:
 def test_ranks_load_what_their_share_needs(cluster: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(cluster)
     for losses in run_ranks(train_from_loader, 2, str(tmp_path / "cluster.yaml")):
-        assert losses == pytest.approx(local_losses(), rel=1e-12)
+        assert losses == pytest.approx(plain_losses(), rel=1e-12)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import whale as wh
+from tests.exactness import local_training, mean_square
 from tests.ranks import RankError, preload, run_ranks
 from whale.cluster.cluster import Cluster
 from whale.emulation.links import EmulatedTransport, NetworkCards
@@ -58,24 +59,12 @@ def mini_batches() -> list[torch.Tensor]:
     return [torch.randn(8, 32, generator=random, dtype=torch.float64) for _ in range(NUM_STEPS)]
 
 
-def mean_square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def local_losses() -> list[float]:
-    model, losses = net(), []
-    optimizer = adam(model.parameters())
-    for batch in mini_batches():
-        loss = mean_square(model(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def plain_losses() -> list[float]:
+    return local_training(net(), mini_batches(), mean_square, adam).losses
 
 
 def train(settings: Settings, config: dict[str, Any], plan: wh.Plan | None = None) -> tuple[list[float], float]:
@@ -102,7 +91,7 @@ def read(folder: Path, name: str) -> Any:
 def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp_path: Path) -> None:
     results = run_ranks(train, 2, settings_for(tmp_path, UNLIKE % (1, 1)), {})
     for losses, _ in results:
-        assert losses == pytest.approx(local_losses(), rel=1e-12)
+        assert losses == pytest.approx(plain_losses(), rel=1e-12)
     factor = results[0][1]
     records = [read(tmp_path, f"rank_{rank:05d}.json") for rank in range(2)]
     assert [record["kind"] for record in records] == ["V100-16GB", "P100"]

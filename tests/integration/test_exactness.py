@@ -8,7 +8,7 @@ import pytest
 
 from tests.exactness import Trace, compare
 from tests.integration.table import PLANS, PlanCase
-from tests.integration.training import merge, prepare_subject, train_locally, train_on_rank
+from tests.integration.training import has_labels_like_input, merge, prepare_subject, train_locally, train_on_rank
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES, MAIN
 
@@ -39,8 +39,7 @@ def test_trains_like_local_on_unlike_devices(subject: Subject, plan: PlanCase) -
 def _compare_with_local(subject: Subject, plan: PlanCase) -> None:
     name, server, references = subject
     case = CASES[name]
-    batch = case.batch(0, 2)
-    if plan.one_tensor and not (isinstance(batch, dict) and "labels" in batch and "input_ids" in batch):
+    if plan.one_tensor and not has_labels_like_input(case):
         pytest.skip("this model has no labels of the shape of its input")
     key = (plan.one_tensor, plan.num_micro_batch if case.batch_statistics else 1)
     if key not in references:

@@ -22,6 +22,8 @@ import pytest
 import torch
 import yaml
 
+from tests.exactness import local_training, mean_square, three_layers
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PORT = 29511  # in a network of its own, nobody else has it
@@ -49,21 +51,12 @@ while "forever" in sys.argv:
 """
 
 
-def local_losses() -> list[float]:
+def plain_losses() -> list[float]:
     """The training of SCRIPT in plain PyTorch."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)]
-    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+    model = three_layers()
     batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for batch in batches:
-        loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return local_training(model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)).losses
 
 
 @dataclass
@@ -201,7 +194,7 @@ def test_two_and_one_devices_train_like_one(hosts: tuple[Host, Host], tmp_path: 
     assert sorted((answer["rank"], answer["local_rank"]) for answer in first) == [(0, 0), (1, 1)]
     assert [(answer["rank"], answer["local_rank"]) for answer in second] == [(2, 0)]
     for answer in first + second:
-        assert answer["losses"] == pytest.approx(local_losses(), rel=1e-10)
+        assert answer["losses"] == pytest.approx(plain_losses(), rel=1e-10)
     assert "whale:" not in sides[0].output + sides[1].output, "a normal end is silent"
 
 

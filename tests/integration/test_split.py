@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale as wh
 from tests.exactness import Float64Mode, Trace, compare, local_training
@@ -17,6 +18,7 @@ from tests.ranks import ModelServer, preload
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("torch", "transformers", "whale", "tests.integration.test_split")
 
@@ -62,6 +64,34 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class SharedBias(nn.Module):
+    """A value made of weights alone, used by both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+        self.a, self.b, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        bias = self.table(torch.arange(4, device=x.device)).mean(0)
+        x = torch.tanh(self.b(torch.tanh(self.a(x) + bias)) + bias)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Images(nn.Module):
+    """Batch statistics, a convolution and a part under torch.utils.checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, HIDDEN, 3, padding=1), nn.BatchNorm2d(HIDDEN)
+        self.hidden, self.head = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        features = F.relu(self.norm(self.conv(x.view(-1, 1, 2, WIDTH // 2)))).mean((2, 3))
+        hidden = checkpoint(lambda value: torch.tanh(self.hidden(value)), features, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -85,6 +115,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mlp": (Mlp, vectors),
     "classifier": (Classifier, vectors),
     "chain": (Chain, vectors),
+    "shared bias": (SharedBias, vectors),
+    "images": (Images, vectors),
     "gpt2": (gpt2, tokens),
 }
 
@@ -98,11 +130,18 @@ class Case:
     marks: dict[str, tuple[Any, ...]]
     """glob -> ("split", n, grid or None) or ("replicate", n)"""
     config: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    """kinds of devices by rank; none: all alike"""
 
     @property
     def name(self) -> str:
         marks = " ".join(f"{what[0]}{what[1:]}" for what in self.marks.values())
-        return f"{self.model} on {self.num_ranks}: {marks} {self.config or ''}".strip()
+        return f"{self.model} on {' '.join(self.kinds) or self.num_ranks}: {marks} {self.config or ''}".strip()
+
+    @property
+    def cluster(self) -> wh.Cluster | None:
+        devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(self.kinds))
+        return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G) if devices else None
 
 
 def everything(num_devices: int, grid: tuple[int, int, int] | None = None) -> dict[str, tuple[Any, ...]]:
@@ -118,6 +157,7 @@ GPT2_IN_TWO = {
 CASES = [
     Case("mlp", 4, everything(4, (2, 2, 1))),
     Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
+    Case("classifier", 2, everything(2, (1, 2, 1)), kinds=("P100", "V100-32GB")),  # uneven shards
     Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
     Case("gpt2", 2, everything(2)),
 ]
@@ -134,11 +174,20 @@ SLOW_CASES = [
     Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
+    Case("shared bias", 4, {"table|a": ("split", 2, None), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("shared bias", 3, {"table|a": ("replicate", 1), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case("images", 3, {"conv|norm": ("replicate", 3), "hidden|head": ("split", 3, None)}),
+    Case("images", 4, {"conv|norm": ("replicate", 2), "hidden|head": ("split", 2, None)}, {"colocate": True}),
+    Case("images", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (1, 4, 1))),
     Case("gpt2", 4, everything(4, (1, 1, 4))),
     Case("gpt2", 8, everything(8, (2, 2, 2))),
     Case("gpt2", 4, GPT2_IN_TWO, {"num_micro_batch": 2}),
+    Case("mlp", 4, everything(4, (2, 2, 1)), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
+    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 2}, kinds=("T4", "V100-32GB", "P100", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 1, 2)), kinds=("T4", "A100-40GB")),
+    Case("gpt2", 2, everything(2, (1, 2, 1)), kinds=("CPU", "A100-40GB")),
 ]
 
 
@@ -182,7 +231,7 @@ def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, 
         wh.init(wh.Config(case.config))
         wh.annotate(subject.model, {glob: scope(what) for glob, what in case.marks.items()})
         data = [MODELS[case.model][1](step) for step in range(NUM_STEPS)]
-        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared)
+        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster)
         losses, gradients = [], {}
         for batch in data:
             losses.append(engine.step(batch).loss)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from tests.thorough import slow_cases
 from whale.capture.functional import make_functional
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.ops import op_name, written_names
@@ -682,13 +683,13 @@ def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) 
     return sum(((each.mean() * (place + 1)).sin() for place, each in enumerate(usable)), sum(early, torch.zeros((), dtype=torch.float64)))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=slow_cases(30), deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_with_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     case(lambda m, h: h + random_program(steps, [h * 1, m.scale * 1, torch.zeros(2, 3, dtype=torch.float64)]))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=slow_cases(20), deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_on_buffers_without_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
     def function(m: Case, h: Tensor) -> Tensor:
@@ -748,7 +749,13 @@ class LossOf(nn.Module):
         return self.model(**{self.main: given, "labels": labels}).loss
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "resnet"])
+SHOWN_BY_TRAINING = ("gpt2", "bert", "t5")
+"""models whose clean graph tests/integration/test_exactness.py trains; the others have something to look at in the graph itself"""
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in SHOWN_BY_TRAINING)]
+)
 def test_real_model_in_training_mode_with_another_batch_size(name: str) -> None:
     torch.manual_seed(3)
     images = name == "resnet"

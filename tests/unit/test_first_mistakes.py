@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import run_loss
+from whale.checkpoint import CheckpointError
 
 WIDTH, NUM_CLASSES, BATCH_SIZE = 6, 4, 6
 
@@ -147,9 +149,45 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         r"fails on its first 2 samples alone with IndexError.*\n.*cuts \['x'\], \['other'\] into parts",
     ),
     "one memory, two parameters": (same_memory, r"0.weight and 1.weight are two tensors in the same memory.*b.weight = a.weight"),
+    "vmap": (
+        lambda: of_pair(lambda o, b: torch.func.vmap(lambda row: row.square().sum())(o).mean()),
+        r"is part of a `torch.func` transform \(vmap, grad\): write it with batched operations",
+    ),
+    "halves of the batch": (
+        lambda: of_pair(lambda o, b: F.mse_loss(*torch.cat([o, o + 1]).chunk(2))),
+        r"batch sizes with .* == 2\. Whale runs it with other sizes",
+    ),
     "scale_grad_by_freq": (counted_gradients, r"`scale_grad_by_freq` divides gradients by how often a token stands"),
     "no model": (not_a_model, r"the model is a str: give a torch.nn.Module"),
 }
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_none(tmp_path: Path) -> None:
+    """A run that starts anew without a word would look like one that goes on."""
+    wh.init()
+    pair = x_and_y()
+    engine = wh.parallelize(Masked(), pair[0], loss=lambda output, batch: output.mean(), optimizer=sgd)
+    assert engine.load(tmp_path) is None
+    engine.step(pair[0])
+    engine.save(tmp_path).wait()
+    other = wh.parallelize(nn.Linear(WIDTH, NUM_CLASSES), pair[0], loss=lambda output, batch: output.mean(), optimizer=sgd)
+    before = {name: tensor.clone() for name, tensor in other.full_state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"cannot be loaded \(give another folder.*no tensor 'model/weight'.*another model"):
+        other.load(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        other.load(tmp_path / "step_00000001")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.full_state_dict().items()) and other.step_count == 0
+
+
+def test_the_loader_says_what_it_needs_and_what_it_is_for() -> None:
+    wh.init()
+    x = x_and_y()[0]
+    engine = wh.parallelize(Masked(), x, loss=lambda output, batch: output.mean(), optimizer=sgd)
+    endless: Any = iter([x])
+    with pytest.raises(ValueError, match=r"needs a data set with __getitem__ and __len__, which list_iterator has not"):
+        engine.loader(endless, 2)
+    with pytest.raises(ValueError, match=r"engine.evaluate takes whole batches.*use a DataLoader"):
+        engine.evaluate(next(iter(engine.loader(torch.utils.data.TensorDataset(x), 2))))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

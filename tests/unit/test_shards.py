@@ -75,6 +75,13 @@ def test_parts_put_together_give_the_whole(plan: Plan) -> None:
     assert [box for box, _ in last.boxes(whole.shape)] == [((row, row + 1), (2, 6)) for row in (1, 3, 5)]
 
 
+def test_a_weight_that_lies_whole_on_a_grid_is_summed_with_its_other_holders(plan: Plan) -> None:
+    """`first.bias` used by the stage without a grid and by the one on the grid, which holds it whole."""
+    stored = {**plan.shardings[0].stored, "first.bias": StoredLayout(((WIDTH, 1, 1),), ("",))}
+    tied = replace(plan, holders={**plan.holders, "first.bias": (0, 1)}, shardings=(replace(plan.shardings[0], stored=stored),))
+    assert [(shard.ranks, shard.ranges) for shard in Shards(tied).of("first.bias")] == [(tuple(range(12)), None)]
+
+
 def test_an_empty_part_meets_nobody() -> None:
     model = wh.annotate(TwoLayers(), {"*": wh.replicate(4)})
     made = wh.plan(model, torch.randn(8, WIDTH), cluster=4)

@@ -162,13 +162,16 @@ def test_sums_end_when_buckets_sent_one_by_one_would() -> None:
 
 
 def test_memory_follows_the_micro_batches_in_flight() -> None:
-    """GPipe keeps all 4 micro-batches, 10 bytes each; a backward needs 1 more; weights, optimizer and batch are there all the time."""
+    """GPipe keeps all 4 micro-batches, 10 bytes each; a backward needs 1 more, and gradients are there from the end of the first.
+
+    Weights, optimizer and batch are there all the time. So most is used when the second backward begins.
+    """
     found = wh.simulate(plan_of("gpipe", 2, 4, [(1.0, 1.0, 1.0)] * 2))
     first = found.devices[0]
     static = MODEL_BYTES + 2 * MODEL_BYTES + 3
     assert [point.total_bytes for point in first.memory[:2]] == [static, static + 10]
     assert first.peak_bytes == {
-        "weights": 400, "gradients": 400, "optimizer state": 800, "activations": 4 * 10 + 1, "buffers": 3,
+        "weights": 400, "gradients": 400, "optimizer state": 800, "activations": 3 * 10 + 1, "buffers": 3,
     }  # fmt: skip
     assert max(point.total_bytes for point in first.memory) == first.peak_total_bytes
     assert first.memory[-1].activation_bytes == 0
@@ -236,7 +239,7 @@ def test_memory_is_the_planners(planned: wh.Plan) -> None:
         assert device.peak_bytes["buffers"] == memory.buffer_bytes
         assert device.peak_bytes["optimizer state"] == memory.optimizer_bytes
         assert device.peak_total_bytes == pytest.approx(memory.total_bytes(share), rel=0.05)
-        assert device.peak_total_bytes <= memory.total_bytes(share) + 1
+        assert device.peak_total_bytes <= 1.02 * memory.total_bytes(share)  # the planner counts nothing inside operations
 
 
 def test_a_saved_plan_gives_the_same_timeline(planned: wh.Plan, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def read_batch(batch: Any, sample: BatchLayout | None = None) -> tuple[BatchLayo
     constants = tuple((place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     for place, value in constants:
         if not isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
-            raise ValueError(f"{paths[place]} of the batch is a {type(value).__name__}: a batch holds tensors, numbers, strings and None")
+            where = "the batch" if structure.is_leaf() else f"{paths[place]} of the batch"
+            raise ValueError(f"{where} is a {type(value).__name__}: a batch holds tensors, numbers, strings and None")
     sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim > 0)
     if not sizes:
         raise ValueError(f"the batch holds no tensor with a batch dimension (its leaves: {', '.join(paths) or 'none'})")

@@ -42,7 +42,7 @@ class GridGroups:
     """Process groups of all lines of all grids of a plan. Made on every rank, in the same order."""
 
     def __init__(self, plan: Plan, ranks: Ranks, has_statistics: bool) -> None:
-        """`has_statistics`: the model trains batch norms, whose sums go over all replicas."""
+        """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such sums go over all replicas."""
         self._plan, self._ranks = plan, ranks
         self._lines: dict[tuple[int, int], dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
         self._statistics: dict[tuple[int, tuple[int, ...]], Line] = {}
@@ -198,6 +198,15 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
     )
 
 
+def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    """All devices of the line have the same rows, and each the matrices of its experts."""
+    layout = special.inputs[1]
+    places = around.grid.line(around.place, layout.axes[0])
+    bounds = tuple(layout.ranges(around.grid, place, 0)[0] for place in places)
+    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, layout.axes[0], around.groups))
+    return lambda x, weight, offsets: sharded_ops.grouped_mm_of_same_tokens(x, weight, offsets, experts)
+
+
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
     places = around.grid.line(around.place, special.axes)
     line = around.statistics.get(places) or around.line(special)
@@ -207,6 +216,11 @@ def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., An
         return sharded_ops.batch_norm(given["input"], given["weight"], given["bias"], *statistics, given["momentum"], given["eps"], line)
 
     return _by_name(special.node, run)
+
+
+def _replicas(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    line = around.statistics.get((around.place,))
+    return lambda value: value if line is None else sharded_ops.sum_over_line(value, line)
 
 
 def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
@@ -245,7 +259,9 @@ OPERATIONS: dict[str, Build] = {
     "argmax": _argmax,
     "class loss": _class_loss,
     "embedding": _embedding,
+    "experts": _experts,
     "batch norm": _batch_norm,
     "random": _random,
+    "replicas": _replicas,
 }
 """kind of a special operation (`sharding/emit.py`) -> what runs it"""

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from whale.lowering.exchange import Groups
 from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
 from whale.sharding.exchange_plan import plan_nothing
-from whale.sharding.exchange_steps import ExchangePlan, Step
+from whale.sharding.exchange_steps import ExchangePlan
 
 aten = torch.ops.aten
 
@@ -106,7 +106,8 @@ def overlap(module: GraphModule, keep: bool = True) -> None:
     for node in list(module.graph.nodes):
         if node.target is aten.linear.default:
             _fuse(module, node, keep)
-    exchanges = [node for node in module.graph.nodes if _sends(_plan(module, node))]
+    plans = {node: plan for node in module.graph.nodes if (plan := _plan(module, node)) is not None}
+    exchanges = [node for node, plan in plans.items() if plan.sends or plan.sends_back]  # on all devices the same ones
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
     ends = [_take_apart(module, node) for node in exchanges]
     _prefetch(module.graph, [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights])
@@ -122,15 +123,11 @@ def _plan(module: GraphModule, node: Any) -> ExchangePlan | None:
     return plan if isinstance(plan, ExchangePlan) else None
 
 
-def _sends(plan: ExchangePlan | None) -> bool:
-    return plan is not None and any(step.places for step in (*plan.forward, *plan.backward))
-
-
 def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
     """A linear layer and the exchange of its input, when nobody else reads that; and that of its weight."""
     x, weight, *rest = node.args
     plan_x, plan_w = _plan(module, x), _plan(module, weight)
-    if plan_x is None or not _sends_back(plan_x.backward) or len(x.users) > 1:  # type: ignore[union-attr]
+    if plan_x is None or not plan_x.sends_back or len(x.users) > 1:  # type: ignore[union-attr]
         return
     fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
     groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
@@ -146,15 +143,11 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
         module.graph.erase_node(unused)  # type: ignore[arg-type]
 
 
-def _sends_back(steps: tuple[Step, ...]) -> bool:
-    return any(step.places for step in steps)
-
-
 def _take_apart(module: GraphModule, node: Node) -> tuple[Node, Node]:
     """The beginning where the exchange was, the end in front of its first reader."""
     plan, groups = _plan(module, node), module.get_submodule(str(node.target)).groups
     assert plan is not None
-    name = f"{node.target}_begins"
+    name = f"{str(node.target).replace('.', '_')}_begins"
     module.add_module(name, Begin(plan, groups))  # type: ignore[arg-type]
     with module.graph.inserting_before(node):
         begin = module.graph.call_module(name, node.args)

@@ -202,14 +202,14 @@ def lower(
         group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
         device = plan.stages[stage].virtual_device
-        if plan.virtual_devices[device].grid is not None:
-            planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
-            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device))
-            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
-            continue
         counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
         operations = assignment.slices[stage].operations
         regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))
+        if plan.virtual_devices[device].grid is not None:
+            planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
+            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device), regions)
+            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
+            continue
         around = Surroundings(weights, group, regions)
         chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around)
     return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
@@ -12,7 +12,9 @@ from whale.capture.kinds import is_random
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
+from whale.lowering.overlap import overlap
 from whale.planning.assignment import Assignment
+from whale.planning.recompute import Regions
 from whale.planning.split_stages import stage_program
 from whale.sharding.emit import emit
 from whale.sharding.record import StageSharding
@@ -31,6 +33,8 @@ class OnGrid:
     is_planned_graph: bool
     """the plan was made for this very graph; otherwise only the parameters lie as it says, and the rest is chosen here"""
     communication: RealCommunication
+    regions: Regions = field(default_factory=dict)
+    """operations that are computed again in backward"""
 
 
 def build_sharded_chunk(
@@ -75,5 +79,8 @@ class _Modules:
     def __call__(self, num_samples: int) -> GraphModule:
         if num_samples not in self.made:
             communication = self.around.communication
-            self.made[num_samples] = emit(self.space, self.sharding, communication.place, num_samples, self.weights, communication)
+            place, regions = communication.place, self.around.regions
+            module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
+            overlap(module)
+            self.made[num_samples] = module
         return self.made[num_samples]

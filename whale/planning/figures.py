@@ -56,6 +56,11 @@ class StageFigures:
     """room that its backward needs beside what is kept: gradients, and a region that is computed again"""
     weight_part_sample_bytes: float = 0.0
     """what is kept from the input part of a split backward to its weight part"""
+    working_fixed_bytes: float = 0.0
+    """the same for any number of samples: a gradient before it is added to the one of earlier micro-batches"""
+
+    def working_bytes(self, num_samples: int) -> float:
+        return self.working_fixed_bytes + num_samples * self.working_sample_bytes if num_samples else 0.0
 
     def kept_bytes(self, num_samples: int) -> float:
         return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0

@@ -63,7 +63,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    placement = with_grids(placement, task_graphs)
+    placement = with_grids(captured, placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
@@ -184,11 +184,13 @@ def _balance_decisions(problem: Problem, draft: Draft, tried: Sequence[Draft]) -
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """What the planner has computed again in backward, and what that costs."""
-    size, before, now = problem.largest_micro_batch, draft.without_recompute, draft.situation
-    saved = max(old.sample_bytes - new.sample_bytes for old, new in zip(before.memory, now.memory, strict=True))
-    extra = max(new.seconds(size) - old.seconds(size) for old, new in zip(before.loads, now.loads, strict=True))
-    busiest = max(load.seconds(size) for load in before.loads)
-    told = explain(draft.choice, problem.config.recompute, extra, busiest, saved * size)
+    before, now = draft.without_recompute, draft.situation
+    shares = now.samples_by_rank(problem.largest_micro_batch)
+    ranks = range(len(shares))
+    saved = max(shares[rank] * (before.memory[rank].sample_bytes - now.memory[rank].sample_bytes) for rank in ranks)
+    work = [(now.loads[rank].seconds(shares[rank]), before.loads[rank].seconds(shares[rank])) for rank in ranks if shares[rank]]
+    more = max(after / without - 1 for after, without in work if without) if any(without for _, without in work) else 0.0
+    told = explain(draft.choice, problem.config.recompute, more, saved)
     return [Decision("recompute", *told)] if told else []
 
 
@@ -240,6 +242,7 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
             cuts.crossing_seconds,
             lambda nodes: cuts.memory(nodes, names_behind, again),
             cuts.step_seconds,
+            only_thin=again,
         )
 
     try:

@@ -13,11 +13,12 @@ from math import prod
 
 from torch.fx import Node
 
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Decision
+from whale.planning.split_devices import arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
@@ -25,12 +26,14 @@ from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
-from whale.sharding.solve import solve
+from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space, StageProgram
 
 GridShape = tuple[int, int, int]
-SHOWN = 4
-"""grids whose times are written out, the best first"""
+SHORT_OF_MEMORY = 1e-9
+"""seconds that a byte of a stored weight is worth where the fastest way has no room: more than any message costs"""
+LOOKED_AT = 3
+"""grids that are solved to the end, of all of so many devices"""
 
 
 def stage_program(
@@ -60,7 +63,7 @@ def stage_program(
     )
 
 
-def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
+def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
     asked: dict[int, dict[tuple[int, int, int] | None, str]] = {}
     for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
@@ -70,6 +73,13 @@ def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
                 raise ValueError(f"wh.{strategy} on {label}: the method {strategy.method!r} cannot be planned yet, leave it out")
             asked.setdefault(device, {}).setdefault(strategy.grid, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
+    shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
+    if asked and shared is not None and placement.num_replicas > 1:
+        raise ValueError(
+            f"the loss is not a sum over samples ({user_line(shared)}), and its sums over the batch cannot be shared between "
+            f"{placement.num_replicas} model replicas that are split: split over more devices, so that there is one replica, or set "
+            f'"loss_per_micro_batch": true'
+        )
     for index, shapes in asked.items():
         given = [shape for shape in shapes if shape is not None]
         if len(given) > 1:
@@ -103,6 +113,22 @@ class Split:
 
 
 @dataclass(frozen=True)
+class _Tried:
+    """One grid for some VirtualDevices."""
+
+    grid: Grid
+    devices: tuple[VirtualDevice, ...]
+    """in the order in which they stand on it"""
+    shardings: Mapping[int, Sharding]
+    uneven: str = ""
+    """how unlike devices stand on it"""
+
+    @property
+    def seconds(self) -> float:
+        return sum(sharding.seconds for sharding in self.shardings.values())
+
+
+@dataclass(frozen=True)
 class SplitProblem:
     """What is to be put on grids: the stages of one draft."""
 
@@ -124,26 +150,77 @@ class SplitProblem:
         devices, decisions = list(self.placement.virtual_devices), []
         shardings: dict[int, Sharding] = {}
         for (_, given), alike in self._alike.items():
-            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices))]
-            tried = [(grid, self._shard(alike, grid)) for grid in grids]
-            grid, found = min(tried, key=lambda pair: _seconds(pair[1]))
-            shardings |= found
-            for device in alike:
-                devices[device.index] = replace(device, grid=grid)
-            decisions.append(_decision(alike, grid, tried))
+            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices, self._is_flat(alike)))]
+            tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
+            fitting = [each for each in tried if self._fits(each)]
+            if not fitting:  # less memory is worth time then
+                tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in self._promising(alike, grids, SHORT_OF_MEMORY)]
+                fitting = [each for each in tried if self._fits(each)] or [min(tried, key=self._weight_bytes)]
+            best = min(fitting, key=lambda each: each.seconds)
+            shardings |= best.shardings
+            for device in best.devices:
+                devices[device.index] = device
+            decisions.append(_decision(best, tried, len(grids)))
         placement = replace(self.placement, virtual_devices=tuple(devices))
         return Split(placement, shardings, self._spaces, self.num_samples, tuple(decisions))
 
+    def _is_flat(self, devices: Sequence[VirtualDevice]) -> bool:
+        """Whether every VirtualDevice lies on one host in each replica, so that x and y are alike."""
+        return all(len({self.cluster.devices[rank].host for rank in members}) == 1 for device in devices for members in device.ranks)
+
+    def _promising(self, devices: Sequence[VirtualDevice], grids: Sequence[Grid], memory_price: float | None = None) -> list[Grid]:
+        """The grids that are worth a close look: those of least time by a quick one."""
+        if len(grids) <= LOOKED_AT:
+            return list(grids)
+        predicted: dict[str, float] = {}
+        for grid in grids:
+            total = 0.0
+            for device in devices:
+                costs = self._costs(replace(device, grid=grid), grid)
+                costs = costs if memory_price is None else replace(costs, memory_price=memory_price)
+                own = [stage for stage in self._spaces if self.device_of_stage[stage] == device.index]
+                total += sum(predict_seconds(self._spaces[stage], grid, self.num_samples, costs) for stage in own)
+            predicted[grid.name] = total
+        return sorted(grids, key=lambda grid: predicted[grid.name])[:LOOKED_AT]
+
+    def _try(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None) -> _Tried:
+        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are."""
+        on_grid = [replace(device, grid=grid) for device in devices]
+        found = self._shard(on_grid, grid, memory_price)
+        better = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
+        if better is None:
+            return _Tried(grid, tuple(on_grid), found)
+        found = self._shard(better.devices, better.grid, memory_price)
+        for stage, sharding in found.items():
+            costs = self._costs(better.devices[0], better.grid)
+            sent_s = min(sharding.seconds, sharding.sum_seconds + sharding.sent_bytes / min(costs.bytes_per_s.values()))
+            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * better.factor)
+        return _Tried(better.grid, better.devices, found, better.reason)
+
+    def _fits(self, tried: _Tried) -> bool:
+        """Whether weights, gradients and optimizer state have room on every device of unlimited or known memory."""
+        kinds = [self.cluster.devices[rank].kind for device in tried.devices for members in device.ranks for rank in members]
+        limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes]
+        return not limits or self._weight_bytes(tried) * self.state_per_weight <= min(limits)
+
+    def _weight_bytes(self, tried: _Tried) -> float:
+        """On the device that holds most: all stages of its VirtualDevice."""
+        held = dict.fromkeys((device.index for device in tried.devices), 0.0)
+        for stage, sharding in tried.shardings.items():
+            held[self.device_of_stage[stage]] += sharding.weight_bytes
+        return max(held.values())
+
     @cached_property
-    def _alike(self) -> dict[tuple[int, GridShape | None], list[VirtualDevice]]:
-        """Grids of as many devices, for which the user gave the same shape or none: they all get the same one, so that weights that
-        several of them use can be cut alike everywhere."""
+    def _alike(self) -> dict[tuple[object, GridShape | None], list[VirtualDevice]]:
+        """Grids of the same kinds of devices, for which the user gave the same shape or none: they all get the same one, so that weights
+        that several of them use can be cut alike everywhere."""
         asked = zip(self.task_graphs.strategies, self.placement.of_task_graph, strict=True)
         given = {device: strategy.grid for strategy, device in asked if strategy.grid}
-        found: dict[tuple[int, GridShape | None], list[VirtualDevice]] = {}
+        found: dict[tuple[object, GridShape | None], list[VirtualDevice]] = {}
         for device in self.placement.virtual_devices:
             if device.grid is not None:
-                found.setdefault((device.num_devices, given.get(device.index)), []).append(device)
+                kinds = kinds_of(self.cluster, device, self.dtype)
+                found.setdefault((kinds, given.get(device.index)), []).append(device)
         return found
 
     @cached_property
@@ -159,9 +236,11 @@ class SplitProblem:
                 spaces[stage] = Space(program)
         return spaces
 
-    def _shard(self, devices: Sequence[VirtualDevice], grid: Grid) -> dict[int, Sharding]:
+    def _shard(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None) -> dict[int, Sharding]:
         """All stages of some VirtualDevices on one grid each."""
         costs = {device.index: self._costs(device, grid) for device in devices}
+        if memory_price is not None:
+            costs = {index: replace(each, memory_price=memory_price) for index, each in costs.items()}
         found: dict[int, Sharding] = {}
         for stage, space in self._spaces.items():
             device = self.device_of_stage[stage]
@@ -187,10 +266,9 @@ class SplitProblem:
         kinds = [self.cluster.devices[rank].kind for members in device.ranks for rank in members]
         rates, latencies = {}, []
         for axis in grid.axes:
-            links = []
-            for members in device.ranks:
-                for place in range(grid.num_devices):
-                    links += [self.cluster.link(members[place], members[other]) for other in grid.line(place, [axis]) if other != place]
+            lines = {grid.line(place, [axis]) for place in range(grid.num_devices)}
+            pairs = [(line[0], other) for line in lines for other in line[1:]]
+            links = [self.cluster.link(members[place], members[other]) for members in device.ranks for place, other in pairs]
             rates[axis] = min(link.bytes_per_s for link in links)
             latencies.append(max(link.latency_s for link in links))
         return GridCosts(
@@ -209,29 +287,24 @@ def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, f
     return forward, forward, forward
 
 
-def _seconds(shardings: Mapping[int, Sharding]) -> float:
-    return sum(sharding.seconds for sharding in shardings.values())
+def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
+    sent = sum(each.sent_bytes for each in best.shardings.values())
+    why = f"one micro-batch takes {best.seconds:.4g} s, a device sends {sent:.4g} bytes in it"
+    others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
+    compared = ", ".join(f"{each.grid.name} {each.seconds:.4g} s" for each in others)
+    why += f"; the next of {num_grids} grids: {compared}" if others else "; as asked for"
+    numbers = ", ".join(str(device.index) for device in best.devices)
+    return Decision(f"grid of VirtualDevice {numbers}", best.grid.name, why + (f"; {best.uneven}" if best.uneven else ""))
 
 
-def _decision(devices: Sequence[VirtualDevice], best: Grid, tried: Sequence[tuple[Grid, Mapping[int, Sharding]]]) -> Decision:
-    times = {grid.name: _seconds(found) for grid, found in tried}
-    sent = next(sum(each.sent_bytes for each in found.values()) for grid, found in tried if grid == best)
-    why = f"one micro-batch takes {times[best.name]:.4g} s, a device sends {sent:.4g} bytes in it"
-    others = sorted((name for name in times if name != best.name), key=times.__getitem__)[:SHOWN]
-    compared = ", ".join(f"{name} {times[name]:.4g} s" for name in others)
-    why += f"; the next of {len(tried)} grids: {compared}" if others else "; as asked for"
-    numbers = ", ".join(str(device.index) for device in devices)
-    return Decision(f"grid of VirtualDevice {numbers}", best.name, why)
-
-
-def grid_shapes(num_devices: int) -> list[tuple[int, int, int]]:
-    """Every grid of so many devices, the line first."""
+def grid_shapes(num_devices: int, is_flat: bool = False) -> list[GridShape]:
+    """Every grid of so many devices, the line first. `is_flat`: x and y may be exchanged, so one of the two orders is enough."""
     shapes = [
         (x, y, num_devices // (x * y))
         for x in range(1, num_devices + 1)
         if num_devices % x == 0
         for y in range(1, num_devices // x + 1)
-        if num_devices // x % y == 0
+        if num_devices // x % y == 0 and (x <= y or not is_flat)
     ]
     return sorted(shapes, key=lambda shape: (shape != (1, num_devices, 1), shape))
 

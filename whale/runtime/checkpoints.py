@@ -89,9 +89,14 @@ class Checkpoints:
         return self._savers[folder].save(step, tensors, values, rank_values, parts)
 
     def load(self, path: Path, data: Any) -> int | None:
-        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all."""
+        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all.
+
+        Where there are some and none can be loaded, it raises: going on from nothing would look like a resumed run.
+        """
         ranks = self._job.ranks
-        for candidate in ranks.from_first(_candidates(path) if ranks.rank == 0 else None):
+        candidates: list[Path] = ranks.from_first(_candidates(path) if ranks.rank == 0 else None)
+        refused: list[str] = []
+        for candidate in candidates:
             staged: _Staged | None = None
             error: Exception | None = None
             try:
@@ -102,8 +107,14 @@ class Checkpoints:
             if not problems and staged is not None:
                 self._apply(staged, data)
                 return staged.step
-            logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
-        return None
+            refused.append(problems[0])
+            if candidate != candidates[-1]:
+                logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
+        if not refused:
+            return None
+        which = "the checkpoint" if len(refused) == 1 else f"none of the {len(refused)} checkpoints"
+        verb = "cannot" if len(refused) == 1 else "can"
+        raise CheckpointError(f"{which} in {path} {verb} be loaded (give another folder, or remove it to start anew): {refused[0]}")
 
     def _stage(self, path: Path) -> _Staged:
         """Reads and checks everything that this rank needs, before anything changes."""

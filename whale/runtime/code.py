@@ -81,7 +81,8 @@ def compile_chunk(
             region = module.get_submodule(str(node.target))
             is_split = deferred is not None and isinstance(region, Recomputed)
             called: Callable[..., Any] = _split_region(region, instead) if is_split else region
-            setattr(weights, str(node.target), torch.compiler.disable(called) if with_torch else called)
+            setattr(weights, f"m{number}", torch.compiler.disable(called) if with_torch else called)
+            node.target = f"m{number}"
         elif node.op == "call_function":
             node.target = instead.get(node.target, node.target)
             _call_directly(node)

@@ -54,6 +54,11 @@ class ShardedLoader:
             raise ValueError(f"batch_size {batch_size}: a mini-batch needs at least 1 sample")
         self.engine, self.dataset, self.batch_size, self.num_workers = engine, dataset, batch_size, num_workers
         self.collate = collate
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ValueError(
+                f"engine.loader needs a data set with __getitem__ and __len__, which {type(dataset).__name__} has not: each rank reads its "
+                f"own samples by number. Give batches of another source whole to engine.step, the same on every rank"
+            )
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         if self.num_samples < batch_size:
             raise ValueError(f"the data set has {self.num_samples} samples, fewer than one mini-batch of {batch_size}")
@@ -75,7 +80,7 @@ class ShardedLoader:
         batches = [order[start : start + self.batch_size] for start in starts]
         own = [self._own_samples(samples) for samples in batches]
         loaded = iter(
-            DataLoader(_Numbered(self.dataset), batch_sampler=_NonEmpty(own), collate_fn=self.collate, num_workers=self.num_workers)
+            DataLoader(self.dataset, batch_sampler=_NonEmpty(own), collate_fn=self.collate, num_workers=self.num_workers)
         )
         for samples, mine in zip(batches, own, strict=True):
             batch = next(loaded) if mine else None
@@ -96,20 +101,6 @@ class ShardedLoader:
                 f"the position {state['position']} is not a multiple of batch_size {self.batch_size}: use the batch size of the saved run"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-
-
-class _Numbered(Dataset[Any]):
-    """The user's data set, so that iterable ones are refused with a clear message."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        if not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                f"{type(dataset).__name__} cannot be read by number: a sharded loader needs a data set with __getitem__ and __len__"
-            )
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
 
 class _NonEmpty:

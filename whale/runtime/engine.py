@@ -182,6 +182,8 @@ class Engine:
         """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
+        if isinstance(batch, ShardedBatch):
+            raise ValueError("engine.evaluate takes whole batches; those of engine.loader hold only this rank's samples: use a DataLoader")
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         self._note_batch(layout)

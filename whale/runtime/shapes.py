@@ -80,7 +80,7 @@ class Shapes:
             if device.grid is not None and job.plan.num_replicas > 1:
                 for place in range(device.num_devices):
                     job.ranks.group(tuple(members[place] for members in device.ranks))
-        has_statistics = any(trains_batch_norm(node) for node in job.prepared.captured.compute_nodes())
+        has_statistics = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in job.prepared.captured.compute_nodes())
         self._grids = GridGroups(job.plan, job.ranks, has_statistics)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()

@@ -49,20 +49,10 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         operations=tuple(operations),
         replicated=tuple(replicated),
         seconds=seconds,
-        sum_seconds=sum(_sum_seconds(solver, node, stored[str(node.target)]) for node in space.parameters),
+        sum_seconds=_sum_seconds(solver, stored),
         sent_bytes=sum(sent.values()),
         weight_bytes=_most_stored(solver, stored),
     )
-
-
-def _sum_seconds(solver: Solver, node: Node, layout: Layout) -> float:
-    """Of the gradients of a parameter over the devices that hold the same part, for one micro-batch."""
-    grid, costs = solver.grid, solver.terms.costs
-    if node not in solver.space.program.gradients:
-        return 0.0
-    largest = layout.largest_count(grid) * node.meta["val"].dtype.itemsize
-    along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
-    return 2 * largest * along / costs.num_micro_batch
 
 
 def _itemsize(node: Node) -> int:
@@ -70,6 +60,17 @@ def _itemsize(node: Node) -> int:
     held = node.meta["val"]
     first = held[0] if isinstance(held, list | tuple) else held
     return int(first.dtype.itemsize)
+
+
+def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
+    """Of the gradients of all parameters over the devices that hold the same parts, for one micro-batch."""
+    grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
+    trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
+    total = 0.0
+    for (layout, size), number in Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained).items():
+        along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
+        total += number * 2 * size * layout.largest_count(grid) * along if along else 0.0
+    return total / costs.num_micro_batch
 
 
 def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:

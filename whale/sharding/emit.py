@@ -7,9 +7,10 @@ once, whoever needs it there, when the first one does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -17,18 +18,20 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.capture.kinds import is_random, op_name
+from whale.capture.kinds import is_random, op_name, trains_batch_norm
 from whale.compat import enter_autocast, exit_autocast
+from whale.lowering.recompute import Recomputed, cut_region
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
+from whale.sharding.exchange_plan import TWO_STEPS_FROM
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Layout
-from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
+from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random")
-"""operations that talk to other devices, or draw random numbers"""
+SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random", "replicas")
+"""operations that talk to other devices, or draw random numbers; `replicas` adds up a value over the model replicas"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
 
@@ -58,11 +61,18 @@ class Communication(Protocol):
 
 
 def emit(
-    space: Space, sharding: Sharding, place: int, num_samples: int, weights: Mapping[str, torch.Tensor], communication: Communication
+    space: Space,
+    sharding: Sharding,
+    place: int,
+    num_samples: int,
+    weights: Mapping[str, torch.Tensor],
+    communication: Communication,
+    regions: Mapping[Node, Hashable] | None = None,
 ) -> GraphModule:
     """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum of the loss terms (if the stage has
-    any), new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name."""
-    return _Emitter(space, sharding, place, num_samples, weights, communication).emit()
+    any), new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name.
+    `regions`: operations that are computed again in backward, by region; what is gathered for them is gathered again there."""
+    return _Emitter(space, sharding, place, num_samples, weights, communication).emit(regions or {})
 
 
 class _Emitter:
@@ -95,15 +105,13 @@ class _Emitter:
 
     # ------------------------------------------------------------------------------------------------------------- the graph
 
-    def emit(self) -> GraphModule:
+    def emit(self, regions: Mapping[Node, Hashable]) -> GraphModule:
         program = self.space.program
         for node in (*program.received, *program.inputs):
             self._set((node, 0), self.graph.placeholder(node.name), dict.fromkeys(self.grid.axes, self.space.fixed_source(node)))
         for node in program.state:
             self._state(node)
-        for node in program.operations:
-            self._operation(node)
-        self._autocast(None)
+        runs = self._operations(regions)
         wanted: dict[Node, list[Placement]] = {}
         for node, placement in self.space.wanted():
             wanted.setdefault(node, []).append(placement)
@@ -113,10 +121,49 @@ class _Emitter:
             results.append(reduce(lambda a, b: self.graph.call_function(operator.add, (a, b)), terms))
         results.extend(self.bring(node, {}) for node in program.updates.values())
         self.graph.output(tuple(results))
+        for number, run in enumerate(runs):
+            self._compute_again(run, f"recomputed_{number}")
         for node in reversed(self.graph.nodes):
             if node.op == "get_attr" and not node.users:
                 self.graph.erase_node(node)
         return GraphModule(self.root, self.graph)
+
+    def _operations(self, regions: Mapping[Node, Hashable]) -> list[list[Node]]:
+        """Emits all operations, a region in one run when its last one comes; gives the nodes of each run."""
+        members: dict[Hashable, list[Node]] = {}
+        for node in self.space.program.operations:
+            if node in regions:
+                members.setdefault(regions[node], []).append(node)
+        runs = []
+        for node in self.space.program.operations:
+            if node not in regions:
+                self._operation(node)
+            elif node is members[regions[node]][-1]:
+                self._autocast(None)
+                start = len(self.graph.nodes)
+                for member in members[regions[node]]:
+                    self._operation(member)
+                self._autocast(None)
+                runs.append(list(self.graph.nodes)[start:])
+        self._autocast(None)
+        return [run for run in runs if run]
+
+    def _compute_again(self, run: list[Node], name: str) -> None:
+        """Makes a run of nodes one call that keeps only its arguments for backward."""
+        own = set(run)
+        body, entering, leaving = cut_region(run, set())
+        inner = dict(zip(entering, body.nodes, strict=True))
+        for node in run:
+            inner[node] = body.node_copy(node, inner.__getitem__)
+        body.output(tuple(inner[node] for node in leaving))
+        self.calls.add_module(name, Recomputed(GraphModule(self.root, body)))
+        with self.graph.inserting_before(run[0]):
+            call = self.graph.call_module(f"{CALLS}.{name}", tuple(entering))
+            parts = [self.graph.call_function(operator.getitem, (call, place)) for place in range(len(leaving))]
+        for node, part in zip(leaving, parts, strict=True):
+            node.replace_all_uses_with(part, delete_user_cb=lambda user: user not in own)
+        for node in reversed(run):
+            self.graph.erase_node(node)
 
     def _state(self, node: Node) -> None:
         name = str(node.target)
@@ -144,12 +191,28 @@ class _Emitter:
         if is_alike(self.layouts[value], target):
             return self.copies[value]
         if (value, target) not in self.changed:
-            gradient = value[0] in self.space.program.gradients
-            module = self.communication.exchange(self.layouts[value], target, self.place, gradient)
-            copy = self._call(module, "exchange", (self.copies[value],))
-            copy.meta["exchange"] = (self.layouts[value], target)
-            self.changed[value, target] = copy
+            lies = self.layouts[value]
+            between = self._reduced_first(value, lies, placements)
+            copy = self.copies[value]
+            if between is not None:
+                copy = self._exchange(value, copy, lies, between)
+                lies = between
+            self.changed[value, target] = self._exchange(value, copy, lies, target)
         return self.changed[value, target]
+
+    def _exchange(self, value: Value, copy: Node, source: Layout, target: Layout) -> Node:
+        gradient = value[0] in self.space.program.gradients
+        call = self._call(self.communication.exchange(source, target, self.place, gradient), "exchange", (copy,))
+        call.meta["exchange"] = (source, target)
+        return call
+
+    def _reduced_first(self, value: Value, source: Layout, placements: Mapping[str, Placement]) -> Layout | None:
+        """The layout between, where one axis adds up and another gathers: terms that are not yet added up would be sent to everyone."""
+        adds = [axis for axis in source.partial if isinstance(placements[axis], int)]
+        gathers = {axis: dim for dim, axes in enumerate(source.axes) for axis in axes if placements[axis] == SAME}
+        if not adds or not gathers or prod(source.shape) <= TWO_STEPS_FROM:
+            return None
+        return self.layout(value, {**placements, **gathers})
 
     def _call(self, module: nn.Module, prefix: str, arguments: tuple[Any, ...]) -> Node:
         name = f"{prefix}_{self.num_calls}"
@@ -172,6 +235,8 @@ class _Emitter:
         ]
         self._autocast(node.meta.get("autocast"))
         results = self._local(node, chosen or {}, sources)
+        if "all_reduce" in node.meta and chosen:
+            results = self._over_replicas(node, chosen, results)
         results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
         held = node.meta.get("val")
         if not isinstance(held, list | tuple):
@@ -210,6 +275,8 @@ class _Emitter:
         )
         if is_random(node):
             kinds.setdefault("random", [])
+        if chosen and trains_batch_norm(node):
+            kinds.setdefault("batch norm", [])  # also where every device has all samples: other replicas have more
         for kind in SPECIAL:
             if kind in kinds:
                 inputs = [self.layout(v, {a: o.inputs[slot] for a, o in chosen.items()}) for slot, v in enumerate(values)]
@@ -220,6 +287,14 @@ class _Emitter:
         shapes = [layout.local_shape(self.grid, self.place) for layout in outputs]
         is_mean = any(kind in kinds for kind in ("mean", "mean loss"))
         return local_call(self.graph, node, self._arguments(node, sources), shapes if chosen else None, self.shapes if is_mean else None)
+
+    def _over_replicas(self, node: Node, chosen: Mapping[str, Option], result: Node) -> Node:
+        """A loss that is not additive: its batch sums are taken over all model replicas."""
+        layout = self.layout((node, 0), {axis: option.outputs[0] for axis, option in chosen.items()})
+        special = Special("replicas", node, (), (layout,), (layout,), self.place)
+        call = self._call(self.communication.operation(special), "replicas", (result,))
+        call.meta["special"] = special
+        return call
 
     def _arguments(self, node: Node, sources: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The node's arguments with local tensors and constant sizes."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from math import prod
 
 from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step
@@ -36,16 +35,34 @@ from whale.sharding.layout import Layout, whole
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3 GB/s (research/tensor3d.md 4.3)"""
 
+_sent_cache: dict[tuple[object, ...], int] = {}
+_plan_cache: dict[tuple[object, ...], ExchangePlan] = {}
+"""layers that are alike have the same exchanges"""
+
 
 def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, backend: str = "gloo", backward: bool = True) -> ExchangePlan:
     """What the device at `place` does to turn one layout into another, and its gradient back. `backend`: gloo or nccl."""
     if source.shape != target.shape:
         raise ValueError(f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} after")
+    key = (source, target, *_of_grid(grid), place, backend, backward, TWO_STEPS_FROM)
+    if key not in _plan_cache:
+        _plan_cache[key] = _plan(source, target, grid, place, backend, backward)
+    return _plan_cache[key]
+
+
+def _of_grid(grid: Grid) -> tuple[object, ...]:
+    return (grid.gx, grid.gy, grid.gz, tuple(sorted(grid.work.items())), tuple(sorted(grid.memory.items())))
+
+
+def _plan(source: Layout, target: Layout, grid: Grid, place: int, backend: str, backward: bool) -> ExchangePlan:
+    gradient = target.conjugate(grid), source.conjugate(grid)
     return ExchangePlan(
         source,
         target,
-        _steps(source, target, grid, place, backend),
-        _steps(target.conjugate(grid), source.conjugate(grid), grid, place, backend) if backward else (),
+        forward=_steps(source, target, grid, place, backend),
+        backward=_steps(*gradient, grid, place, backend) if backward else (),
+        sends=bool(_moving_axes(source, target, grid)),
+        sends_back=backward and bool(_moving_axes(*gradient, grid)),
     )
 
 
@@ -72,23 +89,35 @@ def groups_of(plans: Iterable[ExchangePlan]) -> set[tuple[int, ...]]:
 
 
 def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
-    """The layouts one after the other; one in between where line (3) says so. The same on every device."""
-    summed = [axis for axis in grid.axes if axis in source.partial and axis in target.same_on(grid)]
+    """The layouts one after the other; one in between where that sends less, as in line (3). The same on every device."""
+    summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
     if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
         return source, target
     if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
         return source, target
     direct = _most_sent(source, target, grid)
-    if direct <= TWO_STEPS_FROM:
-        return source, target
-    best, between = direct - TWO_STEPS_FROM, None
-    for dim in range(len(target.cuts)):
-        axes = tuple((*own, *summed) if d == dim else own for d, own in enumerate(target.axes))
-        middle = replace(target, axes=axes)
+    best = direct - TWO_STEPS_FROM
+    chosen: tuple[Layout, ...] = (source, target)
+    for middle in _between(source, target, grid, summed) if best > 0 else ():
         sent = _most_sent(source, middle, grid) + _most_sent(middle, target, grid)
         if sent < best:
-            best, between = sent, middle
-    return (source, target) if between is None else (source, between, target)
+            best, chosen = sent, (source, middle, target)
+    return chosen
+
+
+def _between(source: Layout, target: Layout, grid: Grid, summed: Sequence[str]) -> Iterator[Layout]:
+    """Every element summed at one place first, in two ways: where it is needed, to be gathered there; or where it is, to be moved then."""
+    gathered = [axis for axis in summed if axis in target.same_on(grid)]
+    moves = any(axis not in summed for axis in _moving_axes(source, target, grid))
+    for dim in range(len(target.cuts)):
+        if gathered:
+            yield replace(target, axes=_also_cut(target, dim, gathered))
+        if moves:
+            yield replace(source, axes=_also_cut(source, dim, summed), partial=source.partial & target.partial)
+
+
+def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple((*own, *axes) if d == dim else own for d, own in enumerate(layout.axes))
 
 
 # ---- one step ---------------------------------------------------------------------------------------------------------
@@ -109,6 +138,29 @@ class _Change:
         self.masked = [axis for axis in same if axis in target.partial]
         self.padded = [axis for axis in grid.axes if axis in source.sharded and axis in target.partial]
         self.moving = _moving_axes(source, target, grid)
+        self._ranges: dict[tuple[object, ...], tuple[Interval, ...]] = {}
+        self._overlaps: dict[tuple[object, ...], tuple[tuple[Interval, ...], tuple[Interval, ...]]] = {}
+        self._counts: dict[tuple[object, ...], int] = {}
+
+    def _ranges_of(self, layout: Layout, place: int, dim: int) -> tuple[Interval, ...]:
+        """As `layout.ranges`, once for all places that have the same."""
+        key = (layout is self.source, dim, self._at(layout, place, dim))
+        if key not in self._ranges:
+            self._ranges[key] = layout.ranges(self.grid, place, dim)
+        return self._ranges[key]
+
+    def _at(self, layout: Layout, place: int, dim: int) -> tuple[int, ...]:
+        return tuple(self.grid.coordinate(place, axis) for axis in layout.axes[dim])
+
+    def _overlap_of(self, sender: int, receiver: int, dim: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+        key = (dim, self._at(self.source, sender, dim), self._at(self.target, receiver, dim))
+        if key not in self._overlaps:
+            self._overlaps[key] = _overlap(self._ranges_of(self.source, sender, dim), self._ranges_of(self.target, receiver, dim))
+        return self._overlaps[key]
+
+    def _count(self, layout: Layout, place: int) -> int:
+        """Elements that a place holds."""
+        return prod(sum(b - a for a, b in self._ranges_of(layout, place, dim)) for dim in range(len(layout.cuts)))
 
     def step(self, place: int) -> Step:
         sends = [(other, *parts) for other in self._receivers(place) if (parts := self.parts(place, other)) is not None]
@@ -117,7 +169,7 @@ class _Change:
         for other, _, wanted in received:
             terms.setdefault(self._term(other), []).append(Block(other, wanted))
         line = self.grid.line(place, self.moving) if self.moving else ()
-        if not any(self._sends_something(member) for member in line):
+        if not any(self.num_sent(member) for member in line):
             line = ()
         return Step(
             place=place,
@@ -127,13 +179,28 @@ class _Change:
             sends=tuple(Block(other, held) for other, held, _ in sends),
             terms=tuple(tuple(terms[key]) for key in sorted(terms)),
             pattern=self._pattern(line) if line else "local",
-            largest=max((layout.local_count(self.grid, member) for member in line for layout in (self.source, self.target)), default=0),
+            largest=max((self._count(layout, member) for member in line for layout in (self.source, self.target)), default=0),
         )
 
     def num_sent(self, place: int) -> int:
-        """Elements that this place sends to others."""
-        parts = (self.parts(place, other) for other in self._receivers(place) if other != place)
-        return sum(Block(place, found[0]).count for found in parts if found is not None)
+        """Elements that this place sends to others. An axis cuts one dim at most: the sum over receivers is a product of sums."""
+        if any(self.grid.coordinate(place, axis) for axis in self.masked):
+            return 0
+        dims = range(len(self.source.cuts))
+        copies = prod(self.grid.size(axis) for axis in self.moving if axis not in self.target.sharded)
+        return copies * prod(self._num_for_all(place, dim) for dim in dims) - prod(self._num_for(place, place, dim) for dim in dims)
+
+    def _num_for_all(self, place: int, dim: int) -> int:
+        """Entries of a dim that this place has for all receivers that differ along the axes which cut it then."""
+        fixed = tuple(self.grid.coordinate(place, axis) for axis in self.target.axes[dim] if axis not in self.moving)
+        key = (dim, self._at(self.source, place, dim), fixed)
+        if key not in self._counts:
+            receivers = self.grid.line(place, [axis for axis in self.target.axes[dim] if axis in self.moving])
+            self._counts[key] = sum(self._num_for(place, other, dim) for other in receivers)
+        return self._counts[key]
+
+    def _num_for(self, sender: int, receiver: int, dim: int) -> int:
+        return sum(b - a for a, b in self._overlap_of(sender, receiver, dim)[0])
 
     def parts(self, sender: int, receiver: int) -> tuple[Ranges, Ranges] | None:
         """What goes from one to the other: ranges of the sender's tensor and of the receiver's; None when there is nothing."""
@@ -141,7 +208,7 @@ class _Change:
             return None
         held, wanted = [], []
         for dim in range(len(self.source.cuts)):
-            here, there = _overlap(self.source.ranges(self.grid, sender, dim), self.target.ranges(self.grid, receiver, dim))
+            here, there = self._overlap_of(sender, receiver, dim)
             if not here:
                 return None
             held.append(here)
@@ -157,16 +224,13 @@ class _Change:
     def _term(self, sender: int) -> tuple[int, ...]:
         return tuple(self.grid.coordinate(sender, axis) for axis in ("z", "y", "x") if axis in self.summed)
 
-    def _sends_something(self, place: int) -> bool:
-        return any(other != place and self.parts(place, other) is not None for other in self._receivers(place))
-
     def _pattern(self, line: Sequence[int]) -> str:
         """What a back-end can do in one even collective."""
-        inputs = {self.source.local_shape(self.grid, place) for place in line}
-        outputs = {self.target.local_shape(self.grid, place) for place in line}
+        inputs = {self._count(self.source, place) for place in line}
+        outputs = {self._count(self.target, place) for place in line}
         if len(inputs) > 1 or len(outputs) > 1 or self.masked or self.padded:
             return "all-to-all"
-        held, wanted = prod(inputs.pop()), prod(outputs.pop())
+        held, wanted = inputs.pop(), outputs.pop()
         num_terms = prod(self.grid.size(axis) for axis in self.summed)
         if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(line):
             return "all-reduce"
@@ -197,31 +261,26 @@ def _moving_axes(source: Layout, target: Layout, grid: Grid) -> tuple[str, ...]:
 
 
 def _leaves(source: Layout, target: Layout, grid: Grid, dim: int, axis: str) -> bool:
-    """Whether a device may want a part of this dim from another coordinate of the axis."""
-    if axis not in target.axes[dim]:
+    """Whether a device may want a part of this dim from another coordinate of the axis: not if the axes down to this one cut alike."""
+    before, after = ([q for q in layout.axes[dim] if q in grid.axes] for layout in (source, target))
+    outer = before[: before.index(axis) + 1]
+    if after[: len(outer)] != outer:
         return True
-    involved = [q for q in grid.axes if q in source.axes[dim] or q in target.axes[dim]]
-    held = {at: source.ranges(grid, place, dim) for at, place in _corners(grid, involved)}
-    wanted = {at: target.ranges(grid, place, dim) for at, place in _corners(grid, involved)}
-    index = involved.index(axis)
-    free = [q in source.axes[dim] and q not in target.partial for q in involved]
-    return any(
-        s[index] != r[index] and all(f or a == b for f, a, b in zip(free, s, r)) and _overlap(held[s], wanted[r])[0]
-        for s in held
-        for r in wanted
+    places = grid.line(0, outer)
+    held, wanted = (
+        [Layout((layout.cuts[dim],), (tuple(outer),), stored=layout.stored).ranges(grid, place, 0) for place in places]
+        for layout in (source, target)
     )
-
-
-def _corners(grid: Grid, axes: Sequence[str]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """All coordinates on these axes, each with the place that has 0 on the others."""
-    below = {"x": 1, "y": grid.gx, "z": grid.gx * grid.gy}
-    for at in product(*(range(grid.size(axis)) for axis in axes)):
-        yield at, sum(coordinate * below[axis] for coordinate, axis in zip(at, axes))
+    return held != wanted
 
 
 def _most_sent(source: Layout, target: Layout, grid: Grid) -> int:
-    change = _Change(source, target, grid)
-    return max(change.num_sent(place) for place in range(grid.num_devices))
+    """Elements that the device that sends most sends in one step."""
+    key = (source, target, *_of_grid(grid))
+    if key not in _sent_cache:
+        change = _Change(source, target, grid)
+        _sent_cache[key] = max(change.num_sent(place) for place in range(grid.num_devices))
+    return _sent_cache[key]
 
 
 def _overlap(held: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:

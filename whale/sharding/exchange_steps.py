@@ -142,6 +142,10 @@ class ExchangePlan:
     target: Layout
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    sends: bool = False
+    """somewhere on the grid something is sent, forward"""
+    sends_back: bool = False
+    """the same, backward"""
 
     @cached_property
     def is_identity(self) -> bool:

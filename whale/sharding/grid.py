@@ -52,20 +52,28 @@ class Grid:
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
-        return {"x": self.gx, "y": self.gy, "z": self.gz}[axis]
+        return self._sizes[axis]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {"x": self.gx, "y": self.gy, "z": self.gz}
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far neighbours along an axis are apart: line (1)."""
+        return {"x": 1, "y": self.gx, "z": self.gx * self.gy}
 
     def coordinate(self, place: int, axis: str) -> int:
         """Line (1), backwards."""
-        below = {"x": 1, "y": self.gx, "z": self.gx * self.gy}[axis]
-        return place // below % self.size(axis)
+        return place // self._strides[axis] % self._sizes[axis]
 
     def line(self, place: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The places that differ from this one on these axes only, this one included, in order."""
-        return tuple(
-            other
-            for other in range(self.num_devices)
-            if all(self.coordinate(other, axis) == self.coordinate(place, axis) for axis in AXES if axis not in axes)
-        )
+        places = [place]
+        for axis in dict.fromkeys(axes):
+            steps = [(other - self.coordinate(place, axis)) * self._strides[axis] for other in range(self.size(axis))]
+            places = [at + step for at in places for step in steps]
+        return tuple(sorted(places))
 
     def cut(self, interval: Interval, axis: str, coordinate: int, *, stored: bool = False) -> Interval:
         """The part of an interval that one coordinate of an axis gets: line (2)."""

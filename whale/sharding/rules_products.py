@@ -80,6 +80,17 @@ def _product(
     return options + partial_options(op, [{factors[0], added}, {factors[1], added}])
 
 
+@rule("_grouped_mm grouped_mm grouped_mm_fallback")
+def grouped_mm(op: Operation) -> list[Option]:
+    """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by experts, every device does the rows of
+    its own and gives zeros for the others."""
+    if [len(shape) for shape in op.shapes] != [2, 3, 1] or op.argument("out_dtype") is not None:
+        return []
+    inputs: list[Sequence[Label]] = [[None, "k"], ["experts", "k", "n"], [None]]
+    local = dict.fromkeys(("experts", "k", "n"), "experts")
+    return labelled(op, inputs, [[None, "n"]], sums={"experts", "k"}, local=local) + partial_options(op, [{0}])
+
+
 @rule("embedding")
 def embedding(op: Operation) -> list[Option]:
     """Cut by vocabulary, every device looks up the words that it has and gives zeros for the others."""

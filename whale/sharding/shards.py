@@ -107,9 +107,12 @@ class Shards:
             device = self.plan.virtual_devices[self.plan.stages[stage].virtual_device]
             stored = self._stored.get(stage, {}).get(name)
             shape = stored.layout().shape if stored is not None else shape
+            everything = tuple(((0, size),) for size in shape)
             for ranks in device.ranks:
                 for place, rank in enumerate(ranks):
                     ranges = None if stored is None else self._ranges_on(device.index, stored)[place]
+                    if ranges == everything:
+                        ranges = None
                     if ranges is not None and any(all(start == stop for start, stop in dim) for dim in ranges):
                         empty.append(Shard(name, ranges, (rank,), shape))  # nothing to sum: no need to meet anybody
                     else:

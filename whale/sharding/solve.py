@@ -7,7 +7,7 @@ Variables: the option of every operation and the stored layout of every paramete
     gradients   sums over the devices that hold the same weights, once in a mini-batch                -> Terms.stored
     memory      a price for every byte of weights that is stored                                      -> Terms.stored
 
-It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y together, until nothing improves.
+It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y together, then z again.
 Operations of one sort (those of equal layers) have the same tables, which are made once.
 """
 
@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch.fx import Node
 
 from whale.profiling.costs import node_costs
 from whale.sharding.describe import describe
 from whale.sharding.dims import Value, value_of
-from whale.sharding.eliminate import Tables, TooWide
+from whale.sharding.eliminate import Array, Tables, TooWide
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
@@ -30,10 +32,6 @@ from whale.sharding.operation import Option, Placement
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space, StageProgram
 from whale.sharding.terms import Choice, Lying, Terms, output_of
-
-MOST_SWEEPS = 3
-BETTER = 1 - 1e-9
-"""a sweep that gains less is the last one"""
 
 
 def solve(
@@ -50,8 +48,8 @@ def solve(
 
 
 def predict_seconds(space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout] | None = None) -> float:
-    """About what `solve` would give, in a fraction of its time: one sweep, nothing described. To rank grids by."""
-    return Solver(space, grid, num_samples, costs, fixed or {}).choose(most_sweeps=1)
+    """About what `solve` would give, in a fraction of its time: nothing is described. To rank grids by."""
+    return Solver(space, grid, num_samples, costs, fixed or {}).choose(again=False)
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,12 @@ class Solver:
         self._known: dict[tuple[object, ...], Any] = {}
         self.sort = {node: self._sort(node) for node in self.variables}
         self.reads = self._reads()
+        self.leaves = frozenset(
+            self.number[read.producer]
+            for read in self.reads
+            if read.producer in self.parameters and len(read.readers) == 1 and not read.wanted
+        )
+        """parameters that one operation reads: chosen with it"""
 
     def _sort(self, node: Node) -> int:
         """A number that operations, parameters or received values have in common when all their costs are the same."""
@@ -137,20 +141,15 @@ class Solver:
 
     # ------------------------------------------------------------------------------------------------------------- the sweeps
 
-    def choose(self, most_sweeps: int = MOST_SWEEPS) -> float:
-        """Chooses everything; gives the seconds of one micro-batch."""
+    def choose(self, again: bool = True) -> float:
+        """Chooses everything; gives the seconds of one micro-batch. `again`: z once more when x and y are known."""
         axes = self.grid.axes
-        blocks = [block for block in (("z",) if "z" in axes else (), tuple(axis for axis in "xy" if axis in axes)) if block]
-        best = float("inf")
-        for _ in range(most_sweeps if len(blocks) > 1 else len(blocks)):
-            before = {node: dict(choice) for node, choice in self.chosen.items()}
-            for block in blocks:
+        samples, weights = (("z",) if "z" in axes else ()), tuple(axis for axis in "xy" if axis in axes)
+        total = float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations)) if not axes else 0.0
+        for block in (samples, weights, samples if again and weights else ()):
+            if block:
                 total = self._choose(block)
-            if total >= best * BETTER:
-                self.chosen = before
-                break
-            best = total
-        return best if blocks else float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
+        return total
 
     def _choose(self, block: tuple[str, ...]) -> float:
         """The best options on these axes, the others as they are; gives the total cost."""
@@ -170,20 +169,36 @@ class Solver:
             for node, o in zip(self.variables, others)
         ]
         states = [self._once((*key, "states"), lambda i=i: self._states(i, block, others[i])) for i, key in enumerate(keys)]  # type: ignore[misc]
-        tables = Tables([len(found) for found in states])
-        for number, node in enumerate(self.variables):
-            if node in self.space.operations or node in self.parameters:
-                term = self.terms.work if node in self.space.operations else self.terms.stored
-                tables.add([number], self._once(keys[number], lambda n=node, s=states[number], t=term: t(n, s)))  # type: ignore[misc]
+        costs = [self._once(key, lambda i=i: self._own_costs(i, states[i])) for i, key in enumerate(keys)]  # type: ignore[misc]
+        active = {number: place for place, number in enumerate(n for n in range(len(states)) if n not in self.leaves)}
+        tables = Tables([len(states[number]) for number in active])
+        for number, place in active.items():
+            tables.add([place], costs[number])
+        follow: list[tuple[int, int, npt.NDArray[np.intp]]] = []
         for read in self.reads:
             numbers = [self.number[read.producer], *(self.number[node] for node in read.readers)]
             key = (read.key, *(keys[number] for number in numbers))
-            for places, costs in self._once(key, lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n])):  # type: ignore[misc]
-                tables.add([numbers[place] for place in places], costs)
+            found = self._once(key, lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n]))  # type: ignore[misc]
+            if numbers[0] in self.leaves:
+                best, places = self._once((*key, "leaf"), lambda n=numbers, f=found: _without_first(costs[n[0]], f, len(states[n[1]])))  # type: ignore[misc]
+                tables.add([active[numbers[1]]], best)
+                follow.append((numbers[0], numbers[1], places))
+                continue
+            for places, table in found:
+                tables.add([active[numbers[place]] for place in places], table)
         chosen, total = tables.solve()
+        choice = {number: chosen[place] for number, place in active.items()}
+        choice |= {leaf: int(places[choice[reader]]) for leaf, reader, places in follow}
         for number, node in enumerate(self.variables):
-            self.chosen[node] = dict(states[number][chosen[number]])
+            self.chosen[node] = dict(states[number][choice[number]])
         return total
+
+    def _own_costs(self, number: int, states: Sequence[Mapping[str, Choice]]) -> Array:
+        """Of one variable alone."""
+        node = self.variables[number]
+        if node in self.space.operations:
+            return self.terms.work(node, states)  # type: ignore[arg-type]
+        return self.terms.stored(node, states) if node in self.parameters else np.zeros(len(states))  # type: ignore[arg-type]
 
     def _states(self, number: int, block: tuple[str, ...], others: Sequence[tuple[str, Choice]]) -> list[Mapping[str, Choice]]:
         """All choices of a variable on these axes, each with what is chosen on the others."""
@@ -221,3 +236,11 @@ class Solver:
     def needed(self, node: Node, slot: int) -> dict[str, Placement]:
         """How an operation needs one of its inputs."""
         return {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}  # type: ignore[union-attr]
+
+
+def _without_first(costs: Array, tables: Sequence[tuple[list[int], Array]], num_readers: int) -> tuple[Array, npt.NDArray[np.intp]]:
+    """The cheapest choice of a variable for each choice of its only reader: (costs, choices)."""
+    total = np.repeat(costs[:, None], num_readers, axis=1)
+    for _, table in tables:
+        total = total + table
+    return total.min(axis=0), total.argmin(axis=0)

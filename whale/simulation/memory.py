@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.planning.buckets import bucket_size
 from whale.planning.figures import Figures, StateFigures
 from whale.planning.plan import Plan
 from whale.scheduling import Action, Kind
@@ -20,9 +21,9 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = ("weights", "gra
 class Account:
     """What one device holds, by class, now and when it was fullest."""
 
-    def __init__(self, figures: Figures, own_stages: Sequence[int], shared_bytes: int) -> None:
-        """`shared_bytes`: gradients that this device sums with others."""
-        self.figures, self.shared_bytes = figures, shared_bytes
+    def __init__(self, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int = 0) -> None:
+        """`shared_bytes`: gradients that this device sums with others, in buckets of at most `bucket_bytes`."""
+        self.figures, self.shared_bytes, self.bucket_bytes = figures, shared_bytes, bucket_bytes
         self.held = tuple(state for state in figures.states if set(state.stages) & set(own_stages))
         self.used = dict.fromkeys(CLASSES, 0.0)
         self.peak: dict[str, float] = {}
@@ -50,27 +51,41 @@ class Account:
         self._with_gradients = set()
 
     def start(self, action: Action, num_samples: int) -> None:
-        """A compute action begins: what it makes is there from now on, and its room to work."""
+        """A compute action begins: what a forward keeps is there from now on, a backward needs room to work."""
         stage = self.figures.stages[action.stage]
         if action.kind is Kind.FORWARD:
             self.take(ACTIVATIONS, stage.kept_bytes(num_samples), str(action))
-            return
-        for state in self._new_gradients(action.stage):
-            self.take(GRADIENTS, state.trained_bytes, str(action))
-        self._with_gradients.add(action.stage)
-        if action.kind is not Kind.WEIGHT:
-            self.take(ACTIVATIONS, stage.working_sample_bytes * num_samples, str(action))
+        elif action.kind is not Kind.WEIGHT:
+            self.take(ACTIVATIONS, stage.working_bytes(num_samples), str(action))
 
-    def end(self, action: Action, num_samples: int) -> None:
-        """It is over, and with it what it worked on."""
+    def end(self, action: Action, num_samples: int, is_last: bool = False) -> None:
+        """It is over, and with it what it worked on. Gradients grow while activations go: what is there at most is there at either end.
+
+        `is_last`: no other backward of this stage comes in this step.
+        """
         stage = self.figures.stages[action.stage]
         later = stage.weight_part_sample_bytes * num_samples
         if action.kind is Kind.WEIGHT:
             self.used[ACTIVATIONS] -= later
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.used[ACTIVATIONS] -= stage.working_sample_bytes * num_samples + stage.kept_bytes(num_samples)
+            self.used[ACTIVATIONS] -= stage.kept_bytes(num_samples)
         if action.kind is Kind.INPUT:
             self.take(ACTIVATIONS, later, str(action))
+        else:
+            self._grow_gradients(action, is_last)
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            self.used[ACTIVATIONS] -= stage.working_bytes(num_samples)
+
+    def _grow_gradients(self, action: Action, is_last: bool) -> None:
+        """In its first backward a stage makes its gradients. If it is the last one too, all but the last bucket have gone into theirs."""
+        if action.kind is Kind.FORWARD:
+            return
+        for state in self._new_gradients(action.stage):
+            left = state.trained_bytes
+            if is_last and self.shared_bytes and self.bucket_bytes:
+                left = min(left, bucket_size(left, self.bucket_bytes))
+            self.take(GRADIENTS, left, str(action))
+        self._with_gradients.add(action.stage)
 
     def _new_gradients(self, stage: int) -> list[StateFigures]:
         """States that get their first gradient of the step from this stage."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from whale.planning.figures import Figures
 from whale.planning.plan import Plan
 from whale.scheduling import Action, Edge, Kind
+from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.links import Links
 from whale.simulation.memory import ACTIVATIONS, Account, shared_bytes
 from whale.simulation.sums import Sum, sums_of
@@ -56,6 +57,7 @@ class _Rank:
         self.memory: list[MemoryPoint] = []
         self.last_backward: dict[int, tuple[float, float]] = {}
         """of each stage: start and end"""
+        self.last_of_stage = {action.stage: action for action in actions if action.kind in ENDS_BACKWARD}
         self.done_s = 0.0
         """its last action is over"""
 
@@ -67,14 +69,14 @@ class _Simulation:
     def __init__(self, times: Times, factor: float) -> None:
         self.times, self.factor = times, factor
         self.plan, self.figures = times.plan, times.figures
+        self.bucket_bytes = int(self.plan.config.get("bucket_bytes", DEFAULT_BUCKET_BYTES))
         self.links = Links(self.figures.network, factor)
         self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
         self.arrivals: dict[MessageKey, list[float]] = {}
         """of the pieces that are on their way or there"""
         self.waiting: dict[MessageKey, _Rank] = {}
         self.queue: list[tuple[float, int]] = []
-        bucket_bytes = int(self.plan.config.get("bucket_bytes", DEFAULT_BUCKET_BYTES))
-        self.sums = sums_of(self.plan, self.figures, bucket_bytes, factor)
+        self.sums = sums_of(self.plan, self.figures, self.bucket_bytes, factor)
         self.open: dict[Sum, set[tuple[int, int]]] = {}
         """(rank, stage) that a sum still waits for"""
         self.free: dict[tuple[int, ...], float] = {}
@@ -85,7 +87,7 @@ class _Simulation:
     def _rank(self, rank: int) -> _Rank:
         device, replica, _ = self.plan.place_of_rank(rank)
         own = self.plan.stages_of_rank(rank)
-        account = Account(self.figures, own, shared_bytes(self.plan, self.figures, own))
+        account = Account(self.figures, own, shared_bytes(self.plan, self.figures, own), self.bucket_bytes)
         return _Rank(rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account)
 
     def run(self) -> Timeline:
@@ -137,7 +139,7 @@ class _Simulation:
         if action.kind is not Kind.FORWARD:
             state.last_backward[action.stage] = (state.waits_since, now)
         state.waits_since = None
-        state.account.end(action, state.samples[action.micro_batch])
+        state.account.end(action, state.samples[action.micro_batch], state.last_of_stage.get(action.stage) is action)
         state.note_memory(now)
 
     def _send(self, state: _Rank, action: Action, now: float) -> None:

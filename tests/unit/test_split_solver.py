@@ -1,0 +1,165 @@
+"""The solver of `split`: the optimum of small problems by brute force, patterns and bytes as the formulas of tensor parallelism say."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import whale as wh
+from tests.split_oracle import Nothing, local_weights, whole_program
+from tests.thorough import many
+from whale import api
+from whale.capture.batch import read_batch
+from whale.planning.split_stages import grid_shapes
+from whale.sharding.eliminate import Tables
+from whale.sharding.emit import emit
+from whale.sharding.exchange_costs import GridCosts
+from whale.sharding.exchange_plan import plan_exchange
+from whale.sharding.grid import Grid
+from whale.sharding.layout import Layout
+from whale.sharding.sharding import Sharding
+from whale.sharding.solve import solve
+from whale.sharding.space import Space
+
+BYTES_ONLY = GridCosts(latency_s=0.0, flop_per_s=1e30, memory_bytes_per_s=1e30, bytes_per_s=dict.fromkeys("xyz", 1.0), memory_price=1e-12)
+WIDTH, HEADS, LENGTH, SAMPLES = 64, 16, 32, 64
+ITEM = 4
+"""bytes of a number"""
+
+
+@settings(max_examples=many(300), deadline=None)
+@given(st.data())
+def test_elimination_finds_the_optimum(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    tables = Tables(sizes)
+    generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    for _ in range(data.draw(st.integers(1, 8))):
+        chosen = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=3, unique=True))
+        tables.add(chosen, generator.integers(0, 9, [sizes[variable] for variable in chosen]).astype(float))
+
+    def cost(choice: tuple[int, ...]) -> float:
+        return sum(float(table.costs[tuple(choice[variable] for variable in table.variables)]) for table in tables.tables)
+
+    found, total = tables.solve()
+    assert total == min(cost(choice) for choice in product(*map(range, sizes))) == cost(tuple(found))
+
+
+class Block(nn.Module):
+    """Attention and MLP of a transformer, without biases and norms: what the formulas count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+@cache
+def space_of(num_blocks: int) -> Space:
+    layout, tensors = read_batch(torch.zeros(2, LENGTH, WIDTH))
+    return Space(whole_program(api._prepare(Blocks(num_blocks), layout, tensors, None, wh.Config(), "cpu")))
+
+
+def sharded(num_blocks: int, shape: tuple[int, int, int]) -> Sharding:
+    space = space_of(num_blocks)
+    return solve(space.program, Grid(*shape), SAMPLES, BYTES_ONLY, space=space)
+
+
+def formula(shape: tuple[int, int, int]) -> float:
+    """research/tensor3d.md 1.1 for qkv (kind A), out (B), up (A), down (B); of both ways to lay the axes the better one."""
+    rows = SAMPLES * LENGTH
+
+    def sent(gx: int, gy: int, gz: int) -> float:
+        products = ((WIDTH, 3 * WIDTH, gx, gy), (WIDTH, WIDTH, gy, gx), (WIDTH, 4 * WIDTH, gx, gy), (4 * WIDTH, WIDTH, gy, gx))
+        elements = sum((b - 1) * rows * k + (gz - 1) * k * n + (a - 1) * rows * n for k, n, a, b in products)
+        return 2 * elements / (gx * gy * gz) * ITEM
+
+    gx, gy, gz = shape
+    return min(sent(gx, gy, gz), sent(gy, gx, gz))
+
+
+@pytest.mark.parametrize("shape", [*grid_shapes(8), (4, 4, 4), (2, 8, 4), (8, 8, 1)], ids=str)
+def test_a_block_is_predicted_to_send_what_the_formula_says(shape: tuple[int, int, int]) -> None:
+    assert sharded(3, shape).sent_bytes - sharded(2, shape).sent_bytes == pytest.approx(formula(shape))
+
+
+class Counted(Nothing):
+    """Counts what the exchanges of one device would send."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid, self.elements = grid, 0
+
+    def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
+        plan = plan_exchange(source, target, self.grid, place, backward=gradient)
+        self.elements += sum(step.num_sent for step in (*plan.forward, *plan.backward))
+        return nn.Identity()
+
+
+@pytest.mark.parametrize("shape", grid_shapes(8), ids=str)
+def test_the_graphs_of_a_block_send_what_the_formula_says(shape: tuple[int, int, int]) -> None:
+    counted = []
+    for num_blocks in (2, 3):
+        space, sharding, count = space_of(num_blocks), sharded(num_blocks, shape), Counted(Grid(*shape))
+        weights = {str(node.target): torch.zeros(node.meta["val"].shape) for node in space.program.state}
+        emit(space, sharding, 0, SAMPLES, local_weights(space, sharding, 0, weights), count)
+        counted.append(count.elements)
+    assert (counted[1] - counted[0]) * ITEM == pytest.approx(formula(shape))
+
+
+def test_one_axis_is_column_then_row() -> None:
+    space = space_of(2)
+    names = [node.name for node in space.program.captured.graph.nodes]
+    choices = {names[index]: choice[1] for index, choice in sharded(2, (1, 4, 1)).choices.items() if names[index].startswith("linear")}
+    assert [choices[name] for name in list(choices)[1:]] == ["n", "k", "n", "k"] * 2
+
+
+def test_gathered_weights_are_stored_in_parts() -> None:
+    """(1, 1, 8) is ZeRO-3: every weight is an eighth, and cut only to be stored."""
+    sharding = sharded(2, (1, 1, 8))
+    total = sum(torch.Size(layout.shape).numel() for layout in sharding.stored.values()) * ITEM
+    assert sharding.weight_bytes == total / 8
+    assert all(layout.stored == {"z"} for layout in sharding.stored.values())
+
+
+def test_readers_share_one_gather() -> None:
+    """q, k and v as three products gather their input once, and its gradient is summed once."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return (self.q(x).tanh() + self.k(x).tanh() + self.v(x).tanh()).square().sum()
+
+    layout, tensors = read_batch(torch.zeros(2, LENGTH, WIDTH))
+    space = Space(whole_program(api._prepare(Three(), layout, tensors, None, wh.Config(), "cpu")))
+    sharding = solve(space.program, Grid(1, 4, 1), SAMPLES, BYTES_ONLY, space=space)
+    once = 2 * 3 / 4 * SAMPLES * LENGTH * WIDTH * ITEM  # a gather and, backward, a reduce-scatter
+    assert sharding.sent_bytes == pytest.approx(once)
