@@ -151,7 +151,7 @@ def run_sharded(
     for name, layout in sharding.stored.items():
         parts = [own[name].grad if own[name].grad is not None else torch.zeros_like(own[name]) for own in held]
         gradients[name] = assemble(parts, layout.conjugate(grid), grid)
-    return float(loss), gradients
+    return float(loss.detach()), gradients
 
 
 def local_weights(space: Space, sharding: Sharding, place: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
