@@ -36,7 +36,7 @@ from models.resnet import ResNet, ResNetConfig
 from whale.profiling.measure import measure
 from whale.runtime.ranks import Ranks
 
-ROUNDS, STEPS, LIMIT_S = 2, 2, 4.0
+ROUNDS, STEPS, LIMIT_S = 6, 3, 20.0
 """quiet rounds, steps in a round, seconds for each case at most"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 MARK = "measured step"

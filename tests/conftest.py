@@ -28,6 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         subject = call.params.get("subject", "") if call is not None else ""
         item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {subject}"))
+        few = getattr(call.params.get("plan"), "only_for", ()) if call is not None else ()
+        if few and subject not in few:  # others show the same under this plan
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "fake_mode",
     "hooks_of_tensor",
     "is_fake",
+    "is_function_transform",
     "pytree",
     "run_backward",
     "schema",
@@ -48,6 +49,11 @@ def is_fake(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
+
+
+def is_function_transform(target: Any) -> bool:
+    """Whether a node is what `torch.func.vmap` leaves in a graph; values after it have no memory of their own. A public list would do."""
+    return getattr(target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def schema(target: Any) -> torch.FunctionSchema:

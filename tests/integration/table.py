@@ -22,6 +22,8 @@ class PlanCase:
     """labels=input_ids, the very same tensor object"""
     kinds: tuple[str, ...] = ()
     """kinds of devices by rank, for plans that balance; none = all alike"""
+    only_for: tuple[str, ...] = ()
+    """models that `make test` runs under this plan, the others are slow (tests/conftest.py); none named: all of them run"""
 
     @property
     def num_micro_batch(self) -> int:
@@ -38,7 +40,7 @@ PLANS = (
     PlanCase("3 stages", 3, {"num_micro_batch": 4}, (1, 1, 1)),
     PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)),
     PlanCase("replicate(2) -> replicate(1)", 3, {"num_micro_batch": 3}, (2, 1)),
-    PlanCase("replicate(1) -> replicate(3)", 4, {"num_micro_batch": 2}, (1, 3)),
+    PlanCase("replicate(1) -> replicate(3)", 4, {"num_micro_batch": 2}, (1, 3), only_for=("branches", "tied", "gpt2", "t5")),
     PlanCase("auto cut into 4", 4, {"num_micro_batch": 4, "num_task_graph": 4}),
     PlanCase("DP 2, V100 + T4", 2, kinds=("V100-32GB", "T4")),
     PlanCase("DP 3, one 160 times slower, 2 micro-batches", 3, {"num_micro_batch": 2}, kinds=("P100", "CPU", "V100-16GB")),

@@ -303,6 +303,29 @@ def test_frozen_parameters_get_no_gradient_state_or_message(server: ModelServer,
     assert_state_is(ranks[0][5], model, 1e-8)
 
 
+def train_head_only(prepared: None) -> tuple[list[float], bool, dict[str, Tensor]]:
+    """The optimizer picks parameters by name, and the first stage has none of them."""
+    wh.init({"num_micro_batch": 2})
+    engine = wh.parallelize(in_two_stages(build()), make_batch(0), optimizer=head_only)
+    losses = [engine.step(make_batch(step)).loss for step in range(3)]
+    return losses, engine.optimizer is not None, engine.full_state_dict()
+
+
+def head_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in parameters if name.startswith("head.")], lr=0.1)
+
+
+def test_an_optimizer_may_find_nothing_on_a_rank(server: ModelServer) -> None:
+    """torch refuses an optimizer without parameters; a rank whose stages have none of those that were picked goes without."""
+    model = build()
+    reference = local_training(model, [make_batch(step) for step in range(3)], None, head_only)
+    ranks = server.run(train_head_only, 2)
+    assert [has_optimizer for _, has_optimizer, _ in ranks] == [False, True]
+    for losses, _, _ in ranks:
+        assert losses == pytest.approx(reference.losses, rel=EXACT)
+    assert_state_is(ranks[0][2], model, 1e-8)
+
+
 # ---- evaluation -------------------------------------------------------------------------------------------------------
 
 

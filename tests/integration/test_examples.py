@@ -76,19 +76,23 @@ def quickstart_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("alone"), "python", EXAMPLES / "quickstart.py", *QUICK)
 
 
-def test_quickstart(quickstart_alone: str, tmp_path: Path) -> None:
+def check_quickstart(printed: str, alone: str) -> None:
     """The same losses in one process and as 2 stages x 2 replicas."""
-    printed = run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "quickstart.py", *QUICK)
     assert "2 stages x 2 model replicas, batch 32 in 4 micro-batches" in printed
-    assert "1 stage" in quickstart_alone
+    assert "1 stage" in alone
     assert len(losses(printed)) == 3  # steps 1, 10, 11
-    assert losses(printed) == pytest.approx(losses(quickstart_alone), rel=FLOAT32)
-    seen = [re.search(r"never seen: ([\d.]+)% right, loss ([\d.]+)", text) for text in (printed, quickstart_alone)]
+    assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
+    seen = [re.search(r"never seen: ([\d.]+)% right, loss ([\d.]+)", text) for text in (printed, alone)]
     assert seen[0] is not None and seen[1] is not None
     assert float(seen[0][2]) == pytest.approx(float(seen[1][2]), rel=FLOAT32)
 
 
-def test_two_hosts(quickstart_alone: str, tmp_path: Path) -> None:
+@pytest.mark.slow  # two hosts run the same program on as many ranks
+def test_quickstart(quickstart_alone: str, tmp_path: Path) -> None:
+    check_quickstart(run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "quickstart.py", *QUICK), quickstart_alone)
+
+
+def test_quickstart_on_two_hosts(quickstart_alone: str, tmp_path: Path) -> None:
     """3 + 1 devices; both hosts are this one here, in networks of their own in test_hosts.py."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -98,8 +102,7 @@ def test_two_hosts(quickstart_alone: str, tmp_path: Path) -> None:
     first = start(tmp_path, *words, "0", "3", "127.0.0.1", *script, PORT=port)
     printed = finish(first)
     assert losses(finish(second)) == [], "rank 0 is on host 0, and it alone prints"
-    assert "2 stages x 2 model replicas" in printed
-    assert losses(printed) == pytest.approx(losses(quickstart_alone), rel=FLOAT32)
+    check_quickstart(printed, quickstart_alone)
 
 
 # ---- the demo

@@ -149,6 +149,14 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         r"fails on its first 2 samples alone with IndexError.*\n.*cuts \['x'\], \['other'\] into parts",
     ),
     "one memory, two parameters": (same_memory, r"0.weight and 1.weight are two tensors in the same memory.*b.weight = a.weight"),
+    "vmap": (
+        lambda: of_pair(lambda o, b: torch.func.vmap(lambda row: row.square().sum())(o).mean()),
+        r"is part of a `torch.func` transform \(vmap, grad\): write it with batched operations",
+    ),
+    "halves of the batch": (
+        lambda: of_pair(lambda o, b: F.mse_loss(*torch.cat([o, o + 1]).chunk(2))),
+        r"batch sizes with .* == 2\. Whale runs it with other sizes",
+    ),
     "scale_grad_by_freq": (counted_gradients, r"`scale_grad_by_freq` divides gradients by how often a token stands"),
     "no model": (not_a_model, r"the model is a str: give a torch.nn.Module"),
 }

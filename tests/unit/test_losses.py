@@ -470,7 +470,11 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("name", HEADS)
+TRAINED = ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")
+"""heads whose one term tests/integration/test_exactness.py trains in micro-batches"""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED else []) for name in HEADS])
 def test_transformers_heads_are_exact(name: str) -> None:
     config, options, task, num_terms = HEADS[name]
     with Float64():

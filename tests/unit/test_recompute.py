@@ -82,7 +82,7 @@ def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> Non
     assert plan.memory[0].total_bytes(BATCH_SIZE) <= tight.devices[0].kind.memory_bytes
     assert free.device_seconds[0] < plan.device_seconds[0] <= 4 / 3 * free.device_seconds[0] * (1 + 1e-9)
     text = why(plan)
-    assert text is not None and text.startswith("memory asks for it: saves ") and "more work" in text
+    assert text is not None and text.startswith("memory asks for it: saves up to ") and "more work" in text
 
 
 def test_as_little_as_memory_asks_for_is_computed_again() -> None:
@@ -92,9 +92,8 @@ def test_as_little_as_memory_asks_for_is_computed_again() -> None:
 
 
 def test_what_fits_with_nothing_is_refused_with_numbers() -> None:
-    with pytest.raises(ValueError, match=r"does not fit: rank 0 \(k0\) has room for \d+ ") as refused:
+    with pytest.raises(ValueError, match=r"fit, even with all activations computed again in backward: rank 0 \(k0\) has room for \d+ "):
         plan_of(devices(room_for(0.1)))
-    assert "recompute" not in str(refused.value)  # it was tried
 
 
 def test_the_faster_of_moving_samples_and_computing_again_is_taken() -> None:

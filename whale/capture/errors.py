@@ -254,7 +254,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "RuntimeError",
-        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>[^\n]+?)\.?\s*(\n|$)",
+        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>[^\n]+?)\.?\s*(Specializations|\n|$)",
         "the forward works only for batch sizes with {guard}. Whale runs it with other sizes (micro-batches)",
         "write this step so that it works for every number of samples, without a branch or a `view` that depends on it",
         _AFTER_FORWARD,

@@ -39,7 +39,7 @@ from whale.capture.ops import (
 )
 from whale.capture.twins import refuse, twin_of
 from whale.capture.view_writes import same_form, view_inverse
-from whale.compat import schema
+from whale.compat import is_function_transform, schema
 
 aten = torch.ops.aten
 
@@ -125,6 +125,8 @@ class _Functional:
 
     def visit(self, node: Node) -> None:
         """An operation that writes no data."""
+        if is_function_transform(node.target):
+            refuse(node, "is part of a `torch.func` transform (vmap, grad)", "write it with batched operations such as `einsum` or `bmm`")
         if written_names(node):
             self.check_object_of_graph(node)
             node.target = twin_of(node)

@@ -198,6 +198,15 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
     )
 
 
+def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    """All devices of the line have the same rows, and each the matrices of its experts."""
+    layout = special.inputs[1]
+    places = around.grid.line(around.place, layout.axes[0])
+    bounds = tuple(layout.ranges(around.grid, place, 0)[0] for place in places)
+    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, layout.axes[0], around.groups))
+    return lambda x, weight, offsets: sharded_ops.grouped_mm_of_same_tokens(x, weight, offsets, experts)
+
+
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
     places = around.grid.line(around.place, special.axes)
     line = around.statistics.get(places) or around.line(special)
@@ -250,6 +259,7 @@ OPERATIONS: dict[str, Build] = {
     "argmax": _argmax,
     "class loss": _class_loss,
     "embedding": _embedding,
+    "experts": _experts,
     "batch norm": _batch_norm,
     "random": _random,
     "replicas": _replicas,

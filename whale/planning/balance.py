@@ -77,6 +77,15 @@ class Situation:
         limited = [Load(load.sample_s, load.fixed_s, memory.most_samples()) for load, memory in zip(self.loads, self.memory, strict=True)]
         return divide(size, self.virtual_devices, limited, self.least)
 
+    def samples_by_rank(self, size: int) -> list[int]:
+        """Of a micro-batch of that size."""
+        division, found = self.divide(size), [0] * len(self.loads)
+        for device in self.virtual_devices:
+            for replica, ranks in enumerate(device.ranks):
+                for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
+                    found[rank] = share
+        return found
+
     def fits(self, batch_size: int, num_micro_batch: int) -> bool:
         if any(memory.most_samples() < 0 for memory in self.memory):
             return False
@@ -93,10 +102,12 @@ def refuse_unless_it_fits(
     num_micro_batch: int,
     with_micro_batches: Callable[[int], Situation],
     recompute_fits: Callable[[], bool] = lambda: False,
+    but: str = "",
 ) -> None:
     """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
 
     `recompute_fits()`: whether it would fit if activations were computed again in backward, which the config forbids.
+    `but`: what was done already to make it fit.
     """
     full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
     if full:
@@ -115,13 +126,15 @@ def refuse_unless_it_fits(
     if recompute_fits():
         ways.insert(0, '"recompute": "auto", so that activations are computed again in backward and not kept')
     advice = "; ".join(ways) or "devices with more memory, or more stages"
-    raise DoesNotFit(f"a micro-batch of {size} samples does not fit: {_room(situation)}. What would fit: {advice}")
+    raise DoesNotFit(f"a micro-batch of {size} samples does not fit{but}: {_room(situation)}. What would fit: {advice}")
 
 
 def _room(situation: Situation) -> str:
-    """Samples that fit on each device, with the numbers behind them."""
+    """Samples that fit on each device, those with least room first, with the numbers behind them."""
     lines = []
-    for rank, memory in enumerate(situation.memory[:SHOWN]):
+    tightest = sorted(range(len(situation.memory)), key=lambda rank: (situation.memory[rank].most_samples(), rank))
+    for rank in sorted(tightest[:SHOWN]):
+        memory = situation.memory[rank]
         lines.append(
             f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({_gb(memory.capacity_bytes)} less "
             f"{_gb(memory.static_bytes)} for weights and the like, {_gb(memory.sample_bytes)} a sample)"
@@ -167,21 +180,15 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
 def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
     """(choice, why) for the largest micro-batch."""
     division = situation.divide(size)
-    by_rank = {
-        rank: share
-        for device in situation.virtual_devices
-        for replica, ranks in enumerate(device.ranks)
-        for rank, share in zip(ranks, division.runs[replica][device.index], strict=True)
-    }
-    shares = [by_rank[rank] for rank in sorted(by_rank)]
-    idle = [rank for rank in sorted(by_rank) if not by_rank[rank]]
+    shares = situation.samples_by_rank(size)
+    idle = [rank for rank, share in enumerate(shares) if not share]
     even = _even_time(situation, size)
     why = f"of {size} samples in a micro-batch; the slowest device takes {division.slowest_s:.4g} s"
     if even is not None and even > division.slowest_s * (1 + 1e-9):
         why += f", {even / division.slowest_s:.3g} times less than with even shares"
-    limited = [rank for rank, share in by_rank.items() if share and share == situation.memory[rank].most_samples() < UNLIMITED]
+    limited = [rank for rank, share in enumerate(shares) if share and share == situation.memory[rank].most_samples() < UNLIMITED]
     if limited:
-        why += f"; memory of rank {', '.join(map(str, sorted(limited)[:SHOWN]))} is full"
+        why += f"; memory of rank {', '.join(map(str, limited[:SHOWN]))} is full"
     if idle:
         why += f"; rank {', '.join(map(str, idle[:SHOWN]))} gets nothing: its first sample would take longer than all of the step"
     shown = "+".join(map(str, shares[:SHOWN])) + (f" and {len(shares) - SHOWN} more" if len(shares) > SHOWN else "")

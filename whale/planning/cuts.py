@@ -165,14 +165,16 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
     """Refuse with numbers when no cut keeps within memory: take as much as fits on each stage in turn."""
     if _fits(chain, np.inf):
         return
-    reached = {0}
+    reached = np.zeros(len(chain.points), dtype=bool)  # points at which a stage can end
+    reached[0], done = True, 0
     for stage in range(chain.num_stages):
         assert chain.firsts is not None
-        first = chain.firsts[stage]
-        reached = {end for end in range(1, len(chain.points)) if any(first[end] <= start < end for start in reached)}
-        if not reached:
+        before = np.concatenate([[0], np.cumsum(reached)])
+        ends = np.arange(len(chain.points))
+        reached = before[ends] > before[np.minimum(chain.firsts[stage], ends)]  # some start from the first that fits to the end
+        if not reached.any():
             break
-    done = max(reached, default=0)
+        done = int(np.flatnonzero(reached)[-1])
     rest = float(used[-1, -1] - used[-1, done])
     sizes = [f"{most / 1e9:.3g}" for most in limit]
     room = f"{sizes[0]} GB each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)} GB"

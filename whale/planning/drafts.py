@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch.fx import Node
 
@@ -32,6 +32,8 @@ from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import ADAM_STATE, Workload
 from whale.profiling.costs import value_bytes
 
+FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
+"""schedules that are the same whatever the stages cost: made once for all drafts"""
 SAME_TIME = 1e-9
 """relative: memory that costs less than this does not limit"""
 
@@ -226,7 +228,10 @@ class _Drafter:
         return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
 
     def _schedule(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Schedule:
-        return scheduling.build(self.problem.config.schedule, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
+        name = self.problem.config.schedule
+        if name in FIXED_ORDERS:
+            return _fixed_schedule(name, self.stage_graph, num_micro_batch)
+        return scheduling.build(name, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
 
     def _fits(self, priced: _Priced) -> bool:
         return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
@@ -249,7 +254,8 @@ class _Drafter:
         def recompute_fits() -> bool:
             return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
 
-        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits)
+        again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
+        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
 
     def _demands(self, priced: _Priced) -> list[Demand]:
         """What every VirtualDevice is to hold if speed alone decides who gets which samples."""
@@ -309,6 +315,11 @@ class _Drafter:
             return len(owners) > 1 or self.placement.num_replicas * self.placement.virtual_devices[min(owners)].num_devices > 1
 
         return shared_gradient_bytes(self.problem.captured, self._holders, stages, is_shared)
+
+
+@lru_cache(maxsize=8)
+def _fixed_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int) -> scheduling.Schedule:
+    return scheduling.build(name, graph, num_micro_batch)
 
 
 def _ranks(device: VirtualDevice) -> list[int]:

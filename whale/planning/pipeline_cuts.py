@@ -95,17 +95,17 @@ class CutProblem:
     def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
         """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""
         kept = self.workload.kept_by_operation(operations)
-        static = np.array(self.workload.static_by_operation(operations, names_behind))
+        static = np.array(self.workload.static_by_operation(operations, names_behind, len(self.ranks[0]) > 1))
         fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
-        samples = np.ceil(float(self.shares().max()) * micro_batch)
-        flying = [in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)]
-        rows = [static + (1 if again else number) * (fixed + samples * per_sample) for number in flying]
+        samples = np.ceil(self.shares() * micro_batch)  # of each replica
+        flying = np.array([in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)])
+        rows = [static + (1 if again else number) * (fixed + samples.max() * per_sample) for number in flying]
         # 0 is not known, so no limit
-        capacities = [min(self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage) for stage in self.ranks]
-        entering = samples * self._least_alive(operations) if again else 0.0
-        room = np.array(capacities, dtype=np.float64) - self.workload.batch_bytes - 2 * entering * np.array(flying)  # in and out
-        return StageMemory(np.array(rows), room)
+        capacities = np.array([[self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage] for stage in self.ranks])
+        # what enters and leaves a stage is kept, too: (stages, replicas)
+        edges = 2 * self._least_alive(operations) * flying[:, np.newaxis] * samples[np.newaxis, :] if again else 0.0
+        return StageMemory(np.array(rows), (capacities - edges).min(axis=1) - self.workload.batch_bytes)
 
     def _least_alive(self, operations: Sequence[Node]) -> float:
         """Bytes a sample that cross where least does, in the middle half of the model: both its ends are thin."""

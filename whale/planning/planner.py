@@ -184,11 +184,13 @@ def _balance_decisions(problem: Problem, draft: Draft, tried: Sequence[Draft]) -
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """What the planner has computed again in backward, and what that costs."""
-    size, before, now = problem.largest_micro_batch, draft.without_recompute, draft.situation
-    saved = max(old.sample_bytes - new.sample_bytes for old, new in zip(before.memory, now.memory, strict=True))
-    extra = max(new.seconds(size) - old.seconds(size) for old, new in zip(before.loads, now.loads, strict=True))
-    busiest = max(load.seconds(size) for load in before.loads)
-    told = explain(draft.choice, problem.config.recompute, extra, busiest, saved * size)
+    before, now = draft.without_recompute, draft.situation
+    shares = now.samples_by_rank(problem.largest_micro_batch)
+    ranks = range(len(shares))
+    saved = max(shares[rank] * (before.memory[rank].sample_bytes - now.memory[rank].sample_bytes) for rank in ranks)
+    work = [(now.loads[rank].seconds(shares[rank]), before.loads[rank].seconds(shares[rank])) for rank in ranks if shares[rank]]
+    more = max(after / without - 1 for after, without in work if without) if any(without for _, without in work) else 0.0
+    told = explain(draft.choice, problem.config.recompute, more, saved)
     return [Decision("recompute", *told)] if told else []
 
 
@@ -240,6 +242,7 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
             cuts.crossing_seconds,
             lambda nodes: cuts.memory(nodes, names_behind, again),
             cuts.step_seconds,
+            only_thin=again,
         )
 
     try:

@@ -22,7 +22,8 @@ from whale.planning.plan import Plan
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.virtual_devices import VirtualDevice
-from whale.planning.workload import Workload
+from whale.planning.workload import INSIDE_OPERATIONS, Workload
+from whale.profiling.calibration import measured_seconds
 from whale.sharding.layout import Layout
 
 UPDATE_PASSES = 3
@@ -31,6 +32,8 @@ UPDATE_PASSES = 3
 UNFUSED_PASSES, UNFUSED_STATE_PASSES = 6, 8
 """the same on a CPU, where torch's optimizers run operation by operation: AdamW moves about 21 times the bytes of its weights;
 gradients are copied into their buckets and their norm is taken"""
+UNFUSED_CALLS, UNFUSED_STATE_CALLS = 8, 6
+"""operations for each parameter, those of Python around them counted as operations too"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
@@ -108,9 +111,9 @@ def figures_of(
             times=dict(sorted(times.items())),
             kept_sample_bytes=needed.kept.sample_bytes,
             kept_fixed_bytes=needed.kept.fixed_bytes,
-            working_sample_bytes=needed.working_sample_bytes,
+            working_sample_bytes=needed.working_sample_bytes + INSIDE_OPERATIONS * needed.kept.sample_bytes,
             weight_part_sample_bytes=needed.weight_part.sample_bytes,
-            working_fixed_bytes=workload.largest_gradient(part),
+            working_fixed_bytes=workload.room_to_work(part),
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = _states(workload.captured, holders, on_grids.weights)
@@ -118,7 +121,8 @@ def figures_of(
     known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
     for device, own in zip(cluster.devices, own_stages, strict=True):
         trained = sum(state.trained_bytes for state in states if set(state.stages) & set(own))
-        known[tuple(own), device.kind] = update_seconds(trained, workload.optimizer_ratio, device.kind)
+        number = sum(len(assignment.slices[stage].state) for stage in own)
+        known[tuple(own), device.kind] = update_seconds(trained, number, workload.optimizer_ratio, device.kind)
     return Figures(
         stages=tuple(stages),
         states=states,
@@ -131,10 +135,13 @@ def figures_of(
     )
 
 
-def update_seconds(trained_bytes: int, optimizer_ratio: float, kind: DeviceKind) -> float:
-    """Of the optimizer, which is limited by memory bandwidth."""
-    passes = UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio if kind.is_cpu else UPDATE_PASSES + 2 * optimizer_ratio
-    return trained_bytes * passes / kind.bytes_per_s
+def update_seconds(trained_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
+    """Of the optimizer, which is limited by memory bandwidth, and on a CPU by the number of its operations."""
+    if not kind.is_cpu:
+        return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+    call_s = measured_seconds(kind, "aten.add", 0.0, 1.0, False) or 0.0
+    calls = num_parameters * (UNFUSED_CALLS + UNFUSED_STATE_CALLS * optimizer_ratio)
+    return trained_bytes * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio) / kind.bytes_per_s + calls * call_s
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:

@@ -25,6 +25,8 @@ from whale.planning.workload import StageBytes, Workload
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """numbers of regions of a stage that are compared"""
+PATIENCE = 2
+"""so many larger numbers in a row that need more end the comparison"""
 
 Choice = tuple[Counts, ...]
 """of every stage: (regions, regions that are computed again)"""
@@ -77,7 +79,13 @@ class Stages:
             needed = self.bytes(stage, (count, count))
             return in_flight * needed.kept.sample_bytes + needed.working_sample_bytes
 
-        return min(TRIED_REGIONS, key=peak)
+        best, least, tries_left = 1, peak(1), PATIENCE
+        for count in TRIED_REGIONS[1:]:
+            needed = peak(count)
+            best, least, tries_left = (count, needed, PATIENCE) if needed < least else (best, least, tries_left - 1)
+            if not tries_left:
+                break
+        return best
 
     def everything(self, schedule: scheduling.Schedule) -> Choice:
         best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
@@ -127,13 +135,13 @@ def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_f
                 return
 
 
-def explain(choice: Choice, wanted: Recompute, extra_s: float, step_s: float, saved_bytes: float) -> tuple[str, str] | None:
-    """(choice, why) for the plan; None where the planner has nothing computed again."""
+def explain(choice: Choice, wanted: Recompute, more_work: float, saved_bytes: float) -> tuple[str, str] | None:
+    """(choice, why) for the plan; None where the planner has nothing computed again. Figures are of the device with most of each."""
     chosen = [stage for stage, (_, number) in enumerate(choice) if number]
     if not chosen:
         return None
     parts = ", ".join(f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen[:8])
     more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
     reason = "asked for" if wanted is True else "memory asks for it"
-    cost = f"; the slowest device does {100 * extra_s / step_s:.3g} % more work" if step_s else ""
-    return f"stage {parts}{more}", f"{reason}: saves {saved_bytes / 1e9:.3g} GB on the device where it saves most{cost}"
+    figures = f"saves up to {saved_bytes / 1e9:.3g} GB on a device, for up to {100 * more_work:.3g} % more work"
+    return f"stage {parts}{more}", f"{reason}: {figures}"

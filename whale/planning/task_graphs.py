@@ -14,6 +14,7 @@ from whale.capture.graph import module_name
 from whale.capture.kinds import Kind
 from whale.planning.cuts import Floats, StageMemory, cut
 
+THIN = 1.5
 _WHERE = {"construction": 0, "glob": 1, "forward": 2}  # order of TaskGraphs that were said in different places
 
 
@@ -81,12 +82,14 @@ def from_cuts(
     crossing_seconds: Callable[[Node], float],
     memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
     step_of: Callable[[Floats, Floats], float] | None = None,
+    only_thin: bool = False,
 ) -> TaskGraphs:
     """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
 
     `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold.
     `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
     counted in full and in part, for they may be hidden under compute, and the fastest is taken.
+    `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     place = {node: index for index, node in enumerate(activations)}
@@ -101,6 +104,8 @@ def from_cuts(
     crossing = np.cumsum(change)[: len(activations)]
     memory = memory_of(activations) if memory_of is not None else None
     allowed = _cuttable(activations, times.max(axis=0), crossing)
+    if only_thin:
+        allowed = _thin(allowed, crossing, num_task_graph - 1)
     weights = MESSAGE_WEIGHTS if step_of is not None and crossing.any() else (1.0,)
     tried = {weight: cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory) for weight in weights}
     cuts = tried[1.0]
@@ -135,6 +140,14 @@ def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarr
             best[work] = position
     allowed[list(best.values())] = True
     return allowed
+
+
+def _thin(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
+    """Of the allowed points those where at most `THIN` times as much crosses as at the thinnest of the middle half, if they are enough."""
+    quarter = len(allowed) // 4
+    middle = crossing[quarter : len(allowed) - quarter][allowed[quarter : len(allowed) - quarter]]
+    thin: np.ndarray = allowed & (crossing <= THIN * middle.min(initial=np.inf))
+    return thin if thin.sum() >= needed else allowed
 
 
 def _module_label(operations: Sequence[Node]) -> str:

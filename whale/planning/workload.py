@@ -51,6 +51,11 @@ class StageBytes:
         return Held(self.kept.fixed_bytes, self.weight_part.fixed_bytes, self.working_fixed_bytes)
 
 
+INSIDE_OPERATIONS = 0.02
+"""of weights, gradients and state, and of what is kept: about as much is held for a moment inside operations and by messages on their way;
+measured by benchmarks/prediction.py"""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One captured graph with a mini-batch of one size."""
@@ -143,15 +148,16 @@ class Workload:
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
             fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()}))
-            + max(map(self.largest_gradient, slices), default=0),
+            + sum(map(self.room_to_work, slices)),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
         )
 
-    def largest_gradient(self, part: StageSlice) -> int:
-        """Bytes of the largest trained parameter of a stage: a gradient is made before it is added to the one that is there."""
+    def room_to_work(self, part: StageSlice) -> int:
+        """Bytes beside the samples that a backward works with: a gradient is made before it is added to the one that is there."""
         states = [self.captured.state[str(node.target)] for node in part.state]
-        return max((state.num_bytes for state in states if state.kind == "parameter" and state.trainable), default=0)
+        trained = [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+        return max(trained, default=0) + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * sum(trained))
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -168,15 +174,21 @@ class Workload:
             found.append(Kept(sum(self.saved.kept[i].sample_bytes for i in new), sum(self.saved.kept[i].fixed_bytes for i in new)))
         return found
 
-    def static_by_operation(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]]) -> list[float]:
-        """Bytes of the parameters that each operation is the first to read, with their gradients and optimizer state."""
+    def static_by_operation(
+        self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], is_shared: bool
+    ) -> list[float]:
+        """Bytes of the parameters that each operation is the first to read, with their gradients and optimizer state.
+
+        `is_shared`: gradients are summed over replicas, in buffers of their size.
+        """
+        trained = 2.0 + is_shared + self.optimizer_ratio
         seen: set[str] = set()
         found = []
         for node in operations:
             new = set(names_behind(node)) - seen
             seen |= new
             states = [self.captured.state[name] for name in new]
-            found.append(sum(state.num_bytes * (2.0 + self.optimizer_ratio if state.trainable else 1.0) for state in states))
+            found.append(sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states))
         return found
 
 

@@ -165,6 +165,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.addmv": _added_matmul,
     "aten.addbmm": _added_matmul,
     "aten._grouped_mm": _grouped_matmul,
+    "transformers.grouped_mm_fallback": _grouped_matmul,
     "aten.tensordot": _tensordot,
     "aten.einsum": _einsum,
     "aten.conv1d": _convolution,

@@ -1,7 +1,7 @@
 """Times of common operations on a running device, forward and backward, at several sizes: the measured side of the cost model.
 
 Each operation is timed as training calls it: forward with autograd recording, then its backward alone. What the autograd engine itself
-takes to start is measured with a backward that does nothing, and taken off.
+takes to start is measured with backwards that do nothing, and taken off; what it takes for each node belongs to the operation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
 WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 8192)}
 """of square matrices"""
+MANY_VIEWS = 11
 HEADS, HEAD_WIDTH = 8, 64
 
 
@@ -100,14 +101,27 @@ def _convolution(device: str, width: int) -> list[Trial]:
 
 def measure_operations(device: str, together: Callable[[], None]) -> tuple[OperationPoint, ...]:
     """Every trial, forward and backward. `together`: called before each, so that all ranks measure at the same time."""
-    nothing = _leaf(device, 1)
-    start_s = _backward_s(Trial("nothing", 0.0, lambda: nothing.view(1), (nothing,)), device, together)
+    start_s = _engine_start_s(device, together)
     points = []
     for trial in trials(device):
         forward_s = _typical(trial.run, device, together)
         backward_s = max(LEAST_S, _backward_s(trial, device, together) - start_s)
         points.append(OperationPoint(trial.name, trial.work, forward_s, backward_s))
     return tuple(points)
+
+
+def _engine_start_s(device: str, together: Callable[[], None]) -> float:
+    """What a backward takes before its first node: a chain of views, less what each of them takes."""
+    leaf = _leaf(device, 1)
+
+    def chain(length: int) -> Tensor:
+        result = leaf
+        for _ in range(length):
+            result = result.view(1)
+        return result
+
+    one, many = (_backward_s(Trial("view", 0.0, lambda n=n: chain(n), (leaf,)), device, together) for n in (1, MANY_VIEWS))  # type: ignore[misc]
+    return max(0.0, one - max(0.0, many - one) / (MANY_VIEWS - 1))
 
 
 def _backward_s(trial: Trial, device: str, together: Callable[[], None]) -> float:

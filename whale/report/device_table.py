@@ -91,10 +91,10 @@ def layers_of(stages: Sequence[Stage]) -> str:
     """Layers as the model numbers them: parameters `h.0.attn.weight` .. `h.5.mlp.bias` are `h.0-5`; of several lists each."""
     found: dict[str, set[int]] = {}
     for name in (name for stage in stages for name in stage.parameters):
-        match = re.match(r"(.*?)\.(\d+)\.", name)
+        match = re.match(r"(?:(.*?)\.)?(\d+)\.", name)
         if match:
-            found.setdefault(match[1].rsplit(".", 1)[-1], set()).add(int(match[2]))
-    return "; ".join(f"{name}.{ranges(sorted(numbers))}" for name, numbers in found.items()) or "-"
+            found.setdefault((match[1] or "").rsplit(".", 1)[-1], set()).add(int(match[2]))
+    return "; ".join(f"{name}.{ranges(sorted(numbers))}".removeprefix(".") for name, numbers in found.items()) or "-"
 
 
 def _percent(part: float, whole: float) -> str:

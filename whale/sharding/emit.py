@@ -10,6 +10,7 @@ import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +23,14 @@ from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.recompute import Recomputed, cut_region
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
+from whale.sharding.exchange_plan import TWO_STEPS_FROM
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Layout
-from whale.sharding.operation import Option, Placement, Shapes, tensor_nodes
+from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "batch norm", "random", "replicas")
+SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random", "replicas")
 """operations that talk to other devices, or draw random numbers; `replicas` adds up a value over the model replicas"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
@@ -189,12 +191,28 @@ class _Emitter:
         if is_alike(self.layouts[value], target):
             return self.copies[value]
         if (value, target) not in self.changed:
-            gradient = value[0] in self.space.program.gradients
-            module = self.communication.exchange(self.layouts[value], target, self.place, gradient)
-            copy = self._call(module, "exchange", (self.copies[value],))
-            copy.meta["exchange"] = (self.layouts[value], target)
-            self.changed[value, target] = copy
+            lies = self.layouts[value]
+            between = self._reduced_first(value, lies, placements)
+            copy = self.copies[value]
+            if between is not None:
+                copy = self._exchange(value, copy, lies, between)
+                lies = between
+            self.changed[value, target] = self._exchange(value, copy, lies, target)
         return self.changed[value, target]
+
+    def _exchange(self, value: Value, copy: Node, source: Layout, target: Layout) -> Node:
+        gradient = value[0] in self.space.program.gradients
+        call = self._call(self.communication.exchange(source, target, self.place, gradient), "exchange", (copy,))
+        call.meta["exchange"] = (source, target)
+        return call
+
+    def _reduced_first(self, value: Value, source: Layout, placements: Mapping[str, Placement]) -> Layout | None:
+        """The layout between, where one axis adds up and another gathers: terms that are not yet added up would be sent to everyone."""
+        adds = [axis for axis in source.partial if isinstance(placements[axis], int)]
+        gathers = {axis: dim for dim, axes in enumerate(source.axes) for axis in axes if placements[axis] == SAME}
+        if not adds or not gathers or prod(source.shape) <= TWO_STEPS_FROM:
+            return None
+        return self.layout(value, {**placements, **gathers})
 
     def _call(self, module: nn.Module, prefix: str, arguments: tuple[Any, ...]) -> Node:
         name = f"{prefix}_{self.num_calls}"

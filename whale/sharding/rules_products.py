@@ -82,11 +82,13 @@ def _product(
 
 @rule("_grouped_mm grouped_mm grouped_mm_fallback")
 def grouped_mm(op: Operation) -> list[Option]:
-    """Rows sorted by expert, [m, k] with weights [experts, k, n]: as a product inside every expert. Where an expert's rows end is known to
-    everyone, and the rows of one expert stand together whatever the samples: they are not cut."""
-    if len(op.shapes) != 3 or len(op.shapes[0]) != 2 or len(op.shapes[1]) != 3:
+    """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by experts, every device does the rows of
+    its own and gives zeros for the others."""
+    if [len(shape) for shape in op.shapes] != [2, 3, 1] or op.argument("out_dtype") is not None:
         return []
-    return labelled(op, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], sums={"k"}) + partial_options(op, [{0}, {1}])
+    inputs: list[Sequence[Label]] = [[None, "k"], ["experts", "k", "n"], [None]]
+    local = dict.fromkeys(("experts", "k", "n"), "experts")
+    return labelled(op, inputs, [[None, "n"]], sums={"experts", "k"}, local=local) + partial_options(op, [{0}])
 
 
 @rule("embedding")

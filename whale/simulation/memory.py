@@ -68,11 +68,13 @@ class Account:
         if action.kind is Kind.WEIGHT:
             self.used[ACTIVATIONS] -= later
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.used[ACTIVATIONS] -= stage.working_bytes(num_samples) + stage.kept_bytes(num_samples)
+            self.used[ACTIVATIONS] -= stage.kept_bytes(num_samples)
         if action.kind is Kind.INPUT:
             self.take(ACTIVATIONS, later, str(action))
         else:
             self._grow_gradients(action, is_last)
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            self.used[ACTIVATIONS] -= stage.working_bytes(num_samples)
 
     def _grow_gradients(self, action: Action, is_last: bool) -> None:
         """In its first backward a stage makes its gradients. If it is the last one too, all but the last bucket have gone into theirs."""
