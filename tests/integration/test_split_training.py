@@ -16,6 +16,7 @@ import whale as wh
 from tests.exactness import Float64Mode
 from tests.integration.test_split import MODELS, Subject, everything, prepare_model, scope
 from tests.ranks import ModelServer, preload, run_ranks
+from whale.emulation.stub import make_stub
 
 preload("torch", "transformers", "whale", "tests.integration.test_split_training")
 
@@ -167,3 +168,38 @@ def initialised(grid: tuple[int, int, int]) -> dict[str, Tensor]:
 def test_initial_weights_are_those_of_any_other_number_of_devices() -> None:
     local, sharded = run_ranks(initialised, 1, (1, 1, 1))[0], run_ranks(initialised, 4, (2, 2, 1))[0]
     assert all(torch.equal(local[name], sharded[name]) for name in local)
+
+
+# ---- plan files, dropout, stub chunks -----------------------------------------------------------------------------------
+
+
+def follow(path: Path) -> tuple[list[float], str]:
+    """Two steps with dropout under a plan from a file, twice from the same start: (losses, grid)."""
+    losses = []
+    for _ in range(2):
+        wh.init({"seed": 3})
+        torch.manual_seed(0)
+        engine = wh.parallelize(on(2, (1, 2, 1), Net(dropout=0.3)), Data().batch(0, 8), optimizer=adamw, loss=loss_of, plan=path)
+        losses.append([engine.step(Data().batch(0, 8)).loss for _ in range(2)])
+    assert losses[0] == losses[1], "dropout draws from the seed, the step, the micro-batch and the stage"
+    grid = engine.plan.virtual_devices[0].grid
+    assert grid is not None
+    return losses[0], grid.name
+
+
+def test_a_plan_file_with_a_grid_is_followed_and_dropout_repeats(tmp_path: Path) -> None:
+    wh.init({"seed": 3})
+    plan = wh.plan(on(2, (1, 2, 1), Net(dropout=0.3)), Data().batch(0, 8), loss=loss_of, cluster=2)
+    plan.save(tmp_path / "plan.json")
+    ranks = run_ranks(follow, 2, tmp_path / "plan.json")
+    assert ranks[0] == ranks[1] and ranks[0][1] == "1 x 2 x 1"
+
+
+def test_the_stub_of_a_plan_with_grids_has_the_same_grids() -> None:
+    wh.init()
+    plan = wh.plan(wh.annotate(Net(), {"features": wh.split(2), "head": wh.split(2)}), Data().batch(0, 8), loss=loss_of, cluster=4)
+    assert plan.figures is not None
+    stub = make_stub(plan, plan.figures)
+    assert [sharding.stage for sharding in stub.plan.shardings] == [0, 1] and stub.plan.virtual_devices == plan.virtual_devices
+    assert stub.plan.contradiction() is None
+    assert not any(stored.is_cut for sharding in stub.plan.shardings for stored in sharding.stored.values())

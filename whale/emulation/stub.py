@@ -27,10 +27,14 @@ from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import crossing_values
+from whale.planning.assignment import Assignment
 from whale.planning.figures import Figures
 from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
+from whale.planning.split_stages import stage_program
 from whale.runtime.messages import Message
+from whale.sharding.record import StageSharding
+from whale.sharding.solve import solve
 
 VALUE = "value_"
 STAGE = "stage_"
@@ -156,9 +160,20 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         notes=("stub chunks: one small parameter and one small tensor per boundary stand for the model; losses mean nothing",),
     )
     assignment = apply_plan(small, captured, prepared.kinds)
+    small = replace(small, shardings=tuple(_on_grid(small, prepared, assignment, each) for each in plan.shardings))
     found = {(source, destination, node in assignment.gradients) for node, source, destination in assignment.crossings}
     assert found == {(c.source, c.destination, c.gradient) for c in plan.crossings}, "the stub crosses other boundaries than its plan"
     return Stub(model, prepared, layout, small, plan)
+
+
+def _on_grid(plan: Plan, prepared: Prepared, assignment: Assignment, full: StageSharding) -> StageSharding:
+    """A stage on a grid: its one number lies whole on every device, its samples are cut over all."""
+    grid = plan.virtual_devices[plan.stages[full.stage].virtual_device].grid
+    assert grid is not None
+    terms = [node for node in prepared.terms if assignment.result_stage[node] == full.stage]
+    operations = frozenset(assignment.slices[full.stage].operations)
+    program = stage_program(prepared.captured, prepared.kinds, assignment, full.stage, terms, by_samples=operations)
+    return StageSharding.of(full.stage, solve(program, grid, full.num_samples), full.num_samples)
 
 
 def _prepare(capture: Capture) -> Prepared:
