@@ -19,6 +19,7 @@ from whale.capture.checks import compare_parts, compare_with_eager
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.prepare import Prepared, prepare
+from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
@@ -253,6 +254,7 @@ def _plan(
     optimizer_ratio: float | None = None,
     optimizer: OptimizerFactory | None = None,
 ) -> Plan:
+    refuse_unknown_sizes(prepared.captured)
     made, _ = make_plan(
         Problem(
             captured=prepared.captured,

@@ -12,6 +12,8 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from whale.capture.graph import CapturedGraph, user_line
+
 
 def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:
     """Rewrites every integer node as arithmetic on dim 0 of `batched_input`; leaves data-dependent sizes alone."""
@@ -57,6 +59,19 @@ def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node
         result.meta["val"] = like.meta["val"]
         result.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
     return result
+
+
+def refuse_unknown_sizes(captured: CapturedGraph) -> None:
+    """A plan needs every shape as an expression of the batch size; the rows that a mask picks are known only when the batch is there."""
+    for node in captured.compute_nodes():
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            if any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {captured.batch_symbol} for size in sizes):
+                raise ValueError(
+                    f"the shape of `{node.name}` depends on what the tensors hold ({user_line(node)}), and a plan needs every shape. Keep "
+                    f"the full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+                )
 
 
 def shape_at(shape: Any, batch_symbol: sympy.Symbol, num_samples: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
 from whale.profiling.calibration import measured_seconds
 from whale.profiling.flops import Value, flop
@@ -134,19 +134,9 @@ def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
-        try:
-            values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
-        except UnknownSize:
-            raise ValueError(
-                f"the shape of `{node.name}` depends on what the tensors hold ({user_line(node)}), and a plan needs every shape. Keep the "
-                f"full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
-            ) from None
+        values[node] = _concrete(node.meta.get("val"), captured.batch_symbol, batch_size)
         costs[node] = _cost(node, values)
     return costs
-
-
-class UnknownSize(ValueError):
-    """A size that is known only when the batch is there: how many rows a mask picks."""
 
 
 def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
@@ -164,7 +154,7 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
     number = expression.subs(symbol, value)
     if number.free_symbols:
         names = ", ".join(sorted(map(str, number.free_symbols)))
-        raise UnknownSize(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
+        raise ValueError(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
     return int(number)
 
 
