@@ -151,9 +151,9 @@ def test_elementwise_operations_read_and_write() -> None:
     captured = capture(Function(lambda a, b: torch.relu(a + b).to(torch.float64)), torch.ones(SAMPLE_BATCH, 6), torch.ones(SAMPLE_BATCH, 6))
     costs = cost_by_operation(captured, 5)
     num_bytes = 5 * 6 * 4
-    assert costs["aten.add.Tensor"] == NodeCost(0.0, 3 * num_bytes, num_bytes)
-    assert costs["aten.relu.default"] == NodeCost(0.0, 2 * num_bytes, num_bytes)
-    assert costs["aten.to.dtype"] == NodeCost(0.0, 3 * num_bytes, 2 * num_bytes)
+    assert costs["aten.add.Tensor"] == NodeCost(0.0, 3 * num_bytes, num_bytes, "aten.add")
+    assert costs["aten.relu.default"] == NodeCost(0.0, 2 * num_bytes, num_bytes, "aten.relu")
+    assert costs["aten.to.dtype"] == NodeCost(0.0, 3 * num_bytes, 2 * num_bytes, "aten.to")
 
 
 def test_views_are_free() -> None:
