@@ -169,12 +169,12 @@ def test_views_are_free() -> None:
 def test_an_embedding_reads_only_its_rows() -> None:
     costs = cost_by_operation(capture(nn.Embedding(100_000, 8), tokens(SAMPLE_BATCH)), 5)
     ids_bytes, rows_bytes = 5 * 6 * 8, 5 * 6 * 8 * 4
-    assert costs["aten.embedding.default"] == NodeCost(0.0, ids_bytes + 2 * rows_bytes, rows_bytes)
+    assert costs["aten.embedding.default"] == NodeCost(0.0, ids_bytes + 2 * rows_bytes, rows_bytes, "aten.embedding")
 
 
 def test_a_product_also_moves_its_weights() -> None:
     cost = cost_by_operation(capture(nn.Linear(8, 16), torch.ones(SAMPLE_BATCH, 8)), 5)["aten.linear.default"]
-    assert cost == NodeCost(2 * 5 * 8 * 16, 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16), 4 * 5 * 16)
+    assert cost == NodeCost(2 * 5 * 8 * 16, 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16), 4 * 5 * 16, "aten.linear")
 
 
 def test_value_bytes_of_tensors_tuples_and_sizes() -> None:
