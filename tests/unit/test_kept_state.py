@@ -225,3 +225,19 @@ def test_weights_of_the_loss_are_refused_unless_frozen() -> None:
     loss.requires_grad_(False)
     engine = wh.parallelize(built(Logits), batch(0), loss=loss, optimizer=sgd)
     assert engine.step(batch(0)).loss == pytest.approx(float(loss(built(Logits)(**batch(0)), batch(0)).detach()), rel=1e-12)
+
+
+class AsksForGradient(Net):
+    """Makes a leaf of its own, as models do that checkpoint their first layer."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x * 1.0
+        if not torch.compiler.is_exporting():
+            x.requires_grad_(True)
+        return self.head(x, labels)
+
+
+def test_a_leaf_that_forward_makes_is_not_taken_for_a_weight() -> None:
+    wh.init()
+    engine = wh.parallelize(built(AsksForGradient), batch(0), optimizer=sgd)
+    assert engine.step(batch(0)).loss == pytest.approx(float(built(AsksForGradient)(**batch(0)).detach()), rel=1e-12)

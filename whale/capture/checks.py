@@ -7,6 +7,7 @@ A check that cannot be made (dropout that is not a plain one, batch statistics) 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def _compare_samples(
     buffers, before = _Buffers(model), attributes(model)
     with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
         expected = _eager_loss(model, layout, few, task)
-        _refuse_trained_outside(expected, model)
+        outside = _leaves_outside(expected, model)
         expected_gradients = _gradients(expected, parameters)
         buffers.restore()
         torch.manual_seed(SEED)
@@ -59,6 +60,7 @@ def _compare_samples(
             again = _eager_loss(model, layout, few, task)
         buffers.restore()
     expected, got = expected.detach(), got.detach()
+    _refuse_trained_outside(outside)
     if not bool(expected.isfinite()) and not bool(got.isfinite()):
         return False
     worst, figure = _worst(expected_gradients, got_gradients)
@@ -110,14 +112,22 @@ def _refuse_other_result(first: Tensor, second: Tensor, limit: float, changed: S
     )
 
 
-def _refuse_trained_outside(loss: Tensor, model: torch.nn.Module) -> None:
-    """A loss may have weights of its own, or use those of another model: nobody would train them."""
+def _leaves_outside(loss: Tensor, model: torch.nn.Module) -> list[weakref.ref[Tensor]]:
+    """Tensors that get a gradient and are no parameters of the model, without keeping them."""
     own = {id(parameter) for parameter in model.parameters()}
-    outside = [tensor for tensor in _trained_leaves(loss) if id(tensor) not in own]
-    if outside:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in outside[:4])
+    return [weakref.ref(tensor) for tensor in _trained_leaves(loss) if id(tensor) not in own]
+
+
+def _refuse_trained_outside(outside: Sequence[weakref.ref[Tensor]]) -> None:
+    """A loss may have weights of its own, or use those of another model: nobody would train them.
+
+    Called when the graph of the loss is gone: what forward itself made (an input that it asks a gradient of, as wav2vec2 does) is gone too.
+    """
+    alive = [tensor for reference in outside if (tensor := reference()) is not None]
+    if alive:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in alive[:4])
         raise ValueError(
-            f"the loss has gradients for {len(outside)} tensor(s) that are no parameters of the model (shapes: {shapes}): they would never "
+            f"the loss has gradients for {len(alive)} tensor(s) that are no parameters of the model (shapes: {shapes}): they would never "
             f"be trained. Make them part of the model (a module around model and loss), or freeze them with requires_grad_(False)"
         )
 
