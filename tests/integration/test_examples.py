@@ -159,6 +159,7 @@ def test_the_demo_learns_the_same_on_1_and_4_ranks(tmp_path: Path) -> None:
 # ---- LoRA
 
 
+@pytest.mark.slow
 def test_lora_from_safetensors(tmp_path: Path) -> None:
     """Weights in several files, as Hugging Face writes them. Before the first update the loss is that of the pretrained model itself."""
     sys.path.insert(0, str(EXAMPLES))

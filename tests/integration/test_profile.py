@@ -55,6 +55,7 @@ def test_two_ranks_write_a_file_that_plans_and_matches(tmp_path: Path) -> None:
     assert "2 devices (" in done.output and "CPU-measured" in done.output
 
 
+@pytest.mark.slow
 def test_hosts_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     run_ranks(profile_on, 3, ["a", "b", "b"], str(path))
@@ -63,6 +64,7 @@ def test_hosts_are_told_apart(tmp_path: Path) -> None:
     assert "between hosts" in describe(cluster) and "inside a host" in describe(cluster)
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     words = [sys.executable, "-m", "whale", "profile", "-n", "1", "-o", str(path), "--device", "cpu"]
