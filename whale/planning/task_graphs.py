@@ -72,6 +72,8 @@ def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
 
 MESSAGE_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)
 """parts of the time of messages with which cuts are tried"""
+SMALL_MESSAGE = 0.05
+"""of the slowest stage: messages below change no cut that matters"""
 
 
 def from_cuts(
@@ -106,21 +108,25 @@ def from_cuts(
     allowed = _cuttable(activations, times.max(axis=0), crossing)
     if only_thin:
         allowed = _thin(allowed, crossing, num_task_graph - 1)
-    weights = MESSAGE_WEIGHTS if step_of is not None and crossing.any() else (1.0,)
-    tried = {weight: cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory) for weight in weights}
-    cuts = tried[1.0]
-    if step_of is not None and len({each.starts for each in tried.values()}) > 1:
-        sums = np.concatenate([np.zeros((num_task_graph, 1)), np.cumsum(times, axis=1)], axis=1)
+    sums = np.concatenate([np.zeros((num_task_graph, 1)), np.cumsum(times, axis=1)], axis=1)
 
-        def step_s(weight: float) -> float:
-            starts = tried[weight].starts
-            ends = (*starts[1:], len(activations))
-            stages = [sums[k, end] - sums[k, start] for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
-            return step_of(np.array(stages), crossing[list(starts[1:])])
+    def stages_and_crossings(starts: Sequence[int]) -> tuple[Floats, Floats]:
+        ends = (*starts[1:], len(activations))
+        stages = [sums[k, end] - sums[k, start] for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        return np.array(stages), crossing[list(starts[1:])]
 
-        best = min(weights, key=step_s)
-        counted = f"messages count {best:.2g} of their time in the cut, the best of {len(weights)}"
-        cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
+    cuts = cut(times, crossing, num_task_graph, allowed=allowed, memory=memory)
+    stages, crossed = stages_and_crossings(cuts.starts)
+    if step_of is not None and crossed.max(initial=0.0) > SMALL_MESSAGE * stages.max():
+        tried = {1.0: cuts}
+        for weight in MESSAGE_WEIGHTS[1:]:
+            found = cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory)
+            if found.starts not in {each.starts for each in tried.values()}:
+                tried[weight] = found
+        if len(tried) > 1:
+            best = min(tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts)))
+            counted = f"messages count {best:.2g} of their time in the cut, the best of {len(MESSAGE_WEIGHTS)}"
+            cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
     bounds = [*cuts.starts, len(activations)]
     of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
