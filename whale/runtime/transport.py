@@ -8,9 +8,10 @@ messages over through memory (`runtime/same_host.py`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 NUM_EPOCHS = 256
 """then epochs repeat; ranks are never more than a step apart"""
+MOST_EXCHANGING = 16
+"""ranks that tell each other a few numbers through memory, each to each"""
+FIRST_EXCHANGE = 2**40
+"""tags of these, beyond those of all messages"""
 GLOO_THREAD = "gloo_tcp_loop"
 """what gloo calls the thread that reads from its sockets"""
 
@@ -55,7 +60,10 @@ class Transport:
         self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
         """for each peer: the group that carries messages to it, and its rank in there"""
         self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._lines_to, self._lines_from = connect(ranks, pairs, share_memory)
+        self._num_passes = 0
+        self._exchange: Callable[[], Tensor] | None = None
+        everyone = itertools.permutations(range(ranks.num_ranks), 2) if ranks.num_ranks <= MOST_EXCHANGING else ()
+        self._lines_to, self._lines_from = connect(ranks, [*pairs, *everyone], share_memory)
         for source, destination in pairs:
             group = self._channel(source, destination)
             if ranks.rank == source:
@@ -81,9 +89,10 @@ class Transport:
 
     def begin(self) -> None:
         """Start of a pass over an action list; every rank makes the same passes."""
-        self.epoch = (self.epoch + 1) % NUM_EPOCHS
+        self._num_passes += 1
+        self.epoch = self._num_passes % NUM_EPOCHS
         for line in self._lines_from.values():
-            line.forget(lambda tag: tag % NUM_EPOCHS != self.epoch)
+            line.forget(lambda tag: tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch)
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -117,6 +126,31 @@ class Transport:
                 f"that rank is gone or stuck ({str(error).splitlines()[0]})"
             ) from error
         self.waited_s += time.perf_counter() - start
+
+    def exchange(self, numbers: Tensor) -> Callable[[], Tensor] | None:
+        """Tells every rank these numbers, once in a pass; what is given back waits for theirs: (ranks, numbers), the same everywhere.
+
+        None where some rank cannot be reached through memory. The last exchange is over before the next begins, so that nothing piles up.
+        """
+        if len(self._lines_from) < self.ranks.num_ranks - 1:
+            return None
+        if self._exchange is not None:
+            self._exchange()
+        everyone = numbers.repeat(self.ranks.num_ranks, 1)
+        tag = FIRST_EXCHANGE + self._num_passes
+        for line in self._lines_to.values():
+            line.send(numbers, tag)
+            line.drain()  # this rank may not come back for long
+        left = [Arrival(None, everyone[peer], peer, tag, "loss and gradient norm") for peer in self._lines_from]
+
+        def finish() -> Tensor:
+            while left:
+                self.wait(left[-1])
+                left.pop()
+            return everyone
+
+        self._exchange = finish
+        return finish
 
     def retire(self, message: Message) -> None:
         """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""
