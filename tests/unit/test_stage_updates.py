@@ -42,7 +42,8 @@ def test_pieces_change_the_same_bits_as_the_whole(kind: type[torch.optim.Optimiz
         updates.finish()
         one.step()
         assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
-    assert str(one.state_dict()) == str(other.state_dict())
+    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    assert str(sorted(one.state_dict()["state"].items())) == str(sorted(other.state_dict()["state"].items()))
     assert [len(group["params"]) for group in other.param_groups] == [2, 3]
 
 

@@ -128,11 +128,12 @@ class Forward:
 
     def _received(self, this: Pass, argument: _Argument) -> Tensor:
         """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's autograd graph."""
-        found = argument.empty
-        if found is None:
-            found = this.held[argument.slot if argument.source is None else argument.source]
-        assert found is not None
-        tensor = found if argument.source is None and argument.empty is None else found.detach()
+        tensor = this.held[argument.slot if argument.source is None else argument.source]
+        if argument.source is None and argument.empty is not None:
+            tensor = argument.empty.detach()
+        assert tensor is not None
+        if argument.source is not None:
+            tensor = tensor.detach()
         if argument.gradient and this.gradients is not None:
             tensor.requires_grad_()
         this.held[argument.slot] = tensor

@@ -144,7 +144,9 @@ class Executor:
                     start = now()
                     if updates is not None and updates.ready and action.kind is Kind.RECEIVE:
                         updates.run()
-                        events.append((Action(Kind.UPDATE), start, start := now()))
+                        updated = now()
+                        events.append((Action(Kind.UPDATE), start, updated))
+                        start = updated
                     run(this)
                     for slot in freed:
                         held[slot] = None
