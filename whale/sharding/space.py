@@ -24,7 +24,7 @@ from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.rules import options_of
 
-PRODUCTS = frozenset(["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding", "_grouped_mm", "grouped_mm_fallback"])
+PRODUCTS = frozenset("linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm".split())
 """operations whose weights x and y cut"""
 
 
