@@ -1,8 +1,8 @@
 """Products of tokens with the weights of their experts, taken out of the sorted order that models compute them in.
 
-A mixture of experts that does not write batched einsums sorts its tokens by expert, multiplies runs of rows with `grouped_mm` and puts the
-results back; another way is to copy the weights of its expert for every token and to call `bmm`. Sorted rows belong to no sample any more, and
-copied weights are large. This pass gives both the same form, in the order of the tokens:
+A mixture of experts that does not write batched einsums sorts its tokens by expert, multiplies runs of rows with `grouped_mm` and puts
+the results back; another way is to copy the weights of its expert for every token and to call `bmm`. Sorted rows belong to no sample any
+more, and copied weights are large. This pass gives both the same form, in the order of the tokens:
 
     y = grouped_mm(x[order], weight, ends) ... y[inverse of order]   ->   expert_mm(x, weight, expert of each row)             (1)
     bmm(weight[expert of each row], x)                               ->   expert_mm(x, weight, expert of each row)             (2)
@@ -30,7 +30,7 @@ CASTS = ("to", "_to_copy", "clone", "contiguous", "detach", "alias")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 ORDERLESS = ("histc", "bincount")
 """give the same for rows in any order"""
-ALONG_DIM = ("chunk", "split", "split_with_sizes", "unsqueeze", "squeeze", "softmax", "log_softmax", "sum", "mean", "select", "slice", "glu")
+ALONG_DIM = ("chunk", "split", "split_with_sizes", "unsqueeze", "squeeze", "softmax", "sum", "mean", "select", "slice", "glu")
 """treat rows one by one unless they work along dim 0"""
 
 
@@ -174,8 +174,9 @@ class _Sorted:
         return False
 
     def _understand_index(self, node: Node) -> bool:
-        source, (index, *others) = node.args[0], node.args[1]  # type: ignore[misc]
-        if others or not isinstance(index, Node) or not isinstance(source, Node):
+        source, indices = argument(node, "self"), argument(node, "indices")
+        index = indices[0]
+        if len(indices) != 1 or index is None:
             return False
         if index in self.inverses and source in self.twins:
             self.results[node] = self.twins[source]
@@ -253,7 +254,7 @@ def _untransposed(weight: Node) -> Node | None:
 
 def _is_row_by_row(node: Node, name: str, twins: dict[Node, Node]) -> bool:
     """Whether an operation treats the rows of its sorted inputs one by one, and gives rows."""
-    if node.target is operator.getitem or name in CASTS or name in ("dropout", "linear") and node.args[0] in twins:
+    if node.target is operator.getitem or name in CASTS or (name in ("dropout", "linear") and node.args[0] in twins):
         return all(source in twins or name == "linear" for source in node.all_input_nodes)
     first: Any = node.args[0]
     if name in ALONG_DIM:

@@ -22,7 +22,14 @@ from whale.sharding.space import Space, numel_bytes
 if TYPE_CHECKING:
     from whale.sharding.solve import Solver
 
-WORDS = {"n": "column", "k": "row", "heads": "by heads", "v": "by vocabulary", "classes": "by classes", "h": "by width", "h0": "by width"} | {
+WORDS = {
+    "n": "column",
+    "k": "row",
+    "heads": "by heads",
+    "v": "by vocabulary",
+    "classes": "by classes",
+    "h": "by width",
+    "h0": "by width",
     "experts": "by experts, the same tokens",
     TRAVEL: "by experts, tokens by all-to-all",
 }
