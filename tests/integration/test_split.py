@@ -21,7 +21,7 @@ from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
-preload("torch", "transformers", "whale", "tests.integration.test_split")
+preload("tests.integration.test_split")
 
 BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 6, 3, 0.1
 WIDTH, HIDDEN, NUM_CLASSES = 8, 12, 7  # 7 classes: no number of devices divides them

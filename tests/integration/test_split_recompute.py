@@ -11,7 +11,7 @@ from tests.integration.test_split import Case, Subject, everything, merged, prep
 from tests.ranks import ModelServer, preload
 from whale.lowering.exchange import sent
 
-preload("torch", "whale", "tests.integration.test_split", "tests.integration.test_split_recompute")
+preload("tests.integration.test_split", "tests.integration.test_split_recompute")
 
 
 def train_and_count(subject: Subject, case: Case) -> tuple[Any, int]:
