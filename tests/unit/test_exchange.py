@@ -225,7 +225,7 @@ PLACEMENTS = list(product([SAME, PARTIAL, 0, 1], repeat=3))
 
 @pytest.mark.parametrize("source", PLACEMENTS[::5], ids=str)
 def test_costs_are_the_bytes_of_the_plan(source) -> None:
-    """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several ways, within a third."""
+    """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several ways, within a half."""
     grid, cuts = Grid(2, 2, 2), (Cut(8), Cut(8), Cut(1 << 14))
     for target in PLACEMENTS:
         if any(after == PARTIAL != before for before, after in zip(source, target)):

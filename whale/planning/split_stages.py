@@ -67,11 +67,14 @@ def stage_program(
 
 def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
-    asked: dict[int, dict[tuple[int, int, int] | None, str]] = {}
+    asked: dict[int, dict[GridShape | None, str]] = {}
+    summa: dict[int, str] = {}
     for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
         device = placement.of_task_graph[index]
         if strategy.kind == "split" and placement.virtual_devices[device].num_devices > 1:
             asked.setdefault(device, {}).setdefault(strategy.grid, f"wh.{strategy} on {label}")
+            if strategy.method == "summa":
+                summa.setdefault(device, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
     shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
     if asked and shared is not None and placement.num_replicas > 1:
@@ -86,6 +89,11 @@ def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskG
             raise ValueError(
                 f"{shapes[given[0]]} and {shapes[given[1]]} run on the same devices, which can have one grid: give both the same, "
                 f"or leave the grid out of one of them"
+            )
+        if given and index in summa and not given[0][0] == given[0][1] > 1:
+            raise ValueError(
+                f"{summa[index]} and {shapes[given[0]]} run on the same devices, and SUMMA needs a grid with as many devices along x as "
+                f"along y, like (2, 2, {devices[index].num_devices // 4 or 1}): change the grid, or leave it out"
             )
         sizes = given[0] if given else (1, devices[index].num_devices, 1)
         devices[index] = replace(devices[index], grid=Grid(*sizes))

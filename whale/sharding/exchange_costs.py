@@ -106,7 +106,10 @@ def _parts(source: tuple[Placement, ...], target: tuple[Placement, ...], sizes: 
 
 @lru_cache(maxsize=65536)
 def _is_plain(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
-    """Whether in every dim axes are only added, or only taken away, inside of those that stay. Later axes stand outside of earlier ones."""
+    """Whether in every dim axes are only added, or only taken away, inside of those that stay, and one axis at most goes to another dim.
+    Later axes stand outside of earlier ones."""
+    if sum(isinstance(before, int) and isinstance(after, int) and before != after for before, after in zip(source, target)) > 1:
+        return False
     for dim in {placement for placement in source if isinstance(placement, int)}:
         before, after = ([axis for axis in reversed(range(len(source))) if lying[axis] == dim] for lying in (source, target))
         shorter = min(len(before), len(after))
