@@ -143,7 +143,7 @@ class Case:
     model: str
     num_ranks: int
     marks: dict[str, tuple[Any, ...]]
-    """glob -> ("split", n, grid or None) or ("replicate", n)"""
+    """glob -> ("split", n, grid or None, method if any) or ("replicate", n)"""
     config: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     """kinds of devices by rank; none: all alike"""
@@ -238,7 +238,7 @@ def train_locally(subject: Subject) -> Trace:
 
 
 def scope(what: tuple[Any, ...]) -> Any:
-    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(*what[1:])
+    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(what[1], what[2], method=what[3] if len(what) > 3 else None)
 
 
 def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:

@@ -153,6 +153,14 @@ def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
     return _by_name(special.node, run)
 
 
+def _summa(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    weight = special.inputs[1]
+    panels = [sum(b - a for a, b in weight.ranges(around.grid, place, 1)) for place in around.grid.line(around.place, "y")]
+    lines = (Line.of(around.grid, around.place, axis, around.groups) for axis in "xy")
+    plane = sharded_ops.Plane(next(lines), next(lines), tuple(panels))
+    return _by_name(special.node, lambda given: sharded_ops.summa_linear(given["input"], given["weight"], given["bias"], plane))
+
+
 def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
     line = around.line(special)
     function = sharded_ops.log_softmax if "log" in op_name(special.node) else sharded_ops.softmax
@@ -258,6 +266,7 @@ def _is_size(value: Any) -> bool:
 
 
 OPERATIONS: dict[str, Build] = {
+    "summa": _summa,
     "norm": _norm,
     "softmax": _softmax,
     "argmax": _argmax,

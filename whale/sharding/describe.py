@@ -118,15 +118,19 @@ def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored
 
 
 def _sent_by_reader(solver: Solver) -> dict[Node, float]:
-    """Bytes of the exchanges that each operation is the first to need; those of a result belong to its own operation."""
+    """Bytes of the exchanges that each operation is the first to need; those of a result, and panels, belong to its own operation."""
     axes = solver.grid.axes
     sizes = [solver.grid.size(axis) for axis in axes]
-    total: dict[Node, float] = {}
+    total: dict[Node, float] = {
+        node: sum(solver.terms.panel_bytes(node, solver.chosen[node]).values())  # type: ignore[arg-type]
+        for node in solver.space.program.summa
+        if node in solver.space.operations
+    }
     for read in solver.reads:
         lies = solver.lies(read.value)
         source = [lies[axis] for axis in axes]
         num_bytes = numel_bytes(read.value, solver.terms.shapes)
-        gradient = read.producer in solver.space.program.gradients
+        kind = read.producer in solver.space.program.gradients, read.producer.op == "get_attr"
         needed = [(read.readers[reader], solver.needed(read.readers[reader], slot)) for reader, slot in read.slots]
         targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
         targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
@@ -134,7 +138,7 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
         for node, target in targets:
             if target not in seen:
                 seen.append(target)
-                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, gradient))
+                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, *kind))
     for node in solver.space.operations:
         for number in solver.terms.travelling_bytes(node, solver.chosen[node]).values():  # type: ignore[arg-type]
             total[node] = total.get(node, 0.0) + number
@@ -151,6 +155,8 @@ def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
 
 
 def _word(space: Space, node: Node, option: Option) -> str:
+    if option.local == "summa":
+        return "SUMMA"
     if not option.is_cut:
         return "whole" if option.name == "whole" else "partial sums"
     return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")
