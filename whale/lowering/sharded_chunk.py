@@ -81,6 +81,6 @@ class _Modules:
             communication = self.around.communication
             place, regions = communication.place, self.around.regions
             module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
-            overlap(module)
+            overlap(module, self.around.planned.keeps_gathered)
             self.made[num_samples] = module
         return self.made[num_samples]

@@ -138,7 +138,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Dr
             [ranks_of[stage.virtual_device] for stage in draft.stages],
             draft.choice,
             config.recompute,
-            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
+            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages], draft.regions),
         ),
     )
 
