@@ -111,10 +111,10 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     weight = numbers(num_experts, k, n)
     places = cutting.grid.line(cutting.place, cutting.axes)
     layout = Layout((Cut(num_experts),), (cutting.axes,))
-    of_line = ops.Experts(tuple(layout.granules(cutting.grid, place, 0) for place in places), cutting.line)
+    of_line = ops.Experts(tuple(layout.granules(cutting.grid, place, 0) for place in places), cutting.line, num_experts)
     mine = cutting.part(weight, 0)
     counts = torch.tensor([[(3 * i + 2 * e) % 4 for e in range(num_experts)] for i in range(len(places))])
-    chosen = [torch.arange(num_experts).repeat_interleave(row) for row in counts]
+    chosen = [torch.arange(num_experts).repeat_interleave(row).flip(0) for row in counts]
     tokens = [numbers(len(ids), k, seed=20 + i) for i, ids in enumerate(chosen)]
     outputs = [torch.einsum("tk,tkn->tn", x, weight[ids]) for x, ids in zip(tokens, chosen)]
     gradients = [numbers(len(ids), n, seed=40 + i).detach() for i, ids in enumerate(chosen)]
@@ -123,12 +123,12 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     d_tokens = torch.autograd.grad(outputs[at], tokens[at], gradients[at], retain_graph=True)[0]
 
     x = tokens[at].detach().clone().requires_grad_()
-    y = ops.grouped_mm(x, mine, counts[at].cumsum(0), of_line)
+    y = ops.expert_mm(x, mine, chosen[at], False, of_line)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[at])
-    yield "grouped_mm", max(distance(y, outputs[at]), distance(dx, d_tokens), distance(dw, cutting.part(d_weight, 0)))
+    yield "expert_mm", max(distance(y, outputs[at]), distance(dx, d_tokens), distance(dw, cutting.part(d_weight, 0)))
 
     x = tokens[0].detach().clone().requires_grad_()
-    y = ops.grouped_mm_of_same_tokens(x, mine, counts[0].cumsum(0), of_line)
+    y = ops.grouped_mm_of_same_tokens(x.flip(0), mine, counts[0].cumsum(0), of_line).flip(0)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[0])
     d_weight, d_tokens = torch.autograd.grad(outputs[0], (weight, tokens[0]), gradients[0])
     sums = [sum(everyone(value.detach().numpy())[place] for place in places) for value in (y, dx)]

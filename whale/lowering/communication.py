@@ -211,12 +211,16 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
 
 
 def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    """All devices of the line have the same rows, and each the matrices of its experts."""
-    layout = special.inputs[1]
-    places = around.grid.line(around.place, layout.axes[0])
-    bounds = tuple(layout.ranges(around.grid, place, 0)[0] for place in places)
-    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, layout.axes[0], around.groups))
-    return lambda x, weight, offsets: sharded_ops.grouped_mm_of_same_tokens(x, weight, offsets, experts)
+    """Along axes that cut the rows as well as the experts, tokens travel."""
+    rows, weight = special.inputs[0], special.inputs[1]
+    axes = tuple(axis for axis in weight.axes[0] if axis in rows.axes[0])
+    places = around.grid.line(around.place, axes)
+    bounds = tuple((weight.ranges(around.grid, place, 0) or [(0, 0)])[0] for place in places)
+    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0])
+    if op_name(special.node) != "expert_mm":
+        return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(x, weight, ends, experts)
+    transposed = bool(named_args(special.node)["transposed"])
+    return lambda x, weight, numbers: sharded_ops.expert_mm(x, weight, numbers, transposed, experts)
 
 
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:

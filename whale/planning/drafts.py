@@ -21,7 +21,7 @@ from whale.planning.balance import Order, Situation, refuse_unless_it_fits
 from whale.planning.chunks import schedule_costs
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.plan import Crossing, DeviceMemory, Stage
-from whale.planning.pricing import shared_gradient_bytes, stage_seconds
+from whale.planning.pricing import stage_seconds
 from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
 from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
@@ -74,8 +74,8 @@ class Draft:
     stages: tuple[Stage, ...]
     crossings: tuple[Crossing, ...]
     schedule: scheduling.Schedule
-    predicted_s: float
-    """of forwards and backwards, by the costs that the schedule was made for"""
+    costs: scheduling.Costs
+    """that the schedule was made for"""
     situation: Situation
     slowest_s: float
     """of the device that takes longest for the largest micro-batch"""
@@ -84,6 +84,11 @@ class Draft:
     regions: tuple[Regions, ...] = ()
     """of every stage: what is computed again in backward"""
     why_chunks: str = ""
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Of forwards and backwards."""
+        return scheduling.simulate(self.schedule, self.costs).step_s
 
     @property
     def placement(self) -> Placement:
@@ -125,9 +130,9 @@ def draft_stages(
     split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
     drafter, nothing, best = _choose(_Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage)))
     slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
-    predicted_s = scheduling.simulate(best.schedule, drafter.costs(best.stages, config.num_micro_batch)).step_s
+    costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
-        order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, predicted_s, best.situation,
+        order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
         slowest_s, nothing.situation, drafter.regions(best.stages),
     )  # fmt: skip
 
@@ -360,16 +365,21 @@ class _Drafter:
     def _stages_of(self, device: VirtualDevice) -> list[int]:
         return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
 
-    @cached_property
-    def _holders(self) -> dict[str, tuple[int, ...]]:
-        return holders(self.problem.captured, self.assignment)
-
     def _shared_bytes(self, stages: tuple[int, ...]) -> int:
-        def is_shared(held_by: tuple[int, ...]) -> bool:
-            owners = {self.device_of_stage[stage] for stage in held_by}
-            return len(owners) > 1 or self.placement.num_replicas * self.placement.virtual_devices[min(owners)].num_devices > 1
+        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other devices."""
+        return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
 
-        return shared_gradient_bytes(self.problem.captured, self._holders, stages, is_shared)
+    @cached_property
+    def _shared_bytes_of_device(self) -> dict[int, int]:
+        replicas, devices = self.placement.num_replicas, self.placement.virtual_devices
+        found = dict.fromkeys(range(len(devices)), 0)
+        for name, held_by in holders(self.problem.captured, self.assignment).items():
+            owners = {self.device_of_stage[stage] for stage in held_by}
+            state = self.problem.captured.state[name]
+            if state.kind == "parameter" and state.trainable and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1):
+                for owner in owners:
+                    found[owner] += state.num_bytes
+        return found
 
 
 @lru_cache(maxsize=8)

@@ -24,7 +24,6 @@ from whale.cluster.cluster import Cluster, Link
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
 from whale.planning.workload import Workload
-from whale.profiling.costs import value_bytes
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class CutProblem:
         return np.array(rows)
 
     def crossing_seconds(self, node: Node) -> float:
-        symbol = self.workload.captured.batch_symbol
-        return value_bytes(node, symbol, self.workload.batch_size) / self.slowest_link.bytes_per_s
+        return self.workload.costs[node].output_bytes / self.slowest_link.bytes_per_s
 
     @cached_property
     def slowest_link(self) -> Link:
@@ -109,12 +107,13 @@ class CutProblem:
 
     def _least_alive(self, operations: Sequence[Node]) -> float:
         """Bytes a sample that cross where least does, in the middle half of the model: both its ends are thin."""
-        symbol, place = self.workload.captured.batch_symbol, {node: index for index, node in enumerate(operations)}
+        place = {node: index for index, node in enumerate(operations)}
         change = np.zeros(len(operations) + 1)
         for node, index in place.items():
             last = max((place[user] for user in node.users if user in place), default=index)
-            change[index + 1] += value_bytes(node, symbol, 1)
-            change[last + 1] -= value_bytes(node, symbol, 1)
+            sample_bytes = self.workload.costs[node].output_bytes / self.workload.batch_size
+            change[index + 1] += sample_bytes
+            change[last + 1] -= sample_bytes
         quarter = len(operations) // 4
         middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0

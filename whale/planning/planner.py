@@ -81,9 +81,9 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
             if not drafts:
                 raise
             break  # "auto": more chunks than the model has points, or than memory has room for
-    best = min(drafts, key=lambda count: drafts[count].predicted_s)
     if len(drafts) == 1:
-        return drafts[best]
+        return next(iter(drafts.values()))
+    best = min(drafts, key=lambda count: drafts[count].predicted_s)
     compared = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in drafts.items())
     return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
 

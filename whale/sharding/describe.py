@@ -16,13 +16,24 @@ from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Cut, Layout
 from whale.sharding.operation import PARTIAL, SAME, Option, Placement
+from whale.sharding.rules_products import TRAVEL
 from whale.sharding.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.space import Space, numel_bytes
 
 if TYPE_CHECKING:
     from whale.sharding.solve import Solver
 
-WORDS = {"n": "column", "k": "row", "heads": "by heads", "v": "by vocabulary", "classes": "by classes", "h": "by width", "h0": "by width"}
+WORDS = {
+    "n": "column",
+    "k": "row",
+    "heads": "by heads",
+    "v": "by vocabulary",
+    "classes": "by classes",
+    "h": "by width",
+    "h0": "by width",
+    "experts": "by experts, the same tokens",
+    TRAVEL: "by experts, tokens by all-to-all",
+}
 """options in words; others are named by their dim"""
 
 
@@ -130,6 +141,9 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
             if target not in seen:
                 seen.append(target)
                 total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, *kind))
+    for node in solver.space.operations:
+        for number in solver.terms.travelling_bytes(node, solver.chosen[node]).values():  # type: ignore[arg-type]
+            total[node] = total.get(node, 0.0) + number
     return {node: number for node, number in total.items() if number}
 
 

@@ -91,6 +91,10 @@ def _product(
     return options + partial_options(op, [{factors[0], added}, {factors[1], added}])
 
 
+TRAVEL = "travel"
+"""name of the option that sends tokens to their experts"""
+
+
 @rule("_grouped_mm grouped_mm grouped_mm_fallback")
 def grouped_mm(op: Operation) -> list[Option]:
     """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by experts, every device does the rows of
@@ -100,6 +104,17 @@ def grouped_mm(op: Operation) -> list[Option]:
     inputs: list[Sequence[Label]] = [[None, "k"], ["experts", "k", "n"], [None]]
     local = dict.fromkeys(("experts", "k", "n"), "experts")
     return labelled(op, inputs, [[None, "n"]], sums={"experts", "k"}, local=local) + partial_options(op, [{0}])
+
+
+@rule("expert_mm")
+def expert_mm(op: Operation) -> list[Option]:
+    """Each row with the matrix of its own expert (capture/experts.py). Cut by experts, either every device has all rows and gives zeros for
+    those of other experts, or the rows are cut as well and travel to their experts and back."""
+    matrix = ["n", "k"] if op.argument("transposed") else ["k", "n"]
+    inputs: list[Sequence[Label]] = [["m", "k"], ["experts", *matrix], ["m"]]
+    options = labelled(op, inputs, [["m", "n"]], sums={"experts", "k"}, local={"experts": "experts"})
+    travel = Option(TRAVEL, (0, 0, 0), (0,), local="experts", apart=(1,))
+    return [*options, travel, *partial_options(op, [{0}, {1}])]
 
 
 @rule("embedding")

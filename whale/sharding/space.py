@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, op_name
-from whale.capture.sample_states import batch_dim
+from whale.capture.sample_states import batch_dim, names_of
 from whale.capture.samples import SampleFlow
 from whale.profiling.costs import NodeCost
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
@@ -25,7 +25,7 @@ from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement
 from whale.sharding.rules import options_of
 from whale.sharding.rules_products import summa_options
 
-PRODUCTS = frozenset(["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding", "_grouped_mm", "grouped_mm_fallback"])
+PRODUCTS = names_of("linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm")
 """operations whose weights x and y cut"""
 
 

@@ -82,6 +82,8 @@ class Terms:
             if option.name not in counts:
                 values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
                 value, dim = next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
+                if option.apart:  # the work is where the experts are
+                    value, dim = values[option.apart[0]], option.inputs[option.apart[0]]  # type: ignore[assignment]
                 counts[option.name] = self.space.granules.cuts(value, self.num_samples)[dim].count
         return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
 
@@ -92,13 +94,28 @@ class Terms:
             return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
         axes = [axis for axis, option in options.items() if option.local in TALKING]
         if not axes:
-            return 0.0
+            return self.travel(node, options)
         first = self.space.operations[node].inputs[0].meta["val"]
         shape = self.shapes.of(first)
         width = shape[-1] if options[axes[0]].local != "batch norm" else prod(shape) // max(shape[1], 1)
         rows = prod(shape) / max(width, 1) * first.dtype.itemsize
         rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
         return sum(2 * (self.costs.latency_s + 2 * ROW_SUMS * rows / self.costs.rate(axis)) for axis in axes)
+
+    def travel(self, node: Node, options: Mapping[str, Option]) -> float:
+        """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
+        return sum(
+            4 * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in self.travelling_bytes(node, options).items()
+        )
+
+    def travelling_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
+        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward and backward."""
+        axes = [axis for axis, option in options.items() if option.apart]
+        if not axes:
+            return {}
+        sizes = [numel_bytes(value, self.shapes) for value in (self.space.inputs_of(node)[0], *self.space.outputs_of(node))]
+        held = 2 * sum(sizes) * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
+        return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
 
     def panel_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
         """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each panel goes to the q - 1 others in forward,
