@@ -88,7 +88,10 @@ class RealCommunication:
     backend: str
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
-        return Exchange(plan_exchange(source, target, self.grid, place, backend=self.backend, backward=gradient), self.groups)
+        plan = plan_exchange(source, target, self.grid, place, backend=self.backend, backward=gradient)
+        places = range(self.grid.num_devices)
+        grows = all(0 < source.local_count(self.grid, place) <= target.local_count(self.grid, place) for place in places)
+        return Exchange(plan, self.groups, is_gather=grows and not source.partial)
 
     def operation(self, special: Special) -> nn.Module:
         made = OPERATIONS[special.kind](special, self)
@@ -107,9 +110,10 @@ class RealCommunication:
 class Exchange(nn.Module):
     """Brings its argument into another layout."""
 
-    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, plan: ExchangePlan, groups: Groups, is_gather: bool = False) -> None:
+        """`is_gather`: nothing is summed, every device has something, and none has less of it afterwards."""
         super().__init__()
-        self.plan, self.groups = plan, groups
+        self.plan, self.groups, self.is_gather = plan, groups, is_gather
 
     def forward(self, x: Tensor) -> Tensor:
         return sharded_ops.exchange(x, self.plan, self.groups)

@@ -18,7 +18,7 @@ from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Decision
-from whale.planning.split_devices import arranged, kinds_of, what_axes_cut
+from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
@@ -116,6 +116,18 @@ class Split:
     def records(self) -> tuple[StageSharding, ...]:
         return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))
 
+    def gathering_again(self) -> Split:
+        """The same with less kept for backward: what is gathered in forward is gathered once more there."""
+        shardings = {
+            stage: replace(each, keeps_gathered=False, seconds=each.seconds + each.gathered.seconds)
+            for stage, each in self.shardings.items()
+        }
+        saved = max(each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes for each in self.shardings.values())
+        more_s = sum(each.gathered.seconds for each in self.shardings.values())
+        why = f"memory asks for it, or the config: saves up to {saved / 1e9:.3g} GB on a device for {more_s:.3g} s more a micro-batch"
+        decision = Decision("gathered tensors", "gathered again in backward", why)
+        return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
+
     def notes(self) -> list[str]:
         return [note for stage, sharding in sorted(self.shardings.items()) for note in _notes(stage, sharding)]
 
@@ -193,18 +205,23 @@ class SplitProblem:
         return sorted(grids, key=lambda grid: predicted[grid.name])[:LOOKED_AT]
 
     def _try(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None) -> _Tried:
-        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are."""
+        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are, in the order that takes least time."""
         on_grid = [replace(device, grid=grid) for device in devices]
         found = self._shard(on_grid, grid, memory_price)
-        better = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
-        if better is None or self._is_summa(devices):  # panels along x and along y must be the same
-            return _Tried(grid, tuple(on_grid), found)
-        found = self._shard(better.devices, better.grid, memory_price)
+        even = _Tried(grid, tuple(on_grid), found)
+        if self._is_summa(devices):  # panels along x and along y must be the same
+            return even
+        ways = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
+        return min((even, *(self._try_uneven(way, memory_price) for way in ways)), key=lambda tried: tried.seconds)
+
+    def _try_uneven(self, way: Arranged, memory_price: float | None) -> _Tried:
+        """Unlike devices in one order. What is not sent takes the time of uneven parts."""
+        found = self._shard(way.devices, way.grid, memory_price)
+        costs = self._costs(way.devices[0], way.grid)
         for stage, sharding in found.items():
-            costs = self._costs(better.devices[0], better.grid)
             sent_s = min(sharding.seconds, sharding.sum_seconds + sharding.sent_bytes / min(costs.bytes_per_s.values()))
-            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * better.factor)
-        return _Tried(better.grid, better.devices, found, better.reason)
+            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * way.factor)
+        return _Tried(way.grid, way.devices, found, way.reason)
 
     def _fits(self, tried: _Tried) -> bool:
         """Whether weights, gradients and optimizer state have room on every device of unlimited or known memory."""
@@ -296,10 +313,11 @@ class SplitProblem:
         )
 
 
-def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, float, float]:
-    """Of a mini-batch on a grid: forward, input part and weight part of the backward."""
+def together_seconds(sharding: Sharding, num_micro_batch: int, again: float = 0.0) -> tuple[float, float, float]:
+    """Of a mini-batch on a grid: forward, input part and weight part of the backward. `again`: the part of the forward that is repeated in
+    backward."""
     forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch  # a backward has two products where its forward has one
-    return forward, forward, forward
+    return forward, (1.0 + again) * forward, forward
 
 
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
