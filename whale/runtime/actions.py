@@ -23,6 +23,7 @@ from whale.runtime.boundaries import Boundary, Role
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
 from whale.runtime.split import Deferred, Product, run_products
+from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.transport import Arrival, Transport
 from whale.scheduling import Action
 from whale.scheduling.slots import Slots
@@ -43,6 +44,8 @@ class Pass:
     outcome: StepOutcome
     gradients: GradientSynchroniser | None
     """None for evaluation"""
+    updates: StageUpdates | None
+    """None where all is updated at the end of the step"""
     transport: Transport | None
     receives: Sequence[Receive]
     """all of the program, in order"""
@@ -248,6 +251,8 @@ class Synchronise:
     def run(self, this: Pass) -> None:
         if this.gradients is not None:
             this.gradients.close_stage(self.stage)
+        if this.updates is not None:
+            this.updates.close_stage(self.stage)
 
 
 def _is_idle(program: Program, action: Action) -> bool:
