@@ -18,7 +18,7 @@ from tests.ranks import preload, run_ranks
 from whale.cli import app
 from whale.report.device_table import samples_by_rank
 
-preload("torch", "whale", "tests.integration.test_clusters", "torch.export.experimental")
+preload("tests.integration.test_clusters")
 
 ROOT = Path(__file__).parents[2]
 TWO_HOSTS = "hosts: [{name: big1, kind: V100-32GB, count: 2}, {name: small1, kind: P100}]\n"

@@ -22,7 +22,7 @@ from whale.runtime.ranks import Ranks
 from whale.runtime.transport import NUM_EPOCHS
 from whale.scheduling import Schedule
 
-preload("torch", "whale", "tests.integration.test_emulation", "torch.export.experimental")
+preload("tests.integration.test_emulation")
 
 NUM_STEPS = 3
 UNLIKE = """

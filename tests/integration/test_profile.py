@@ -20,7 +20,7 @@ from whale.cluster.matching import Place
 from whale.profiling.measure import Figures, _cluster, _pairs
 from whale.profiling.profile_command import describe, profile_ranks
 
-preload("torch", "whale", "tests.integration.test_profile")
+preload("tests.integration.test_profile")
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"

@@ -21,7 +21,7 @@ from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
-preload("torch", "transformers", "whale", "tests.integration.test_split")
+preload("tests.integration.test_split")
 
 BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 6, 3, 0.1
 WIDTH, HIDDEN, NUM_CLASSES = 8, 12, 7  # 7 classes: no number of devices divides them
@@ -155,7 +155,7 @@ class Case:
     model: str
     num_ranks: int
     marks: dict[str, tuple[Any, ...]]
-    """glob -> ("split", n, grid or None) or ("replicate", n)"""
+    """glob -> ("split", n, grid or None, method if any) or ("replicate", n)"""
     config: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     """kinds of devices by rank; none: all alike"""
@@ -250,7 +250,7 @@ def train_locally(subject: Subject) -> Trace:
 
 
 def scope(what: tuple[Any, ...]) -> Any:
-    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(*what[1:])
+    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(what[1], what[2], method=what[3] if len(what) > 3 else None)
 
 
 def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:

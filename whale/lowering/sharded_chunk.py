@@ -83,6 +83,6 @@ class _Modules:
             place, regions = communication.place, self.around.regions
             module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
             stay_at_experts(module)
-            overlap(module)
+            overlap(module, self.around.planned.keeps_gathered)
             self.made[num_samples] = module
         return self.made[num_samples]

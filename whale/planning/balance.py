@@ -1,7 +1,7 @@
 """Unlike devices: which of them take which part, how many samples each gets, and what to do when memory is too small.
 
 The order of the devices decides who runs which stage of which replica (`virtual_devices.py` takes them in order). Three are tried
-where devices differ, and the one whose slowest device is fastest is taken (the first, where they tie):
+where devices differ, and the one with the fastest simulated step is taken (the first, where they tie):
 
     as given        rank order
     stage by stage  sorted by memory, then speed; the R fastest run stage 0 of the R replicas, the next stage 1, ...

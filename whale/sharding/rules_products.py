@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.capture.kinds import trains_batch_norm
-from whale.sharding.operation import Label, Operation, Option, labelled, letters, partial_options, rule
+from whale.sharding.operation import SAME, Label, Operation, Option, labelled, letters, partial_options, rule
 
 
 @rule("linear")
@@ -19,6 +19,17 @@ def linear(op: Operation) -> list[Option]:
     rows = letters("m", len(op.shapes[0]) - 1)
     inputs = op.named(input=[*rows, "k"], weight=["n", "k"], bias=["n"])
     return _product(op, inputs, [*rows, "n"], added=op.slot("bias"), factors=(0, 1))
+
+
+def summa_options(op: Operation) -> list[Option]:
+    """A linear layer whose output stays where it is computed (`lowering/summa.py`): columns of x and of the result, and rows of the weight,
+    along x; rows of x and of the result, and columns of the weight, along y. These two go together, and with nothing else."""
+    if op.name != "linear" or len(op.shapes[1]) != 2 or len(op.shapes[0]) < 2:
+        return []
+    last, bias = len(op.shapes[0]) - 1, op.slot("bias") is not None
+    columns = Option("summa columns", (last, 0, *([0] if bias else [])), (last,), "summa")
+    rows = [Option(f"summa rows {dim}", (dim, 1, *([SAME] if bias else [])), (dim,), "summa") for dim in range(last)]
+    return [columns, *rows]
 
 
 @rule("addmm addmv")

@@ -49,6 +49,7 @@ class Change:
     axes: tuple[str, ...]
     num_bytes: float
     gradient: bool
+    is_parameter: bool
 
 
 class Terms:
@@ -87,7 +88,10 @@ class Terms:
         return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
 
     def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
-        """Messages inside an operation: sums of rows for norms and losses over a cut dim."""
+        """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of SUMMA."""
+        if panels := self.panel_bytes(node, options):
+            messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
+            return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
         axes = [axis for axis, option in options.items() if option.local in TALKING]
         if not axes:
             return self.travel(node, options)
@@ -116,6 +120,21 @@ class Terms:
         held = 2 * sum(sizes) * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
         return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
 
+    def panel_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
+        """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each panel goes to the q - 1 others in forward,
+        and once more for each of the two gradients, or comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all."""
+        axes = [axis for axis, option in options.items() if option.local == "summa"]
+        if not axes:
+            return {}
+        x, weight = self.space.inputs_of(node)[:2]
+        times = 1 + sum(value[0] in self.space.program.gradients for value in (x, weight))
+        part = {axis: 1 / self.grid.size(axis) for axis in options}
+        held = {
+            "x": numel_bytes(x, self.shapes) * prod(part.values()),
+            "y": numel_bytes(weight, self.shapes) * prod(part[axis] for axis in axes),
+        }
+        return {axis: times * (self.grid.size(axis) - 1) * held[axis] for axis in axes}
+
     # ------------------------------------------------------------------------------------------------------------- parameters
 
     def stored(self, node: Node, joint: Sequence[Mapping[str, Placement]]) -> Array:
@@ -139,7 +158,8 @@ class Terms:
     # -------------------------------------------------------------------------------------------------------------- exchanges
 
     def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
-        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), value[0] in self.space.program.gradients)
+        gradient, is_parameter = value[0] in self.space.program.gradients, value[0].op == "get_attr"
+        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter)
 
     def exchanges(
         self, change: Change, uses: Mapping[int, Sequence[Sequence[Lying]]], wanted: Sequence[Lying]
@@ -162,7 +182,7 @@ class Terms:
     ) -> tuple[list[int], Array] | None:
         """For some readers: one exchange for each different layout that they need."""
         distinct = tuple(dict.fromkeys(target for _, targets in uses for target in targets))
-        per_byte, latency = self._between(change.sources, distinct, change.axes, change.gradient)
+        per_byte, latency = self._between(change, distinct)
         costs = per_byte * change.num_bytes + latency  # [sources, distinct targets]
         if not costs.any():
             return None
@@ -182,17 +202,16 @@ class Terms:
             total = total + term
         return variables, total
 
-    def _between(
-        self, sources: tuple[Lying, ...], targets: tuple[Lying, ...], axes: tuple[str, ...], gradient: bool
-    ) -> tuple[Array, Array]:
+    def _between(self, change: Change, targets: tuple[Lying, ...]) -> tuple[Array, Array]:
         """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
-        key = (sources, targets, axes, gradient)
+        sources, axes, gradient = change.sources, change.axes, change.gradient
+        key = (sources, targets, axes, gradient, change.is_parameter)
         if key not in self._unit_costs:
             sizes = tuple(self.grid.size(axis) for axis in axes)
             per_byte, latency = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):
-                    sent = sent_bytes(1.0, source, target, sizes, gradient)
+                    sent = sent_bytes(1.0, source, target, sizes, gradient, change.is_parameter)
                     per_byte[i, j] = sum(number / self.costs.rate(axis) for number, axis in zip(sent, axes))
                     latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
             self._unit_costs[key] = (per_byte, latency)
