@@ -16,7 +16,7 @@ from whale.runtime.messages import Message, Piece
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import NUM_EPOCHS, Transport
 
-preload("torch", "whale", "tests.integration.test_messages", "torch.export.experimental")
+preload("tests.integration.test_messages")
 
 WIDTH, INSIDE = 3, 40
 """of the tensors that cross, and of those inside a stage; cuts go where least bytes cross"""

@@ -16,7 +16,7 @@ from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import RING_BYTES
 from whale.runtime.transport import NUM_EPOCHS, Transport
 
-preload("torch", "whale", "tests.integration.test_same_host")
+preload("tests.integration.test_same_host")
 
 
 def content(number: int, num_bytes: int) -> Tensor:

@@ -18,7 +18,7 @@ from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
 from whale.planning.assignment import carries_gradient
 from whale.profiling import operations
 from whale.profiling.calibration import measured_seconds
-from whale.profiling.costs import NodeCost, backward_seconds, node_costs, seconds
+from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
 
 POINTS = (
     OperationPoint("linear", 1e6, 1e-4, 2e-4),
@@ -63,8 +63,9 @@ def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:
     first, second = (node for node in captured.compute_nodes() if "linear" in str(node.target))
     whole = measured_seconds(MEASURED, "aten.linear", costs[first].flop, 1.0, True)
     assert whole is not None
-    assert backward_seconds(first, costs[first], gradients, MEASURED, "fp32") == pytest.approx((0.0, whole / 2))
-    assert backward_seconds(second, costs[second], gradients, MEASURED, "fp32") == pytest.approx((whole / 2, whole / 2))
+    factors = [backward_factors(node, costs[node], gradients) for node in (first, second)]
+    assert backward_seconds(costs[first], factors[0], MEASURED, "fp32") == pytest.approx((0.0, whole / 2))
+    assert backward_seconds(costs[second], factors[1], MEASURED, "fp32") == pytest.approx((whole / 2, whole / 2))
 
 
 def test_measured_operations_survive_the_cluster_file() -> None:

@@ -1,28 +1,29 @@
 """Cut a chain of operations into stages.
 
 Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k (or has
-times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k.
+times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k. The link in front of stage k may
+be another one: there c_k[p] = w_k c_p seconds are sent (w_k = 1 where nothing is said).
 With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
 
-    time_k = (S[b_{k+1}] - S[b_k]) / v_k + c[b_k] + c[b_{k+1}]
-    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c[b_k].            (1)
+    time_k = (S[b_{k+1}] - S[b_k]) / v_k + c_k[b_k] + c_{k+1}[b_{k+1}]
+    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c_k[b_k].          (1)
 
 A stage [p, q) on device k keeps within T exactly when
 
-    need_k[q] = S[q] / v_k + c[q] - T  <=  room_k[p] = S[p] / v_k - c[p].                       (2)
+    need_k[q] = S[q] / v_k + c_{k+1}[q] - T  <=  room_k[p] = S[p] / v_k - c_k[p].               (2)
 
 For a given T, point q can end stage k exactly when (2) holds for the largest room of all points p < q that can end stage k - 1:
 one running maximum a stage, O(K n) for a T, and the smallest T by bisection.                   (`_fits`, `_smallest_time`)
 
-The least sum for that T is a second program: G_k[q] = c[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
+The least sum for that T is a second program: G_k[q] = c_{k+1}[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
 no lower sum than another is never needed, so the useful points form a staircase, room and sum both rising; the best is the
 first with enough room: O(K n log n).                                                           (`_least_crossing`)
 
 Memory allows stage k the operations [p, q) exactly when their bytes are at most M_k. Bytes are never negative, so for each q
 these are all p from some first one on, which rises with q.                                     (3)
 A cut without limits that keeps to them is the best with them as well, so they are looked at only if it does not. Then the running
-maximum becomes that of a window, and the second program tries every p of the window: O(K n log n) for a T, and O(K n^2) once.
-                                                                (`_window_maximum`, `_least_crossing_in_windows`)
+maximum becomes that of a window, and the second program tries every p of the window: O(K n^2), next to O(K n) where little crosses.
+                                                                (`_in_window`, `_least_crossing_in_windows`)
 
 All are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides which cuts tie for T.
 """
@@ -32,6 +33,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +45,7 @@ SHOWN = 8
 """stages whose memory is written out in a message"""
 SAME_TIME = 1e-9
 """relative; prefix sums of 4,000 doubles are good to about 1e-13"""
-BISECTION_WIDTH = 1e-12
+BISECTION_WIDTH = 1e-11
 """relative; well inside SAME_TIME"""
 
 
@@ -82,7 +84,7 @@ class _Chain:
     elapsed: Floats
     """(stages, points): S / v"""
     crossing: Floats
-    """c at each point, 0 at both ends"""
+    """(stages + 1, points): c_k, in front of each stage and behind the last; 0 at both ends"""
     firsts: Indices | None
     """(stages, points): the first point where a stage that ends here may start, by memory; None: anywhere"""
 
@@ -90,12 +92,15 @@ class _Chain:
     def num_stages(self) -> int:
         return len(self.elapsed)
 
-    def room(self, stage: int) -> Floats:
-        room: Floats = self.elapsed[stage] - self.crossing
+    @cached_property
+    def room(self) -> Floats:
+        """(stages, points), line (2)"""
+        room: Floats = self.elapsed - self.crossing[:-1]
         return room
 
-    def need(self, stage: int, time: float) -> Floats:
-        need: Floats = self.elapsed[stage] + self.crossing - time
+    def need(self, time: float) -> Floats:
+        """(stages, points), line (2)"""
+        need: Floats = self.elapsed + self.crossing[1:] - time
         return need
 
 
@@ -106,23 +111,31 @@ def cut(
     allowed: npt.NDArray[np.bool_] | None = None,
     speeds: Sequence[float] | None = None,
     memory: StageMemory | None = None,
+    boundary_weights: Sequence[float] | None = None,
 ) -> Cuts:
-    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p."""
+    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p.
+
+    `boundary_weights`: w_k in front of every stage but the first.
+    """
     chain = _chain(times, crossing_times, num_stages, allowed, speeds)
-    chosen = _best(chain)
+    if boundary_weights is not None:
+        chain = replace(chain, crossing=chain.crossing * np.array([0.0, *boundary_weights, 0.0])[:, np.newaxis])
     why = ""
-    if memory is not None:
+    if memory is None:
+        chosen = _best(chain)
+    else:
         used = _prefix_sums(memory.operation_bytes)[:, chain.points]
         limit = np.asarray(memory.capacity_bytes, dtype=np.float64)
+        within = replace(chain, firsts=_firsts(used, limit))
+        _check_room(within, used, limit)
+        chosen = _best(chain)
         if (_between(used, chosen) > limit).any():
             free = float(_stage_times(chain, chosen).max())
-            chain = replace(chain, firsts=_firsts(used, limit))
-            _check_room(chain, used, limit)
-            chosen = _best(chain)
+            chain, chosen = within, _best(within)
             why = f"; memory moved the cuts (slowest without limits: {free:.4g} s)"
     stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
-    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[chosen].sum())
+    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[np.arange(num_stages + 1), chosen].sum())
     worst = int(stage_times.argmax())
     last = int(chain.points[chosen[worst + 1]]) - 1
     num_operations = int(chain.points[-1])
@@ -140,7 +153,8 @@ def _best(chain: _Chain) -> list[int]:
 
 
 def _stage_times(chain: _Chain, chosen: list[int]) -> Floats:
-    times: Floats = _between(chain.elapsed, chosen) + chain.crossing[chosen[:-1]] + chain.crossing[chosen[1:]]
+    crossed = chain.crossing[np.arange(chain.num_stages + 1), chosen]
+    times: Floats = _between(chain.elapsed, chosen) + crossed[:-1] + crossed[1:]
     return times
 
 
@@ -186,8 +200,12 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
 
 def _smallest_time(chain: _Chain) -> float:
     """Smallest T of (1), by bisection, to BISECTION_WIDTH."""
-    lower = 0.0
-    upper = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
+    # no cut is faster than the mean of stages in which every operation is on the stage that is fastest for it
+    lower = float(np.diff(chain.elapsed).min(axis=0).sum()) / chain.num_stages * (1 - SAME_TIME)
+    most = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
+    upper = min(2 * lower, most)
+    while upper < most and not _fits(chain, upper):
+        lower, upper = upper, min(2 * upper, most)
     while upper - lower > BISECTION_WIDTH * upper:
         middle = (lower + upper) / 2
         if not lower < middle < upper:
@@ -201,88 +219,92 @@ def _smallest_time(chain: _Chain) -> float:
 
 def _fits(chain: _Chain, time: float) -> bool:
     """Some cut keeps every stage within `time`."""
-    ends = np.zeros(len(chain.points), dtype=bool)
-    ends[0] = True
+    return _ends(chain, time) is not None
+
+
+def _ends(chain: _Chain, time: float) -> list[Indices] | None:
+    """The points at which each stage can end, all stages up to it within `time`; None where no cut is."""
+    needs, last = chain.need(time), len(chain.points) - 1
+    ends, found = np.zeros(1, dtype=np.int64), []
     for stage in range(chain.num_stages):
-        room = np.where(ends, chain.room(stage), -np.inf)
-        best_before = np.maximum.accumulate(room)[:-1] if chain.firsts is None else _window_maximum(room, chain.firsts[stage])
-        need = chain.need(stage, time)[1:]
-        ends = np.concatenate(([False], (best_before >= need) & (best_before > -np.inf)))
-        if not ends.any():
-            return False
-    return bool(ends[-1])
+        room = chain.room[stage][ends]
+        # of points from the first end on: the largest room before it, and what the last of these ends is
+        points = np.arange(ends[0] + 1, last + 1)
+        before = np.searchsorted(ends, points) - 1
+        best = np.maximum.accumulate(room)
+        reaches = best[before] >= needs[stage, points]
+        if chain.firsts is not None:
+            reaches &= _in_window(room, best, ends, before, needs[stage, points], chain.firsts[stage, points], reaches)
+        ends = points[reaches]
+        if not len(ends):
+            return None
+        found.append(ends)
+    return found if ends[-1] == last else None
+
+
+def _in_window(
+    room: Floats, best: Floats, ends: Indices, before: Indices, need: Floats, firsts: Indices, asked: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Which of the `asked` points have enough room at an end that memory allows, from `firsts` on."""
+    places = np.arange(len(ends))
+    # mostly the last end with the largest room of all before is such an end: rooms rise but where much crosses
+    latest = np.maximum.accumulate(np.where(room == best, places, 0))[before]
+    starts = np.searchsorted(ends, firsts)
+    inside: npt.NDArray[np.bool_] = latest >= starts
+    for point in np.flatnonzero(asked & ~inside & (starts <= before)):
+        inside[point] = room[starts[point] : before[point] + 1].max() >= need[point]
+    return inside
 
 
 def _least_crossing(chain: _Chain, time: float) -> list[int]:
     """Boundaries (as indices into `chain.points`) of the cut within `time` that sends least."""
-    num_points, num_stages = len(chain.points), chain.num_stages
-    crossing = chain.crossing.tolist()
-    sums: list[float | None] = [0.0] + [None] * (num_points - 1)  # G_{k-1}; None: cannot end a stage here
-    chosen_before: list[list[int]] = []
-    for stage in range(num_stages):
-        rooms, needs = chain.room(stage).tolist(), chain.need(stage, time).tolist()
-        stairs = _Staircase()
-        next_sums: list[float | None] = [None] * num_points
-        before = [-1] * num_points
-        for point in range(1, num_points):
-            previous = sums[point - 1]
-            if previous is not None:
-                stairs.add(rooms[point - 1], previous, point - 1)
-            found = stairs.cheapest(needs[point])
-            if found is not None:
-                next_sums[point] = found[0] + crossing[point]
-                before[point] = found[1]
+    needs, found = chain.need(time), _ends(chain, time)
+    assert found is not None, f"no cut within {time} s, though one was found before"
+    sums: dict[int, float] = {0: 0.0}  # G_{k-1}, of points that can end a stage
+    chosen_before: list[dict[int, int]] = []
+    for stage, ends in enumerate(found):
+        rooms, need, crossing = chain.room[stage].tolist(), needs[stage].tolist(), chain.crossing[stage + 1].tolist()
+        stairs, starts = _Staircase(), iter(sums.items())
+        start = next(starts, None)
+        next_sums, before = {}, {}
+        for point in ends.tolist():
+            while start is not None and start[0] < point:
+                stairs.add(rooms[start[0]], start[1], start[0])
+                start = next(starts, None)
+            cheapest = stairs.cheapest(need[point])
+            assert cheapest is not None
+            next_sums[point], before[point] = cheapest[0] + crossing[point], cheapest[1]
         sums = next_sums
         chosen_before.append(before)
-    assert sums[-1] is not None, f"no cut within {time} s, though one was found before"
-    chosen = [num_points - 1]
-    for before in reversed(chosen_before):
-        chosen.append(before[chosen[-1]])
-    return chosen[::-1]
-
-
-def _window_maximum(values: Floats, firsts: Indices) -> Floats:
-    """For each point q from 1 on: the largest of `values[firsts[q]:q]`; minus infinity where that is empty."""
-    levels = [values]
-    while 2 ** len(levels) < len(values):  # levels[j][i]: the largest of 2^j values from i on
-        step = 2 ** (len(levels) - 1)
-        previous = levels[-1]
-        levels.append(np.maximum(previous[:-step], previous[step:]))
-    starts, ends = firsts[1:], np.arange(1, len(values))
-    lengths = ends - starts
-    found = np.full(len(values) - 1, -np.inf)
-    for level, largest in enumerate(levels):
-        size = 2**level
-        mine = (lengths >= size) & ((lengths < 2 * size) | (level == len(levels) - 1))
-        found[mine] = np.maximum(largest[starts[mine]], largest[ends[mine] - size])
-    return found
+    return _backwards(chosen_before, len(chain.points) - 1)
 
 
 def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
     """As `_least_crossing`, with the starts that memory allows. A point that another beats may outlive it here: so no staircase."""
+    needs, found = chain.need(time), _ends(chain, time)
     assert chain.firsts is not None
-    num_points = len(chain.points)
-    sums = np.full(num_points, np.inf)
-    sums[0] = 0.0
-    chosen_before: list[Indices] = []
-    for stage in range(chain.num_stages):
-        room, need, first = chain.room(stage), chain.need(stage, time), chain.firsts[stage]
-        next_sums, before = np.full(num_points, np.inf), np.full(num_points, -1)
-        for point in range(1, num_points):
-            start = int(first[point])
-            if start >= point:
-                continue
-            candidates = np.where(room[start:point] >= need[point], sums[start:point], np.inf)
+    assert found is not None, f"no cut within {time} s, though one was found before"
+    starts, sums = np.zeros(1, dtype=np.int64), np.zeros(1)
+    chosen_before: list[dict[int, int]] = []
+    for stage, ends in enumerate(found):
+        room, need = chain.room[stage][starts], needs[stage][ends]
+        firsts, lasts = np.searchsorted(starts, chain.firsts[stage][ends]), np.searchsorted(starts, ends)
+        next_sums, before = np.empty(len(ends)), {}
+        for place, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
+            candidates = np.where(room[first:last] >= need[place], sums[first:last], np.inf)
             best = int(candidates.argmin())
-            if np.isfinite(candidates[best]):
-                next_sums[point] = candidates[best] + chain.crossing[point]
-                before[point] = start + best
-        sums = next_sums
+            next_sums[place] = candidates[best] + chain.crossing[stage + 1, ends[place]]
+            before[int(ends[place])] = int(starts[first + best])
+        starts, sums = ends, next_sums
         chosen_before.append(before)
-    assert np.isfinite(sums[-1]), f"no cut within {time} s, though one was found before"
-    chosen = [num_points - 1]
+    return _backwards(chosen_before, len(chain.points) - 1)
+
+
+def _backwards(chosen_before: list[dict[int, int]], last: int) -> list[int]:
+    """Boundaries, from the best start of every stage for each end."""
+    chosen = [last]
     for before in reversed(chosen_before):
-        chosen.append(int(before[chosen[-1]]))
+        chosen.append(before[chosen[-1]])
     return chosen[::-1]
 
 
@@ -338,4 +360,4 @@ def _chain(
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(f"a {name} time is negative or not finite: {values[~(np.isfinite(values) & (values >= 0))][0]}")
     elapsed = _prefix_sums(np.atleast_2d(times))[:, points] / stage_speeds[:, np.newaxis]
-    return _Chain(points, elapsed, crossing, None)
+    return _Chain(points, elapsed, np.tile(crossing, (num_stages + 1, 1)), None)

@@ -75,21 +75,6 @@ def stage_seconds(
     return forward, inputs, weights
 
 
-def shared_gradient_bytes(
-    captured: CapturedGraph,
-    holders: Mapping[str, tuple[int, ...]],
-    stages: Sequence[int],
-    is_shared: Callable[[tuple[int, ...]], bool],
-) -> int:
-    """Of trained parameters on these stages whose gradients are summed with other devices; `is_shared(stages that hold it)`."""
-    own, total = set(stages), 0
-    for name, held_by in holders.items():
-        state = captured.state[name]
-        if state.kind == "parameter" and state.trainable and own & set(held_by) and is_shared(held_by):
-            total += state.num_bytes
-    return total
-
-
 def figures_of(
     workload: Workload,
     assignment: Assignment,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -19,7 +20,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
-from whale.profiling.costs import NodeCost, backward_seconds, node_costs, seconds, split_input
+from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 from whale.scheduling import Action
 from whale.scheduling.check import Held, peak_of_order
@@ -51,6 +52,14 @@ class StageBytes:
         return Held(self.kept.fixed_bytes, self.weight_part.fixed_bytes, self.working_fixed_bytes)
 
 
+class _Form(NamedTuple):
+    """What a node costs for two numbers of samples, and what its backward does."""
+
+    few: NodeCost
+    many: NodeCost
+    backward_factors: tuple[float, float]
+
+
 INSIDE_OPERATIONS = 0.02
 """of weights, gradients and state, and of what is kept: about as much is held for a moment inside operations and by messages on their way;
 measured by benchmarks/prediction.py"""
@@ -71,6 +80,7 @@ class Workload:
     share: int = 1
     """samples of a micro-batch that a device typically gets: times are exact there and at the whole mini-batch, straight between"""
     _known: dict[DeviceKind, dict[Node, StageTimes]] = field(default_factory=dict, compare=False, repr=False)
+    _known_kept: dict[tuple[Node, ...], list[Kept]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
@@ -107,13 +117,21 @@ class Workload:
 
     def _times_of_nodes(self, kind: DeviceKind) -> dict[Node, StageTimes]:
         if kind not in self._known:
-            found = self._known[kind] = {}
-            for node, many in self.costs.items():
-                few = self._costs_of_few[node]
-                forward = self._line(seconds(few, kind, self.dtype), seconds(many, kind, self.dtype))
-                backwards = [backward_seconds(node, cost, self.gradients, kind, self.dtype) for cost in (few, many)]
-                found[node] = StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards)))
+            times = {form: self._times_of_form(form, kind) for form in set(self._forms.values())}
+            self._known[kind] = {node: times[form] for node, form in self._forms.items()}
         return self._known[kind]
+
+    @cached_property
+    def _forms(self) -> dict[Node, _Form]:
+        """All that the time of a node depends on; few, since models repeat their layers."""
+        few = self._costs_of_few
+        return {node: _Form(few[node], many, backward_factors(node, many, self.gradients)) for node, many in self.costs.items()}
+
+    def _times_of_form(self, form: _Form, kind: DeviceKind) -> StageTimes:
+        costs = (form.few, form.many)
+        forward = self._line(*(seconds(cost, kind, self.dtype) for cost in costs))
+        backwards = [backward_seconds(cost, form.backward_factors, kind, self.dtype) for cost in costs]
+        return StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards, strict=True)))
 
     def _line(self, few_s: float, many_s: float) -> Seconds:
         """Through the times of two numbers of samples."""
@@ -166,8 +184,11 @@ class Workload:
 
     def kept_by_operation(self, operations: Sequence[Node]) -> list[Kept]:
         """What each operation adds to what those before it keep."""
+        key = tuple(operations)
+        if key in self._known_kept:
+            return self._known_kept[key]
         seen: set[int] = set()
-        found = []
+        found = self._known_kept[key] = []
         for node in operations:  # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
             new = self.saved.of_node.get(node, frozenset()) - seen
             seen |= new

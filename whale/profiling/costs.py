@@ -77,9 +77,9 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     return measured * kind.rate("fp32") / kind.rate(dtype) if cost.flop else measured
 
 
-def backward_seconds(node: Node, cost: NodeCost, gradients: Container[Node], kind: DeviceKind, dtype: str) -> tuple[float, float]:
-    """How long its backward takes: for the gradients of its inputs, and of its weights."""
-    inputs, weights = backward_factors(node, cost, gradients)
+def backward_seconds(cost: NodeCost, factors: tuple[float, float], kind: DeviceKind, dtype: str) -> tuple[float, float]:
+    """How long the backward takes: for the gradients of its inputs, and of its weights. `factors`: those of `backward_factors`."""
+    inputs, weights = factors
     if not inputs and not weights:
         return 0.0, 0.0
     measured = measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, True) if cost.operation else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +32,7 @@ def table(question: Question, rows: Sequence[Row]) -> Table:
     """Bubble, lower bound of the step, how far the step is over it, and peak activations, for every schedule."""
     title = f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: forward {question.forward_s:g}, "
     title += f"backward {question.backward_s:g}, message {question.message_s:g}, memory cap of auto {question.cap:g}"
-    result = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD, padding=0)
     for name in HEADINGS:
         result.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     for row in rows:

@@ -115,13 +115,11 @@ def _expected_rest(schedule: Schedule, device: int, order: tuple[Action, ...], f
     for edges, back in ((graph.edges, False), (graph.gradient_edges, True)):
         for edge in edges:
             source, destination = reversed(edge) if back else edge
-            if not graph.crosses_devices(edge) or (back and forward_only):
-                continue
+            sends, receives = (graph.device_of_stage[stage] == device for stage in (source, destination))
+            if sends == receives or (back and forward_only):
+                continue  # not of this device, or handed over without a message
             for micro_batch in range(schedule.num_micro_batch):
-                if graph.device_of_stage[source] == device:
-                    yield send(source, destination, micro_batch)
-                if graph.device_of_stage[destination] == device:
-                    yield receive(source, destination, micro_batch)
+                yield send(source, destination, micro_batch) if sends else receive(source, destination, micro_batch)
     if not forward_only:
         for stage, micro_batch in _last_backwards(order).items():
             yield Action(Kind.SYNCHRONISE, stage, micro_batch)
