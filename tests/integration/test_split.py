@@ -100,6 +100,17 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def wide_mixtral() -> nn.Module:
+    """Its experts weigh more than its tokens, so that tokens travel."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=7, num_experts_per_tok=2, max_position_embeddings=16, experts_implementation="batched_mm",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def vectors(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch_size, WIDTH, generator=generator, dtype=torch.float64)
@@ -133,6 +144,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "shared bias": (SharedBias, vectors),
     "images": (Images, vectors),
     "gpt2": (gpt2, tokens),
+    "wide mixtral": (wide_mixtral, tokens),
 }
 
 

@@ -14,14 +14,17 @@ from tests.thorough import many
 from whale.planning.cuts import NoRoom, StageMemory, cut
 
 
-def objective(starts: tuple[int, ...], times: list[int], crossing_times: list[int], speeds: list[int]) -> tuple[Fraction, int]:
+def objective(
+    starts: tuple[int, ...], times: list[int], crossing_times: list[int], speeds: list[int], weights: list[int] | None = None
+) -> tuple[Fraction, int]:
     """(slowest stage, total crossing), in exact arithmetic and from the definition."""
     bounds = [*starts, len(times)]
+    weights = [0, *(weights or [1] * (len(starts) - 1)), 0]
+    crossing = [weight * crossing_times[bound] if weight else 0 for weight, bound in zip(weights, bounds, strict=True)]
     slowest = Fraction(0)
     for stage, (first, last) in enumerate(pairwise(bounds)):
-        crossing = (crossing_times[first] if first else 0) + (crossing_times[last] if last < len(times) else 0)
-        slowest = max(slowest, Fraction(sum(times[first:last]), speeds[stage]) + crossing)
-    return slowest, sum(crossing_times[start] for start in starts[1:])
+        slowest = max(slowest, Fraction(sum(times[first:last]), speeds[stage]) + crossing[stage] + crossing[stage + 1])
+    return slowest, sum(crossing)
 
 
 @st.composite
@@ -58,6 +61,19 @@ def test_equals_brute_force(problem: tuple[list[int], list[int], list[bool], int
 @given(problem=problems(with_speeds=True))
 def test_equals_brute_force_with_speeds(problem: tuple[list[int], list[int], list[bool], int, list[int]]) -> None:
     check_against_brute_force(problem, pass_speeds=True)
+
+
+@settings(max_examples=300)
+@given(problem=problems(with_speeds=True), data=st.data())
+def test_equals_brute_force_with_unlike_links(
+    problem: tuple[list[int], list[int], list[bool], int, list[int]], data: st.DataObject
+) -> None:
+    times, crossing_times, allowed, num_stages, speeds = problem
+    weights = data.draw(st.lists(st.integers(0, 5), min_size=num_stages - 1, max_size=num_stages - 1))
+    found = cut(np.array(times), np.array(crossing_times), num_stages, np.array(allowed), speeds, boundary_weights=weights)
+    points = [point for point in range(1, len(times)) if allowed[point]]
+    best = min(objective((0, *inner), times, crossing_times, speeds, weights) for inner in combinations(points, num_stages - 1))
+    assert objective(found.starts, times, crossing_times, speeds, weights) == best
 
 
 def test_the_cheaper_of_two_equal_cuts() -> None:

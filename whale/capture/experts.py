@@ -283,9 +283,15 @@ def _use_no_copies(graph: Graph, node: Node) -> None:
         if not _copies_matrices(copies) or not _is_one(x.meta["val"].shape[row_dim]):
             continue
         weight, (experts,) = argument(copies, "self"), argument(copies, "indices")
-        rows = _insert(graph, node, aten.squeeze.dim, (x, row_dim))
+        has_rows = op_name(x) == "unsqueeze" and argument(x, "dim") % 3 == row_dim
+        rows = x.args[0] if has_rows else _insert(graph, node, aten.squeeze.dim, (x, row_dim))
         product = _insert(graph, node, expert_mm_op(), (rows, weight, experts, row_dim == 2))
-        node.replace_all_uses_with(_insert(graph, node, aten.unsqueeze.default, (product, row_dim)))
+        for user in list(node.users):
+            if op_name(user) == "squeeze" and argument(user, "dim") in (row_dim, row_dim - 3):
+                user.replace_all_uses_with(product)
+                graph.erase_node(user)
+        if node.users:
+            node.replace_all_uses_with(_insert(graph, node, aten.unsqueeze.default, (product, row_dim)))
         graph.erase_node(node)
         return
 

@@ -18,8 +18,6 @@ SHORTEST_S = 5e-3
 MOST_OVERRUNS = 0.01
 LATE_S, LATE_PART = 1e-3, 0.1
 """an action that ends so many seconds, and such a part of its time, after its time is an overrun"""
-WAKE_UP_S = 1e-4
-"""how late Linux may wake up a process; so long before the end the rest is waited for without sleeping"""
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
 
 
@@ -61,11 +59,10 @@ class Pace:
 def sleep_until(deadline: float) -> float:
     """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds after it that is."""
     left = deadline - time.perf_counter()
-    if left > WAKE_UP_S:
-        time.sleep(left - WAKE_UP_S)
-    while (left := deadline - time.perf_counter()) > 0:
-        pass
-    return -left  # a busy machine wakes up late
+    if left > 0:
+        time.sleep(left)
+        left = deadline - time.perf_counter()  # a busy machine wakes up late
+    return -left
 
 
 def wake_up_on_time() -> None:

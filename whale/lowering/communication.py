@@ -94,7 +94,8 @@ class RealCommunication:
         return Exchange(plan, self.groups, is_gather=grows and not source.partial)
 
     def operation(self, special: Special) -> nn.Module:
-        return Called(OPERATIONS[special.kind](special, self))
+        made = OPERATIONS[special.kind](special, self)
+        return made if isinstance(made, nn.Module) else Called(made)
 
     def line(self, special: Special) -> Line:
         return Line.of(self.grid, self.place, special.axes, self.groups)
@@ -219,8 +220,7 @@ def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
     experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0])
     if op_name(special.node) != "expert_mm":
         return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(x, weight, ends, experts)
-    transposed = bool(named_args(special.node)["transposed"])
-    return lambda x, weight, numbers: sharded_ops.expert_mm(x, weight, numbers, transposed, experts)
+    return sharded_ops.ExpertProduct(experts, bool(named_args(special.node)["transposed"]))
 
 
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:

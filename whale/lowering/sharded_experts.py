@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from whale.lowering.exchange import sent
 from whale.lowering.lines import Line, gathered
@@ -43,24 +43,46 @@ class Experts:
 class Route:
     """Of one set of tokens: where its rows go, and what comes."""
 
+    num_rows: int
+    """of this device"""
     rows: Tensor
-    """numbers of the rows that leave, device after device, sorted by expert"""
+    """numbers of those that leave, device after device, sorted by expert"""
     leaving: list[int]
     """rows to each device of the line"""
     arriving: list[int]
     experts: Tensor
     """of the arriving rows, counted from the first one here"""
+    line: Line
+
+
+class ExpertProduct(nn.Module):
+    """`expert_mm` of capture/experts.py with the rows of this device and the weights of the experts here."""
+
+    def __init__(self, experts: Experts, transposed: bool) -> None:
+        super().__init__()
+        self.experts, self.transposed = experts, transposed
+
+    def forward(self, x: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
+        return expert_mm(x, weight, numbers, self.transposed, self.experts)
 
 
 def expert_mm(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, around: Experts) -> Tensor:
-    """`expert_mm` of capture/experts.py with x [rows, K] of this device and the weights of the experts here. Gives [rows, N]."""
+    """x [rows, K] -> [rows, N]. Where tokens travel, lowering/expert_routes.py puts its steps into the graph."""
     if around.line.size == 1:
         return product(x, weight, experts - around.here[0], transposed)
     route = find_route(experts, around)
-    arrived = _travel(x.index_select(0, route.rows), route.arriving, route.leaving, around.line)
-    done = product(arrived, weight, route.experts, transposed)
-    returned = _travel(done, route.leaving, route.arriving, around.line)
-    return returned.new_zeros(len(x), returned.shape[1]).index_copy(0, route.rows, returned)
+    return from_experts(product(to_experts(x, route), weight, route.experts, transposed), route)
+
+
+def to_experts(x: Tensor, route: Route) -> Tensor:
+    """This device's rows to their experts; gives the rows that arrive here."""
+    return _travel(x.index_select(0, route.rows), route.arriving, route.leaving, route.line)
+
+
+def from_experts(rows: Tensor, route: Route) -> Tensor:
+    """The way back; rows that have not travelled are 0."""
+    returned = _travel(rows, route.leaving, route.arriving, route.line)
+    return returned.new_zeros(route.num_rows, returned.shape[1]).index_copy(0, route.rows, returned)
 
 
 def grouped_mm_of_same_tokens(x: Tensor, weight: Tensor, ends: Tensor, around: Experts) -> Tensor:
@@ -85,10 +107,12 @@ def find_route(experts: Tensor, around: Experts) -> Route:
     mine = everyone[:, first:stop]  # [devices, experts here]
     numbers = torch.arange(stop - first).expand(around.line.size, -1).reshape(-1)
     return Route(
+        num_rows=len(experts),
         rows=_rows_in_order(experts, own, around.bounds),
         leaving=[int(own[a:b].sum()) for a, b in around.bounds],
         arriving=mine.sum(1).tolist(),
         experts=numbers.repeat_interleave(mine.reshape(-1)).to(experts.device),
+        line=around.line,
     )
 
 

@@ -2,7 +2,7 @@
 
 from whale.lowering.exchange import Groups, exchange
 from whale.lowering.lines import Line, line_places, sum_over_line
-from whale.lowering.sharded_experts import Experts, expert_mm, grouped_mm_of_same_tokens
+from whale.lowering.sharded_experts import ExpertProduct, Experts, expert_mm, grouped_mm_of_same_tokens
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
 from whale.lowering.sharded_random import Draw, dropout, scaled_dot_product_attention
@@ -11,6 +11,7 @@ from whale.lowering.summa import Plane, summa_linear
 
 __all__ = [
     "Draw",
+    "ExpertProduct",
     "Experts",
     "Groups",
     "Line",

@@ -1,20 +1,21 @@
 """Cut a chain of operations into stages.
 
 Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k (or has
-times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k.
+times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k. The link in front of stage k may
+be another one: there c_k[p] = w_k c_p seconds are sent (w_k = 1 where nothing is said).
 With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
 
-    time_k = (S[b_{k+1}] - S[b_k]) / v_k + c[b_k] + c[b_{k+1}]
-    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c[b_k].            (1)
+    time_k = (S[b_{k+1}] - S[b_k]) / v_k + c_k[b_k] + c_{k+1}[b_{k+1}]
+    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c_k[b_k].          (1)
 
 A stage [p, q) on device k keeps within T exactly when
 
-    need_k[q] = S[q] / v_k + c[q] - T  <=  room_k[p] = S[p] / v_k - c[p].                       (2)
+    need_k[q] = S[q] / v_k + c_{k+1}[q] - T  <=  room_k[p] = S[p] / v_k - c_k[p].               (2)
 
 For a given T, point q can end stage k exactly when (2) holds for the largest room of all points p < q that can end stage k - 1:
 one running maximum a stage, O(K n) for a T, and the smallest T by bisection.                   (`_fits`, `_smallest_time`)
 
-The least sum for that T is a second program: G_k[q] = c[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
+The least sum for that T is a second program: G_k[q] = c_{k+1}[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
 no lower sum than another is never needed, so the useful points form a staircase, room and sum both rising; the best is the
 first with enough room: O(K n log n).                                                           (`_least_crossing`)
 
@@ -83,7 +84,7 @@ class _Chain:
     elapsed: Floats
     """(stages, points): S / v"""
     crossing: Floats
-    """c at each point, 0 at both ends"""
+    """(stages + 1, points): c_k, in front of each stage and behind the last; 0 at both ends"""
     firsts: Indices | None
     """(stages, points): the first point where a stage that ends here may start, by memory; None: anywhere"""
 
@@ -94,12 +95,12 @@ class _Chain:
     @cached_property
     def room(self) -> Floats:
         """(stages, points), line (2)"""
-        room: Floats = self.elapsed - self.crossing
+        room: Floats = self.elapsed - self.crossing[:-1]
         return room
 
     def need(self, time: float) -> Floats:
         """(stages, points), line (2)"""
-        need: Floats = self.elapsed + self.crossing - time
+        need: Floats = self.elapsed + self.crossing[1:] - time
         return need
 
 
@@ -110,9 +111,15 @@ def cut(
     allowed: npt.NDArray[np.bool_] | None = None,
     speeds: Sequence[float] | None = None,
     memory: StageMemory | None = None,
+    boundary_weights: Sequence[float] | None = None,
 ) -> Cuts:
-    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p."""
+    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p.
+
+    `boundary_weights`: w_k in front of every stage but the first.
+    """
     chain = _chain(times, crossing_times, num_stages, allowed, speeds)
+    if boundary_weights is not None:
+        chain = replace(chain, crossing=chain.crossing * np.array([0.0, *boundary_weights, 0.0])[:, np.newaxis])
     why = ""
     if memory is None:
         chosen = _best(chain)
@@ -128,7 +135,7 @@ def cut(
             why = f"; memory moved the cuts (slowest without limits: {free:.4g} s)"
     stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
-    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[chosen].sum())
+    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[np.arange(num_stages + 1), chosen].sum())
     worst = int(stage_times.argmax())
     last = int(chain.points[chosen[worst + 1]]) - 1
     num_operations = int(chain.points[-1])
@@ -146,7 +153,8 @@ def _best(chain: _Chain) -> list[int]:
 
 
 def _stage_times(chain: _Chain, chosen: list[int]) -> Floats:
-    times: Floats = _between(chain.elapsed, chosen) + chain.crossing[chosen[:-1]] + chain.crossing[chosen[1:]]
+    crossed = chain.crossing[np.arange(chain.num_stages + 1), chosen]
+    times: Floats = _between(chain.elapsed, chosen) + crossed[:-1] + crossed[1:]
     return times
 
 
@@ -250,12 +258,12 @@ def _in_window(
 
 def _least_crossing(chain: _Chain, time: float) -> list[int]:
     """Boundaries (as indices into `chain.points`) of the cut within `time` that sends least."""
-    crossing, needs, found = chain.crossing.tolist(), chain.need(time), _ends(chain, time)
+    needs, found = chain.need(time), _ends(chain, time)
     assert found is not None, f"no cut within {time} s, though one was found before"
     sums: dict[int, float] = {0: 0.0}  # G_{k-1}, of points that can end a stage
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        rooms, need = chain.room[stage].tolist(), needs[stage].tolist()
+        rooms, need, crossing = chain.room[stage].tolist(), needs[stage].tolist(), chain.crossing[stage + 1].tolist()
         stairs, starts = _Staircase(), iter(sums.items())
         start = next(starts, None)
         next_sums, before = {}, {}
@@ -285,7 +293,7 @@ def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
         for place, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
             candidates = np.where(room[first:last] >= need[place], sums[first:last], np.inf)
             best = int(candidates.argmin())
-            next_sums[place] = candidates[best] + chain.crossing[ends[place]]
+            next_sums[place] = candidates[best] + chain.crossing[stage + 1, ends[place]]
             before[int(ends[place])] = int(starts[first + best])
         starts, sums = ends, next_sums
         chosen_before.append(before)
@@ -352,4 +360,4 @@ def _chain(
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(f"a {name} time is negative or not finite: {values[~(np.isfinite(values) & (values >= 0))][0]}")
     elapsed = _prefix_sums(np.atleast_2d(times))[:, points] / stage_speeds[:, np.newaxis]
-    return _Chain(points, elapsed, crossing, None)
+    return _Chain(points, elapsed, np.tile(crossing, (num_stages + 1, 1)), None)

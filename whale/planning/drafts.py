@@ -95,6 +95,12 @@ class Draft:
         return self.split.placement
 
     @property
+    def num_actions(self) -> int:
+        """Of all devices in a step."""
+        devices = self.placement.virtual_devices
+        return sum(len(order) * len(_ranks(device)) for order, device in zip(self.schedule.orders, devices, strict=True))
+
+    @property
     def choice(self) -> Choice:
         return tuple((stage.num_regions, stage.num_recomputed) for stage in self.stages)
 

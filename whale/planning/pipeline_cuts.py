@@ -12,15 +12,17 @@ The factor R leaves equal devices with the times of the whole mini-batch, whatev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from torch.fx import Node
 
 from whale import scheduling
-from whale.cluster.cluster import Cluster, Link
+from whale.cluster.cluster import Cluster
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
 from whale.planning.workload import Workload
@@ -61,34 +63,34 @@ class CutProblem:
         return np.array(rows)
 
     def crossing_seconds(self, node: Node) -> float:
-        return self.workload.costs[node].output_bytes / self.slowest_link.bytes_per_s
+        """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
+        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
 
     @cached_property
-    def slowest_link(self) -> Link:
-        """Of all links between neighbouring stages; one stage sends nothing."""
-        pairs = [(a, b) for here, there in zip(self.ranks, self.ranks[1:]) for a, b in zip(here, there, strict=True)]
-        links = [self.cluster.link(a, b) for a, b in pairs] or [self.cluster.intra_host]
-        return min(links, key=lambda link: link.bytes_per_s)
+    def boundary_weights(self) -> tuple[float, ...]:
+        """How much longer a message takes than `crossing_seconds`, between each stage and the next, in the replica where it takes longest.
+
+        All messages that leave a host at the same boundary share its network card.
+        """
+        return tuple(self._boundary_weight(here, there) for here, there in pairwise(self.ranks))
+
+    def _boundary_weight(self, here: Sequence[int], there: Sequence[int]) -> float:
+        devices, pairs = self.cluster.devices, list(zip(here, there, strict=True))
+        leaving = Counter(devices[a].host for a, b in pairs if devices[a].host != devices[b].host)
+        weights = []
+        for a, b in pairs:
+            sharing = leaving[devices[a].host] if devices[a].host != devices[b].host else 1
+            weights.append(sharing * self.cluster.intra_host.bytes_per_s / self.cluster.link(a, b).bytes_per_s)
+        return max(weights)
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards.
-
-        `crossings` are those of the slowest link; a boundary with a faster one takes less.
-        """
+        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards."""
         graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
         forward = tuple(float(seconds) / count for seconds in stages)
-        messages = {
-            (k, k + 1): float(seconds) * self.slowest_link.bytes_per_s / self._boundary_link(k).bytes_per_s / count
-            for k, seconds in enumerate(crossings)
-        }
+        messages = {(k, k + 1): float(seconds) / count for k, seconds in enumerate(crossings)}
         costs = scheduling.Costs(forward, forward, forward, messages)
         orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
         return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
-
-    def _boundary_link(self, stage: int) -> Link:
-        """The slowest one from this stage to the next, over all replicas."""
-        links = [self.cluster.link(a, b) for a, b in zip(self.ranks[stage], self.ranks[stage + 1], strict=True)]
-        return min(links, key=lambda link: link.bytes_per_s)
 
     def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
         """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""

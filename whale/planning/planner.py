@@ -36,6 +36,10 @@ from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
 from whale.planning.workload import Workload
 from whale.profiling.costs import value_bytes
+from whale.simulation.simulate import simulate
+
+MOST_ACTIONS = 10_000
+"""orders of devices are compared by simulation if their steps have at most so many actions, else by the slowest device"""
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
@@ -53,8 +57,19 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
             errors.append(error)
     if not drafts:
         raise errors[0]
-    best = min(drafts, key=lambda draft: draft.slowest_s)
-    return _plan(problem, workload, best, drafts), best.assignment
+    model = fingerprint(captured)
+    if len(drafts) == 1:
+        return _plan(problem, workload, drafts[0], model), drafts[0].assignment
+    if max(draft.num_actions for draft in drafts) > MOST_ACTIONS:
+        best = min(drafts, key=lambda draft: draft.slowest_s)
+        times = ", ".join(f"{draft.order.name} {draft.slowest_s:.4g} s" for draft in drafts)
+        why = f"the slowest device for one micro-batch: {times}"
+        return _plan(problem, workload, best, model, why), best.assignment
+    plans = [_plan(problem, workload, draft, model) for draft in drafts]
+    steps = [simulate(plan).gradients_s for plan in plans]
+    best = drafts[steps.index(min(steps))]
+    why = "a simulated step: " + ", ".join(f"{draft.order.name} {step_s:.4g} s" for draft, step_s in zip(drafts, steps, strict=True))
+    return _plan(problem, workload, best, model, why), best.assignment
 
 
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
@@ -88,7 +103,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
 
 
-def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Draft]) -> Plan:
+def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_order: str = "") -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
@@ -96,7 +111,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Dr
     ranks_of = [[rank for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
     return Plan(
         format=PLAN_FORMAT,
-        model=fingerprint(captured),
+        model=model,
         config=config.to_dict(),
         num_devices=cluster.num_devices,
         device_kinds=situation.kinds,
@@ -119,7 +134,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, tried: Sequence[Dr
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
             *draft.split.decisions,
-            *_balance_decisions(problem, draft, tried),
+            *_balance_decisions(problem, draft, why_order),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
@@ -169,12 +184,9 @@ def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
     return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
 
 
-def _balance_decisions(problem: Problem, draft: Draft, tried: Sequence[Draft]) -> list[Decision]:
+def _balance_decisions(problem: Problem, draft: Draft, why_order: str) -> list[Decision]:
     """Why unlike devices do what they do."""
-    found = []
-    if len(tried) > 1:
-        times = ", ".join(f"{other.order.name} {other.slowest_s:.4g} s" for other in tried)
-        found.append(Decision("order of devices", draft.order.name, f"the slowest device for one micro-batch: {times}"))
+    found = [Decision("order of devices", draft.order.name, why_order)] if why_order else []
     if not problem.cluster.is_uniform:
         size = problem.largest_micro_batch
         choice, why = explain_shares(draft.situation, size)
@@ -243,6 +255,7 @@ def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], o
             lambda nodes: cuts.memory(nodes, names_behind, again),
             cuts.step_seconds,
             only_thin=again,
+            boundary_weights=cuts.boundary_weights,
         )
 
     try:

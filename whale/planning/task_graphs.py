@@ -85,12 +85,14 @@ def from_cuts(
     memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
     step_of: Callable[[Floats, Floats], float] | None = None,
     only_thin: bool = False,
+    boundary_weights: Sequence[float] | None = None,
 ) -> TaskGraphs:
     """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
 
     `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold.
     `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
     counted in full and in part, for they may be hidden under compute, and the fastest is taken.
+    `boundary_weights`: by what the crossing in front of every stage but the first is longer, where links differ.
     `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
@@ -113,14 +115,14 @@ def from_cuts(
     def stages_and_crossings(starts: Sequence[int]) -> tuple[Floats, Floats]:
         ends = (*starts[1:], len(activations))
         stages = [sums[k, end] - sums[k, start] for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        return np.array(stages), crossing[list(starts[1:])]
+        return np.array(stages), crossing[list(starts[1:])] * (1.0 if boundary_weights is None else np.array(boundary_weights))
 
-    cuts = cut(times, crossing, num_task_graph, allowed=allowed, memory=memory)
+    cuts = cut(times, crossing, num_task_graph, allowed=allowed, memory=memory, boundary_weights=boundary_weights)
     stages, crossed = stages_and_crossings(cuts.starts)
     if step_of is not None and crossed.max(initial=0.0) > SMALL_MESSAGE * stages.max():
         tried = {1.0: cuts}
         for weight in MESSAGE_WEIGHTS[1:]:
-            found = cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory)
+            found = cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory, boundary_weights=boundary_weights)
             if found.starts not in {each.starts for each in tried.values()}:
                 tried[weight] = found
         if len(tried) > 1:

@@ -20,6 +20,7 @@ from whale.capture.sample_states import batch_dim, names_of
 from whale.capture.samples import SampleFlow
 from whale.profiling.costs import NodeCost
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
+from whale.sharding.expert_rows import journeys
 from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.rules import options_of
@@ -96,6 +97,7 @@ class Space:
         self._weights = {node: self._weight_slots(node) for node in self.operations}
         self.gathered = self._gathered_parameters()
         """parameters of products: z always cuts what is stored of them"""
+        self.journeys = journeys(program.operations)
 
     def inputs_of(self, node: Node) -> tuple[Value, ...]:
         return self._values[node][0]

@@ -104,16 +104,19 @@ class Terms:
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
-        return sum(
-            4 * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in self.travelling_bytes(node, options).items()
-        )
+        num_messages = 2 * sum(node in nodes for nodes in self.space.journeys)
+        travelling = self.travelling_bytes(node, options)
+        return sum(num_messages * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in travelling.items())
 
     def travelling_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward and backward."""
+        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward and backward. Rows stay at their experts
+        between two products, so the next one is taken to travel as well."""
         axes = [axis for axis, option in options.items() if option.apart]
         if not axes:
             return {}
-        sizes = [numel_bytes(value, self.shapes) for value in (self.space.inputs_of(node)[0], *self.space.outputs_of(node))]
+        coming, going = self.space.journeys
+        sizes = [numel_bytes(self.space.inputs_of(node)[0], self.shapes)] if node in coming else []
+        sizes += [numel_bytes(self.space.outputs_of(node)[0], self.shapes)] if node in going else []
         held = 2 * sum(sizes) * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
         return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
 
