@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.whale-setup
 export OMP_NUM_THREADS ?= 1
 # two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
-PYTEST_OPTIONS ?= -n 2 --dist loadgroup
+PYTEST_OPTIONS ?= -n 2
 
 .PHONY: train test test-all setup browser lint clean
 

@@ -54,7 +54,7 @@ class Case:
 
 CASES = (
     Case(samples=2, length=64, num_blocks=2, target=1.1, num_rounds=30),
-    Case(samples=4, length=128, num_blocks=2, target=1.0, num_rounds=15),
+    Case(samples=4, length=128, num_blocks=2, target=1.1, num_rounds=15),
 )
 
 

@@ -11,6 +11,8 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_P
 import hypothesis
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import ranks
 
@@ -21,16 +23,33 @@ hypothesis.settings.register_profile("whale", deadline=None, derandomize=True, m
 hypothesis.settings.load_profile("whale")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers the tests of a file stay together, since they share captured models; those of the exactness table by model."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        subject = call.params.get("subject", "") if call is not None else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {subject}"))
-        few = getattr(call.params.get("plan"), "only_for", ()) if call is not None else ()
-        if few and subject not in few:  # others show the same under this plan
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Plans of the exactness table that `make test` runs for some models only: others show the same under such a plan."""
+    call = getattr(item, "callspec", None)
+    few = getattr(call.params.get("plan"), "only_for", ()) if call is not None else ()
+    if few and call.params.get("subject") not in few:
+        item.add_marker(pytest.mark.slow)
+
+
+class FilesTogether(LoadScopeScheduling):
+    """With several workers the tests of a file stay together, since they share captured models; those of the exactness table by model.
+
+    Files start in the order of their folders, so that the short unit tests come last and fill up both workers. (The groups that xdist
+    makes of marks are lost without a word under pytest 9.2: every shared model was made twice.)
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, case = nodeid.partition("::")
+        return nodeid.partition("-")[0].partition("[")[2] if file.endswith("test_exactness.py") and "[" in case else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTogether:
+    return FilesTogether(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,10 +1,10 @@
 """Runs a function on several ranks of this machine, fast and without leftovers.
 
-A *server* is a process with torch imported, started once. For each request it forks one child per rank; a child joins a gloo group
-over a file, runs the function and sends back the result. So ranks start in milliseconds, and what the server has prepared
-(a captured model) is there in every rank without being made again.
+A *server* is a process with torch and Whale warm (tests/warm.py), started once. For each request it forks one child per rank; a child
+joins a gloo group over a file, runs the function and sends back the result. So ranks start in milliseconds, and what the server has
+prepared (a captured model) is there in every rank without being made again.
 
-    pytest -> forkserver (torch imported) -> server (prepared) -> ranks 0..N-1
+    pytest -> forkserver (warm) -> server (prepared) -> ranks 0..N-1
 
 Functions travel by reference: they stand at the top of a module that can be imported. Results travel by value.
 """
@@ -41,7 +41,7 @@ ANSWER_S = 10.0
 STACK_S = 0.5
 """how long a hung rank gets to write its stack"""
 
-_preload = ["torch", "torch.distributed", "numpy", "pytest"]
+_preload = ["tests.warm", "pytest"]
 
 
 class RankError(RuntimeError):

@@ -414,6 +414,14 @@ BREADTH: tuple[Case, ...] = (
         language_batch, stages=layer_cuts("transformer.h"),
     ),
     Case(
+        "mixtral",  # `grouped_mm`, the default, has no float64
+        hugging_face(
+            "MixtralForCausalLM", "MixtralConfig", **DECODER, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2,
+            experts_implementation="batched_mm",
+        ),
+        language_batch, stages=layer_cuts("model.layers"),
+    ),
+    Case(
         "mistral", hugging_face("MistralForCausalLM", "MistralConfig", **DECODER, num_key_value_heads=2, sliding_window=6), language_batch,
         stages=layer_cuts("model.layers"),
     ),

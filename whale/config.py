@@ -89,6 +89,10 @@ class Config:
     """Activations that are computed again in backward instead of being kept. `auto`: where memory asks for it, as little as possible; True:
     all; False: none; or names of modules (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
 
+    keep_gathered: bool | str = "auto"
+    """On grids (`split`): whether weights and activations that are gathered in forward are kept for backward (True), or gathered again
+    there (False), which takes more messages and less memory. `auto`: kept, where memory does not ask for the other."""
+
     adapt: str = "off"
     """Whether samples move between devices when a device is steadily faster or slower than planned: `on` moves them between steps (the
     mini-batch stays the same), `suggest` only says what it would do, `off` measures nothing."""
@@ -204,6 +208,10 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
     """The value as the type of its field, or a ValueError that names key and value."""
     if key == "recompute":
         return _checked_recompute(value)
+    if key == "keep_gathered":
+        if isinstance(value, bool) or value == "auto":
+            return value
+        raise ValueError(f"Config: 'keep_gathered' must be 'auto', True or False, not {value!r}.")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in kinds:
         return None

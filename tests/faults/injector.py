@@ -135,15 +135,15 @@ class Injector:
 
             return with_faults
 
-        def run_with_faults(executor: Executor, given: Any, gradients: Any) -> Any:
+        def run_with_faults(executor: Executor, given: Any, *more: Any) -> Any:
             nonlocal step
             step = given.step
             if not hasattr(executor, "has_faults"):
                 executor.has_faults = True  # type: ignore[attr-defined]
                 executor._prepared = [
-                    (action, wrapped(executor, place, action, do)) for place, (action, do) in enumerate(executor._prepared)
+                    each._replace(run=wrapped(executor, place, each.action, each.run)) for place, each in enumerate(executor._prepared)
                 ]
-            return run(executor, given, gradients)
+            return run(executor, given, *more)
 
         Executor.run = run_with_faults  # type: ignore[method-assign]
 

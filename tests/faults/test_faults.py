@@ -153,6 +153,7 @@ def test_disk_faults_do_not_stop_training(jobs: Jobs, references: References, sm
     assert "the file system is read-only. Save to a folder that you can write to" in outcome.output
 
 
+@pytest.mark.slow  # the same with forked ranks stands above, restarts of `whale run` are in test_cli.py
 def test_whale_run_goes_on_after_a_kill(references: References, tmp_path: Path) -> None:
     with Jobs(forked=False) as jobs:
         outcome = jobs.run(tmp_path, [Fault("kill", 1, step=7, place=2)], steps=STEPS, restarts=1)

@@ -36,10 +36,10 @@ def linear_layers(groups: Groups) -> Iterator[tuple[str, float]]:
     """Kinds A and B of research/tensor3d.md 0 on several grids: value, gradients, and bytes against the formula of 1.1."""
     for grid in GRIDS:
         for rows_axis, columns_axis in (("y", "x"), ("x", "y")):
-            for keep in (True, False):
+            for keep, num_chunks in ((True, 1), (False, 1), (True, 3)):
                 is_even = not grid.work
                 m, k, n = (16, 24, 8) if is_even else (13, 11, 7)
-                error, num_sent = one_linear(grid, rows_axis, columns_axis, (m, k, n), keep, groups)
+                error, num_sent = one_linear(grid, rows_axis, columns_axis, (m, k, n), (keep, num_chunks), groups)
                 yield "linear", error
                 if is_even:
                     out, into, gz = grid.size(rows_axis), grid.size(columns_axis), grid.gz
@@ -48,8 +48,12 @@ def linear_layers(groups: Groups) -> Iterator[tuple[str, float]]:
                     yield "linear: bytes", abs(num_sent - 8 * formula // grid.num_devices)
 
 
-def one_linear(grid: Grid, rows: str, columns: str, sizes: tuple[int, int, int], keep: bool, groups: Groups) -> tuple[float, int]:
-    """X: rows (z, rows), columns `columns`; W: out `rows`, in (`columns`, z); Y: rows (z, columns), columns `rows`."""
+def one_linear(
+    grid: Grid, rows: str, columns: str, sizes: tuple[int, int, int], way: tuple[bool, int], groups: Groups
+) -> tuple[float, int]:
+    """`way`: whether gathered tensors are kept, chunks of the gather of x.
+
+    X: rows (z, rows), columns `columns`; W: out `rows`, in (`columns`, z); Y: rows (z, columns), columns `rows`."""
     m, k, n = sizes
     place = dist.get_rank()
     x, w, b = numbers(m, k), numbers(n, k), numbers(n)
@@ -62,7 +66,7 @@ def one_linear(grid: Grid, rows: str, columns: str, sizes: tuple[int, int, int],
         plan_exchange(x_layout, x_used, grid, place),
         plan_exchange(w_layout, w_used, grid, place),
         plan_exchange(y_product, y_layout, grid, place),
-        keep,
+        *way,
     )
     local = part(x, x_layout, grid), part(w, w_layout, grid), part(b, b_layout, grid)
     sent.reset()
@@ -107,10 +111,10 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     weight = numbers(num_experts, k, n)
     places = cutting.grid.line(cutting.place, cutting.axes)
     layout = Layout((Cut(num_experts),), (cutting.axes,))
-    of_line = ops.Experts(tuple(layout.granules(cutting.grid, place, 0) for place in places), cutting.line)
+    of_line = ops.Experts(tuple(layout.granules(cutting.grid, place, 0) for place in places), cutting.line, num_experts)
     mine = cutting.part(weight, 0)
     counts = torch.tensor([[(3 * i + 2 * e) % 4 for e in range(num_experts)] for i in range(len(places))])
-    chosen = [torch.arange(num_experts).repeat_interleave(row) for row in counts]
+    chosen = [torch.arange(num_experts).repeat_interleave(row).flip(0) for row in counts]
     tokens = [numbers(len(ids), k, seed=20 + i) for i, ids in enumerate(chosen)]
     outputs = [torch.einsum("tk,tkn->tn", x, weight[ids]) for x, ids in zip(tokens, chosen)]
     gradients = [numbers(len(ids), n, seed=40 + i).detach() for i, ids in enumerate(chosen)]
@@ -119,12 +123,12 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     d_tokens = torch.autograd.grad(outputs[at], tokens[at], gradients[at], retain_graph=True)[0]
 
     x = tokens[at].detach().clone().requires_grad_()
-    y = ops.grouped_mm(x, mine, counts[at].cumsum(0), of_line)
+    y = ops.expert_mm(x, mine, chosen[at], False, of_line)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[at])
-    yield "grouped_mm", max(distance(y, outputs[at]), distance(dx, d_tokens), distance(dw, cutting.part(d_weight, 0)))
+    yield "expert_mm", max(distance(y, outputs[at]), distance(dx, d_tokens), distance(dw, cutting.part(d_weight, 0)))
 
     x = tokens[0].detach().clone().requires_grad_()
-    y = ops.grouped_mm_of_same_tokens(x, mine, counts[0].cumsum(0), of_line)
+    y = ops.grouped_mm_of_same_tokens(x.flip(0), mine, counts[0].cumsum(0), of_line).flip(0)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[0])
     d_weight, d_tokens = torch.autograd.grad(outputs[0], (weight, tokens[0]), gradients[0])
     sums = [sum(everyone(value.detach().numpy())[place] for place in places) for value in (y, dx)]
@@ -164,6 +168,8 @@ def random_numbers() -> Iterator[tuple[str, float]]:
 class Exchanged(torch.nn.Module):
     """An exchange as a module of a graph."""
 
+    is_gather = True
+
     def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
         super().__init__()
         self.plan, self.groups = plan, groups
@@ -198,7 +204,7 @@ def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModul
 def overlapped(groups: Groups) -> Iterator[tuple[str, float]]:
     """With messages under the work: the same bits. On the cube linear layers become one call, along z the next weight begins early."""
     m, width = 16, 16
-    for grid, keep in [(Grid(2, 2, 2), True), (Grid(2, 2, 2), False), (Grid(1, 1, 8), True)]:
+    for grid, keep in [(Grid(2, 2, 2), True), (Grid(2, 2, 2), False), (Grid(1, 1, 8), True), (Grid(1, 1, 8), False)]:
         modules = [chain(grid, m, width, groups) for _ in range(2)]
         overlap(modules[1], keep)
         x = part(numbers(m, width, seed=30).detach(), Layout((Cut(m), Cut(width)), (("z", "y"), ("x",))), grid)

@@ -31,12 +31,12 @@ class PlanCase:
 
 
 PLANS = (
-    PlanCase("1 rank", 1),
+    PlanCase("1 rank", 1, only_for=("chain", "gpt2", "batch_norm")),
     PlanCase("1 rank, 4 micro-batches", 1, {"num_micro_batch": 4}),
-    PlanCase("DP 2", 2),
+    PlanCase("DP 2", 2, only_for=("chain", "gpt2", "batch_norm")),
     PlanCase("DP 3, batch 10", 3),
     PlanCase("2 stages", 2, {"num_micro_batch": 5}, (1, 1)),
-    PlanCase("2 stages, gpipe, 4 micro-batches of 10", 2, {"num_micro_batch": 4, "schedule": "gpipe"}, (1, 1)),
+    PlanCase("2 stages, gpipe, 4 of 10", 2, {"num_micro_batch": 4, "schedule": "gpipe"}, (1, 1), only_for=("branches", "bert", "vit")),
     PlanCase("3 stages", 3, {"num_micro_batch": 4}, (1, 1, 1)),
     PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)),
     PlanCase("replicate(2) -> replicate(1)", 3, {"num_micro_batch": 3}, (2, 1)),

@@ -25,7 +25,7 @@ from whale.emulation.pace import Pace
 from whale.planning.adapt import StepTimes, predicted_seconds, rebalance, samples_by_rank
 from whale.scheduling import Kind
 
-preload("torch", "whale", "tests.integration.test_adapt", "torch.export.experimental")
+preload("tests.integration.test_adapt")
 
 WIDTH, NUM_LAYERS, BATCH_SIZE, NUM_STEPS = 32, 6, 48, 12
 SAMPLE_S = 2e-3

@@ -18,7 +18,7 @@ import whale as wh
 from tests.ranks import ModelServer, preload
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, DeviceKind, device_kind
 
-preload("torch", "whale", "tests.integration.test_bad_input", "torch.export.experimental")  # the last: what the first export imports
+preload("tests.integration.test_bad_input")
 
 WIDTH, NUM_CLASSES, BATCH_SIZE = 8, 3, 8
 FOUND_WITHIN_S = 15.0
@@ -178,6 +178,7 @@ def test_nested_scopes(where: str) -> None:
         (lambda: wh.split(4, grid=(0, 4, 1)), ("three whole numbers of at least 1",)),
         (lambda: wh.split(4, method="suma"), ("method='suma'", "Did you mean 'summa'?")),
         (lambda: wh.split(4, grid=(1, 4, 1), method="summa"), ("as many devices along x as along y", "1 and 4")),
+        (lambda: wh.split(4, grid=(1, 1, 4), method="summa"), ("two at least", "1 and 1")),
         (lambda: wh.split(6, method="summa"), ("(q, q, d)", "6 devices have none")),
     ],
 )
@@ -211,6 +212,12 @@ def test_two_grids_for_the_same_devices() -> None:
     model = wh.annotate(Net(), {"layers": wh.split(4, grid=(2, 2, 1)), "head": wh.split(4, grid=(1, 4, 1))})
     message = message_of(lambda: wh.plan(model, make_batch(), cluster=4))
     assert_says(message, "wh.split(4, grid=(2, 2, 1)) on layers", "wh.split(4, grid=(1, 4, 1)) on head", "give both the same")
+
+
+def test_summa_beside_a_grid_that_it_cannot_use() -> None:
+    model = wh.annotate(Net(), {"layers": wh.split(4, method="summa"), "head": wh.split(4, grid=(1, 4, 1))})
+    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4))
+    assert_says(message, "wh.split(4, method='summa') on layers", "wh.split(4, grid=(1, 4, 1)) on head", "(2, 2, 1)")
 
 
 def test_split_around_an_operation_whose_shape_depends_on_data() -> None:

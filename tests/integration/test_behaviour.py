@@ -22,7 +22,7 @@ from tests.ranks import ModelServer, preload
 from whale.runtime.metrics import metrics_file
 from whale.runtime.update import NonFiniteError
 
-preload("torch", "whale", "tests.integration.training", "torch.export.experimental")  # the last: what the first export imports
+preload("tests.integration.training")
 
 WIDTH, NUM_CLASSES, NUM_LAYERS, BATCH_SIZE = 8, 3, 8, 9
 EXACT = 1e-10

@@ -13,7 +13,7 @@ from tests.integration.training import merge, prepare_subject, train_locally, tr
 from tests.ranks import ModelServer, preload
 from tests.zoo import BREADTH, CASES, Case
 
-preload("torch", "transformers", "whale", "tests.integration.training")
+preload("tests.integration.training")
 
 TWO_STAGES = PlanCase("2 stages", 2, {"num_micro_batch": 2}, (1, 1))
 

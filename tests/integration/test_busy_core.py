@@ -14,7 +14,7 @@ from tests.ranks import preload, run_ranks
 from whale.planning.adapt import samples_by_rank
 from whale.profiling.profile_command import profile_ranks
 
-preload("torch", "whale", "benchmarks.busy_core", "tests.integration.test_busy_core", "torch.export.experimental")
+preload("benchmarks.busy_core", "tests.integration.test_busy_core")
 
 
 def on_a_core(folder: str) -> tuple[list[tuple[float, float]], tuple[int, ...], set[int], set[int] | None, int | None]:

@@ -265,7 +265,13 @@ def test_the_commands_themselves_need_no_torch(quickstart_plan: tuple[Path, str]
 
 
 @pytest.mark.parametrize(
-    "launcher", [("python",), ("whale", "run", "-n", "2"), ("torchrun", "--nproc-per-node", "2")], ids=["python", "whale run", "torchrun"]
+    "launcher",
+    [
+        pytest.param(("python",), id="python"),
+        pytest.param(("whale", "run", "-n", "2"), id="whale run"),
+        # two_hosts.sh in test_examples.py starts torchrun, too
+        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.slow),
+    ],
 )
 def test_every_launcher_trains_like_plain_pytorch(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     done = shell(*launcher, script(tmp_path, TINY))

@@ -12,7 +12,7 @@ from tests.integration.training import has_labels_like_input, merge, prepare_sub
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES, MAIN
 
-preload("torch", "transformers", "whale", "tests.integration.training")
+preload("tests.integration.training")
 
 
 Subject = tuple[str, ModelServer, dict[object, Trace]]

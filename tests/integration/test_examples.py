@@ -76,9 +76,10 @@ def quickstart_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("alone"), "python", EXAMPLES / "quickstart.py", *QUICK)
 
 
-def check_quickstart(printed: str, alone: str) -> None:
-    """The same losses in one process and as 2 stages x 2 replicas."""
-    assert "2 stages x 2 model replicas, batch 32 in 4 micro-batches" in printed
+def check_quickstart(printed: str, alone: str, num_replicas: int = 2) -> None:
+    """The same losses in one process and in 2 stages."""
+    replicas = "1 model replica" if num_replicas == 1 else f"{num_replicas} model replicas"
+    assert f"2 stages x {replicas}, batch 32 in 4 micro-batches" in printed
     assert "1 stage" in alone
     assert len(losses(printed)) == 3  # steps 1, 10, 11
     assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
@@ -87,22 +88,23 @@ def check_quickstart(printed: str, alone: str) -> None:
     assert float(seen[0][2]) == pytest.approx(float(seen[1][2]), rel=FLOAT32)
 
 
-@pytest.mark.slow  # two hosts run the same program on as many ranks
+@pytest.mark.slow  # two hosts run the same program
 def test_quickstart(quickstart_alone: str, tmp_path: Path) -> None:
     check_quickstart(run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "quickstart.py", *QUICK), quickstart_alone)
 
 
-def test_quickstart_on_two_hosts(quickstart_alone: str, tmp_path: Path) -> None:
-    """3 + 1 devices; both hosts are this one here, in networks of their own in test_hosts.py."""
+@pytest.mark.parametrize("first_has", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_quickstart_on_two_hosts(quickstart_alone: str, tmp_path: Path, first_has: int) -> None:
+    """Both hosts are this one here, in networks of their own in test_hosts.py."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     words = ("bash", EXAMPLES / "two_hosts.sh")
     script = (EXAMPLES / "quickstart.py", *QUICK)
     second = start(tmp_path, *words, "1", "1", "127.0.0.1", *script, PORT=port)
-    first = start(tmp_path, *words, "0", "3", "127.0.0.1", *script, PORT=port)
+    first = start(tmp_path, *words, "0", str(first_has), "127.0.0.1", *script, PORT=port)
     printed = finish(first)
     assert losses(finish(second)) == [], "rank 0 is on host 0, and it alone prints"
-    check_quickstart(printed, quickstart_alone)
+    check_quickstart(printed, quickstart_alone, num_replicas=(first_has + 1) // 2)
 
 
 # ---- the demo
@@ -186,3 +188,14 @@ def test_lora_from_safetensors(tmp_path: Path) -> None:
         mine = trained[name.replace("c_attn.", "c_attn.base.")]
         assert torch.equal(mine, tensor), f"{name} is frozen"
     assert any(bool(tensor.any()) for name, tensor in trained.items() if name.endswith(".up"))
+
+
+@pytest.mark.slow
+def test_m6_moe_trains_on_8_ranks_like_on_one(tmp_path: Path) -> None:
+    """Every rank has one expert of each layer; the loss falls, as in one process."""
+    settings = ("--steps", "12", "--batch", "16", "--every", "1")
+    sharded = run(tmp_path, "whale", "run", "-n", "8", EXAMPLES / "train_m6_moe.py", *settings)
+    local = run(tmp_path, "python", EXAMPLES / "train_m6_moe.py", *settings)
+    assert losses(sharded)[0] == pytest.approx(losses(local)[0], rel=FLOAT32) and losses(sharded)[-1] < 0.6 * losses(sharded)[0]
+    held, whole = (int(re.search(r"([\d,]+) numbers", printed)[1].replace(",", "")) for printed in (sharded, local))  # type: ignore[index]
+    assert held < whole / 2

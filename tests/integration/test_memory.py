@@ -19,7 +19,7 @@ from whale import api, scheduling
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 
-preload("torch", "whale", "tests.integration.test_memory", "torch.export.experimental")  # the last: what the first export imports
+preload("tests.integration.test_memory")
 
 WIDTH, NUM_LAYERS, BATCH_SIZE = 8, 4, 12
 MIB = 2**20

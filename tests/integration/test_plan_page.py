@@ -176,14 +176,13 @@ def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> Non
     assert (same.exit_code, same.output) == (0, "both plans do the same\n")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; `make test-all` installs Debian's where apt-get may")
 def test_a_browser_shows_the_page_without_errors_or_overlaps(folder: Path, tmp_path: Path) -> None:
     assert BROWSER is not None
     page = tmp_path / "page.html"
     page.write_text((folder / "page.html").read_text().replace("</body>", f"{OVERLAPS}</body>"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={LAPTOP_WIDTH},900"]
-    options.append(f"--user-data-dir={tmp_path / 'profile'}")
+    options += ["--disable-background-networking", "--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"]
     shown = subprocess.run([BROWSER, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=110)
     assert shown.returncode == 0, shown.stderr
     assert "CONSOLE" not in shown.stderr

@@ -16,7 +16,7 @@ from tests.ranks import ModelServer, preload
 from tests.unit.test_recompute import WIDTH, Net, sgd
 from tests.zoo import CASES
 
-preload("torch", "transformers", "whale", "tests.integration.training")
+preload("tests.integration.training")
 
 CASE = "deep_chain"
 PLANS = (

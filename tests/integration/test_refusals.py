@@ -18,7 +18,7 @@ from tests.integration.training import RankTrace, Subject, batches, make_optimiz
 from tests.ranks import ModelServer, RankError, preload
 from tests.zoo import Case
 
-preload("torch", "whale", "tests.integration.training", "torch.export.experimental")  # the last: what the first export imports
+preload("tests.integration.training")
 
 WIDTH, BATCH_SIZE = 6, 10
 

@@ -19,9 +19,7 @@ from torch.utils.data import default_collate
 
 import whale as wh
 from tests.exactness import EXACT_FLOAT64, Trace, compare
-from tests.ranks import ModelServer, preload
-
-preload("torch", "whale", "torch.export.experimental")  # the last: what the first export imports
+from tests.ranks import ModelServer
 
 WIDTH, NUM_CLASSES, NUM_LAYERS = 8, 3, 6
 BATCH_SIZE, NUM_SAMPLES = 6, 26  # 4 mini-batches an epoch and 2 samples left over: positions and epochs differ between the parts

@@ -16,7 +16,7 @@ from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import RING_BYTES
 from whale.runtime.transport import NUM_EPOCHS, Transport
 
-preload("torch", "whale", "tests.integration.test_same_host")
+preload("tests.integration.test_same_host")
 
 
 def content(number: int, num_bytes: int) -> Tensor:
@@ -114,3 +114,31 @@ def on_two_hosts() -> int:
     ranks = Ranks("cpu")
     same_host._host = lambda: f"host {ranks.rank}"
     return len(Transport(ranks, [(0, 1), (1, 0)])._lines_to)
+
+
+# ---- a few numbers of every rank
+
+
+def exchanges(num_passes: int, reads: bool) -> tuple[bool, list[list[list[float]]]]:
+    """(through memory, what this rank was told in each pass); a pass that is never read is over before the next."""
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [(0, 1)])
+    told = []
+    finish = None
+    for number in range(num_passes):
+        transport.begin()
+        finish = transport.exchange(torch.tensor([number, 10.0 * ranks.rank], dtype=torch.float64))
+        if finish is None:
+            return False, []
+        if reads or number == num_passes - 1:
+            told.append(finish().tolist())
+    assert finish is not None and finish().tolist() == told[-1]  # as often as one likes
+    return True, told
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read at once", "only the last is read"])
+def test_every_rank_is_told_the_numbers_of_all(reads: bool) -> None:
+    """Three ranks, of which only two send each other anything else."""
+    for through_memory, told in run_ranks(exchanges, 3, 1000, reads):
+        assert through_memory
+        assert told == [[[number, 0.0], [number, 10.0], [number, 20.0]] for number in (range(1000) if reads else [999])]

@@ -14,7 +14,7 @@ import whale as wh
 from tests.exactness import Trace, compare, local_training
 from tests.ranks import ModelServer, preload
 
-preload("torch", "whale", "tests.integration.test_seeds", "torch.export.experimental")  # the last: what the first export imports
+preload("tests.integration.test_seeds")
 
 WIDTH, NUM_CLASSES = 8, 3
 NUM_STEPS = 2

@@ -52,7 +52,7 @@ OPERATIONS = [
     "linear: bytes",
     "summa",
     "summa: bytes",
-    "grouped_mm",
+    "expert_mm",
     "grouped_mm of the same tokens",
     "draws leave the stream alone",
     "backward of dropout",

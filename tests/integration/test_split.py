@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale as wh
+from tests import split_models, zoo
 from tests.exactness import Float64Mode, Trace, compare, local_training
 from tests.ranks import ModelServer, preload
 from whale import api
@@ -20,7 +21,7 @@ from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
-preload("torch", "transformers", "whale", "tests.integration.test_split")
+preload("tests.integration.test_split")
 
 BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 6, 3, 0.1
 WIDTH, HIDDEN, NUM_CLASSES = 8, 12, 7  # 7 classes: no number of devices divides them
@@ -99,6 +100,17 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def wide_mixtral() -> nn.Module:
+    """Its experts weigh more than its tokens, so that tokens travel."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=7, num_experts_per_tok=2, max_position_embeddings=16, experts_implementation="batched_mm",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def vectors(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch_size, WIDTH, generator=generator, dtype=torch.float64)
@@ -111,13 +123,28 @@ def tokens(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
     return {"input_ids": words, "labels": words.clone()}
 
 
+def small(name: str) -> tuple[Any, Any]:
+    """One of tests/split_models.py."""
+    model, batch = split_models.MODELS[name]
+    return model, lambda seed, batch_size=BATCH_SIZE: batch(torch.Generator().manual_seed(seed), batch_size)
+
+
+def from_zoo(name: str) -> tuple[Any, Any]:
+    """One of tests/zoo.py."""
+    case = zoo.CASES[name]
+    return case.make, lambda seed, batch_size=BATCH_SIZE: case.batch(seed, batch_size)
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
+    **{name: small(name) for name in ("gpt", "swiglu", "mixture")},
+    **{name: from_zoo(name) for name in ("bert", "llama", "mixtral", "vit", "resnet")},
     "mlp": (Mlp, vectors),
     "classifier": (Classifier, vectors),
     "chain": (Chain, vectors),
     "shared bias": (SharedBias, vectors),
     "images": (Images, vectors),
     "gpt2": (gpt2, tokens),
+    "wide mixtral": (wide_mixtral, tokens),
 }
 
 
@@ -128,7 +155,7 @@ class Case:
     model: str
     num_ranks: int
     marks: dict[str, tuple[Any, ...]]
-    """glob -> ("split", n, grid or None) or ("replicate", n)"""
+    """glob -> ("split", n, grid or None, method if any) or ("replicate", n)"""
     config: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     """kinds of devices by rank; none: all alike"""
@@ -200,7 +227,8 @@ class Subject:
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name][0]().double()
+    with Float64Mode():
+        return MODELS[name][0]().double()
 
 
 def prepare_model(name: str) -> Subject:
@@ -222,7 +250,7 @@ def train_locally(subject: Subject) -> Trace:
 
 
 def scope(what: tuple[Any, ...]) -> Any:
-    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(*what[1:])
+    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(what[1], what[2], method=what[3] if len(what) > 3 else None)
 
 
 def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -240,10 +268,11 @@ def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, 
         return losses, gradients, engine.full_state_dict()
 
 
-def merged(ranks: list[Any], model: nn.Module) -> Trace:
+def merged(ranks: list[Any], names: Iterable[str]) -> Trace:
+    """What the ranks give, with these weights."""
     assert all(losses == ranks[0][0] for losses, _, _ in ranks)
     losses, gradients, state = ranks[0]
-    return Trace(losses, gradients, {name: state[name] for name, _ in model.named_parameters()})
+    return Trace(losses, gradients, {name: state[name] for name in names})
 
 
 class Servers:
@@ -270,4 +299,4 @@ def servers() -> Iterator[Servers]:
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=lambda case: case.name)
 def test_trains_like_local(servers: Servers, case: Case) -> None:
     server, reference = servers.of(case.model)
-    compare(reference, merged(server.run(train_on_rank, case.num_ranks, case), build(case.model)))
+    compare(reference, merged(server.run(train_on_rank, case.num_ranks, case), reference.weights))

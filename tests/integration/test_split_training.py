@@ -18,7 +18,7 @@ from tests.integration.test_split import MODELS, Subject, everything, prepare_mo
 from tests.ranks import ModelServer, preload, run_ranks
 from whale.emulation.stub import make_stub
 
-preload("torch", "transformers", "whale", "tests.integration.test_split_training")
+preload("tests.integration.test_split_training")
 
 WIDTH, HIDDEN, NUM_CLASSES, NUM_SAMPLES = 6, 10, 5, 24
 

@@ -13,7 +13,7 @@ from tests.integration.training import merge, prepare_subject, train_locally, tr
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
 
-preload("torch", "transformers", "whale", "tests.integration.training")
+preload("tests.integration.training")
 
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},

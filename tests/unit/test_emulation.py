@@ -161,7 +161,7 @@ def gpt2() -> tuple[object, Times, Assignment]:
 
 def message_of(part: Part) -> Message:
     shape = part.value.shape_for(part.num_samples)
-    return Message(part.peer, 0, (Piece((0, 0, part.value.index), 0, None, shape, part.value.dtype),))
+    return Message(part.peer, 0, (Piece(part.value.index, None, shape, part.value.dtype),))
 
 
 def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[object, Times, Assignment]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 from tests.layout_parts import index, local_parts, meaning, picked
 from tests.thorough import many
 from whale.sharding import exchange_plan
+from whale.sharding.describe import layout_of
+from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.exchange_plan import Step, groups_of, places_needed, plan_exchange
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
+from whale.sharding.operation import PARTIAL, SAME
 
 
 @st.composite
@@ -214,3 +218,31 @@ def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:
 def test_different_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4,\) before and \(5,\) after"):
         plan_exchange(whole([Cut(4)]), whole([Cut(5)]), Grid(1, 2, 1), 0)
+
+
+PLACEMENTS = list(product([SAME, PARTIAL, 0, 1], repeat=3))
+
+
+@pytest.mark.parametrize("source", PLACEMENTS[::5], ids=str)
+def test_costs_are_the_bytes_of_the_plan(source) -> None:
+    """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several ways, within a half."""
+    grid, cuts = Grid(2, 2, 2), (Cut(8), Cut(8), Cut(1 << 14))
+    for target in PLACEMENTS:
+        if any(after == PARTIAL != before for before, after in zip(source, target)):
+            continue
+        layouts = [layout_of(cuts, dict(zip("xyz", lying))) for lying in (source, target)]
+        plans = [plan_exchange(*layouts, grid, place, backward=False) for place in range(8)]
+        counted = max(plan.num_sent for plan in plans) / prod(layouts[0].shape)
+        said = sum(sent_bytes(1.0, source, target, (2, 2, 2), gradient=False))
+        if PARTIAL in source:
+            assert counted / 1.5 <= said <= counted * 1.75, (target, said, counted)
+        else:
+            assert said == pytest.approx(counted), (target, said, counted)
+
+
+def test_a_gather_of_the_outer_axis_moves_what_the_inner_one_cuts() -> None:
+    """Rows cut by z and then by y; z gathers: place (z 0, y 0) has quarter 0 and needs 0 and 1, place (z 1, y 0) has 2 and needs 0 and 1,
+    so whoever has quarter 1 sends it twice. Along the inner axis a gather sends one quarter."""
+    assert sent_bytes(1.0, (0, 0), (0, SAME), (2, 2), gradient=False) == [0.0, 0.5]
+    assert sent_bytes(1.0, (0, 0), (SAME, 0), (2, 2), gradient=False) == [0.25, 0.0]
+    assert sent_bytes(1.0, (0, 0), (0, SAME), (2, 2), gradient=False, is_parameter=True) == [0.0, 0.25], "stored shards lie innermost"

@@ -14,7 +14,7 @@ from whale.runtime.transport import NUM_EPOCHS
 
 def message(tensors: list[Tensor], rows: list[tuple[int, int, int] | None] | None = None) -> Message:
     pieces = [
-        Piece((0, 0, index), index, cut, tuple(tensor.shape), tensor.dtype)
+        Piece(index, cut, tuple(tensor.shape), tensor.dtype)
         for index, (tensor, cut) in enumerate(zip(tensors, rows or [None] * len(tensors), strict=True))
     ]
     return Message(1, 0, tuple(pieces))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -18,8 +19,8 @@ ARGUMENTS = ["schedule", "--devices", "4", "--micro-batches", "8", "--waves", "2
 def test_the_table_names_every_schedule_with_its_bubble_and_peak() -> None:
     result = CliRunner(env={"COLUMNS": "140"}).invoke(app, [*ARGUMENTS, "--draw", "1f1b"])
     assert result.exit_code == 0, result.output
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
-    cells = {name: rest for name, *rest in lines}
+    found = re.findall(r"^ (\S.*?\S) +(\d+) +(\S+) +(\S+) +(\S+) +(\S+) +(\S+) +(\dx) *$", result.output, re.MULTILINE)
+    cells = {name: rest for name, *rest in found}
     # chunks, step, bubble %, lower bound, over it %, peak, weights: figures of the table of twelve schedules
     assert cells["1f1b"] == ["1", "33", "27.3", "33", "0.0", "4", "1x"]
     assert cells["interleaved"][2:3] + cells["interleaved"][5:6] == ["8.6", "4.75"]
@@ -44,7 +45,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
     assert len(titles) == expected
     assert "F0.0 from 0 to 1" in titles
     text = page.read_text()
-    assert text.count("<tr>") == 9
+    assert text.count("<tr") == 9
     assert "http://www.w3.org/2000/svg" in text
     assert "src=" not in text
     assert "href=" not in text

@@ -123,8 +123,9 @@ def _check_method(num_devices: int, grid: GridShape | None, method: str) -> None
     if method not in METHODS:
         known = " or ".join(map(repr, METHODS))
         raise ValueError(f"{said}: there is no such method, use {known} or leave it out.{nearest(method, METHODS)}")
-    if grid is not None and grid[0] != grid[1]:
-        raise ValueError(f"{said}: SUMMA needs as many devices along x as along y, the grid {grid} has {grid[0]} and {grid[1]}")
+    if grid is not None and not grid[0] == grid[1] > 1:
+        found = f"the grid {grid} has {grid[0]} and {grid[1]}"
+        raise ValueError(f"{said}: SUMMA needs as many devices along x as along y, two at least; {found}")
     if grid is None and all(num_devices % (q * q) for q in range(2, num_devices + 1)):
         raise ValueError(f"{said}: SUMMA needs a grid (q, q, d) with q of at least 2, and {num_devices} devices have none")
 

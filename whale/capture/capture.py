@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from whale.annotation import Mark, marks_by_module
 from whale.annotation.marks import FORWARD_TAG
 from whale.capture.batch import BatchLayout
+from whale.capture.experts import use_expert_mm
 from whale.capture.export import Exported, Task, export_loss, export_outputs, local_name
 from whale.capture.functional import make_functional
 from whale.capture.graph import CapturedGraph, StateTensor
@@ -84,6 +85,7 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     parameters = [node for node in graph.nodes if node.op == "get_attr" and state[str(node.target)].kind == "parameter"]
     updates = make_functional(graph, parameters)
     simplify(graph)
+    num_products = use_expert_mm(graph)
     _strip_names(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     batched = next(node for node, described in zip(inputs, layout.tensors, strict=True) if described.batched)
@@ -98,6 +100,8 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     )
     captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
     captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
+    if num_products:
+        captured.notes.append(f"{num_products} products of tokens with their experts are computed in the order of the tokens, not sorted")
     captured.notes.extend(_left_to_the_loss(exported, model, layout, inputs))
     for name, (before, after) in exported.changed_numbers.items():
         captured.notes.append(f"forward changes {name} from {before} to {after}: the captured graph keeps what it did with it in this call")

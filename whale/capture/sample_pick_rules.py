@@ -220,6 +220,16 @@ def linear_layer_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> St
     return PerSample(state.dim, state.outer)
 
 
+@rule("expert_mm")
+def expert_product_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    """Every row has an expert of its own (capture/experts.py)."""
+    rows, experts = (flow.of(source) for source in tensor_nodes(list(args.values()))[::2])
+    alike = isinstance(rows, PerSample) and isinstance(experts, PerSample) and (rows.dim, rows.outer) == (0, experts.outer)
+    if not alike or not isinstance(rows, PerSample):
+        return Mixed(node, "rows and the numbers of their experts belong to different samples")
+    return PerSample(0, rows.outer)
+
+
 @rule("einsum")
 def einsum_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     equation, sources = args["equation"].replace(" ", ""), args["tensors"]

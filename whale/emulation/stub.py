@@ -131,7 +131,7 @@ class Stub:
 
     def num_bytes(self, message: Message) -> float:
         """Of the message that this one stands for."""
-        return sum(piece.numel * self._unit_bytes[piece.key[2]] for piece in message.pieces)
+        return sum(piece.numel * self._unit_bytes[piece.value] for piece in message.pieces)
 
 
 def batch_of(batch_size: int) -> Tensor:

@@ -88,10 +88,14 @@ class RealCommunication:
     backend: str
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
-        return Exchange(plan_exchange(source, target, self.grid, place, backend=self.backend, backward=gradient), self.groups)
+        plan = plan_exchange(source, target, self.grid, place, backend=self.backend, backward=gradient)
+        places = range(self.grid.num_devices)
+        grows = all(0 < source.local_count(self.grid, place) <= target.local_count(self.grid, place) for place in places)
+        return Exchange(plan, self.groups, is_gather=grows and not source.partial)
 
     def operation(self, special: Special) -> nn.Module:
-        return Called(OPERATIONS[special.kind](special, self))
+        made = OPERATIONS[special.kind](special, self)
+        return made if isinstance(made, nn.Module) else Called(made)
 
     def line(self, special: Special) -> Line:
         return Line.of(self.grid, self.place, special.axes, self.groups)
@@ -106,9 +110,10 @@ class RealCommunication:
 class Exchange(nn.Module):
     """Brings its argument into another layout."""
 
-    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, plan: ExchangePlan, groups: Groups, is_gather: bool = False) -> None:
+        """`is_gather`: nothing is summed, every device has something, and none has less of it afterwards."""
         super().__init__()
-        self.plan, self.groups = plan, groups
+        self.plan, self.groups, self.is_gather = plan, groups, is_gather
 
     def forward(self, x: Tensor) -> Tensor:
         return sharded_ops.exchange(x, self.plan, self.groups)
@@ -151,6 +156,14 @@ def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
         return sharded_ops.rms_norm(given["input"], num_dims, given["weight"], given["eps"], line)
 
     return _by_name(special.node, run)
+
+
+def _summa(special: Special, around: RealCommunication) -> Callable[..., Any]:
+    weight = special.inputs[1]
+    panels = [sum(b - a for a, b in weight.ranges(around.grid, place, 1)) for place in around.grid.line(around.place, "y")]
+    lines = (Line.of(around.grid, around.place, axis, around.groups) for axis in "xy")
+    plane = sharded_ops.Plane(next(lines), next(lines), tuple(panels))
+    return _by_name(special.node, lambda given: sharded_ops.summa_linear(given["input"], given["weight"], given["bias"], plane))
 
 
 def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
@@ -199,12 +212,15 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
 
 
 def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    """All devices of the line have the same rows, and each the matrices of its experts."""
-    layout = special.inputs[1]
-    places = around.grid.line(around.place, layout.axes[0])
-    bounds = tuple(layout.ranges(around.grid, place, 0)[0] for place in places)
-    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, layout.axes[0], around.groups))
-    return lambda x, weight, offsets: sharded_ops.grouped_mm_of_same_tokens(x, weight, offsets, experts)
+    """Along axes that cut the rows as well as the experts, tokens travel."""
+    rows, weight = special.inputs[0], special.inputs[1]
+    axes = tuple(axis for axis in weight.axes[0] if axis in rows.axes[0])
+    places = around.grid.line(around.place, axes)
+    bounds = tuple((weight.ranges(around.grid, place, 0) or [(0, 0)])[0] for place in places)
+    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0])
+    if op_name(special.node) != "expert_mm":
+        return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(x, weight, ends, experts)
+    return sharded_ops.ExpertProduct(experts, bool(named_args(special.node)["transposed"]))
 
 
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
@@ -254,6 +270,7 @@ def _is_size(value: Any) -> bool:
 
 
 OPERATIONS: dict[str, Build] = {
+    "summa": _summa,
     "norm": _norm,
     "softmax": _softmax,
     "argmax": _argmax,

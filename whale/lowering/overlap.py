@@ -6,6 +6,7 @@ An exchange is taken apart into its beginning and its end:
     activations    begin where they are, end in front of their first reader
     linear layers  whose input is gathered for them alone become one function: the reduce-scatter of dX travels under
                    the product of dW (`sharded_linear`)                                                                         (2)
+    gathers        are noted where the plan says that their results are not kept for backward (`gather_again.py`)                (3)
 
 Autograd goes through the two halves in reverse, so in backward a gradient leaves at the end's place and is waited for at the
 beginning's: what was early in forward is late in backward. All devices have the same nodes in the same order, hence the same messages.
@@ -16,15 +17,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from whale.lowering.exchange import Groups
+from whale.lowering.gather_again import Gathered, begin_watching, end_watching, note_gathered
 from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
 from whale.sharding.exchange_plan import plan_nothing
 from whale.sharding.exchange_steps import ExchangePlan
 
 aten = torch.ops.aten
+
+CHUNKS = 4
+"""in which a linear layer gathers its input on NCCL. On gloo, which computes and sends on the same core, chunks do not pay (docs/log.md)"""
 
 
 class Underway:
@@ -35,17 +41,20 @@ class Underway:
         self.way: Under | None = None
         self.token: Tensor | None = None
         """carries the history from one half to the other"""
+        self.gathered: Gathered | None = None
+        """where the result is not to be kept for backward"""
 
 
 class Begin(nn.Module):
     """Sends what has to be sent; `end_exchange` gives the result."""
 
-    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, plan: ExchangePlan, groups: Groups, again: bool) -> None:
         super().__init__()
-        self.plan, self.groups = plan, groups
+        self.plan, self.groups, self.again = plan, groups, again
 
     def forward(self, x: Tensor) -> Underway:
         underway = Underway(self.plan, self.groups)
+        underway.gathered = Gathered(x, self.plan, self.groups) if self.again and torch.is_grad_enabled() else None
         underway.token = _Begin.apply(x, underway)  # type: ignore[no-untyped-call]
         return underway
 
@@ -53,6 +62,9 @@ class Begin(nn.Module):
 def end_exchange(underway: Underway) -> Tensor:
     result: Tensor = _End.apply(underway.token, underway)  # type: ignore[no-untyped-call]
     underway.token = None
+    if underway.gathered is not None:
+        note_gathered(result, underway.gathered)
+        underway.gathered = None
     return result
 
 
@@ -102,14 +114,16 @@ class ShardedLinear(nn.Module):
 
 
 def overlap(module: GraphModule, keep: bool = True) -> None:
-    """Changes the graph in place. `keep`: gathered operands of fused linear layers stay until backward instead of being gathered again."""
+    """Changes the graph in place. `keep`: gathered tensors stay until backward instead of being gathered again there."""
     for node in list(module.graph.nodes):
         if node.target is aten.linear.default:
             _fuse(module, node, keep)
     plans = {node: plan for node in module.graph.nodes if (plan := _plan(module, node)) is not None}
     exchanges = [node for node, plan in plans.items() if plan.sends or plan.sends_back]  # on all devices the same ones
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
-    ends = [_take_apart(module, node) for node in exchanges]
+    ends = [_take_apart(module, node, keep) for node in exchanges]
+    if not keep:
+        _watch(module.graph)
     _prefetch(module.graph, [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights])
     module.graph.lint()
     module.recompile()
@@ -131,7 +145,9 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
         return
     fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
     groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
-    plan = LinearPlan(plan_x, plan_w if fuses_weight and plan_w is not None else plan_nothing(), plan_nothing(), keep)
+    own: list[Any] = [groups[step.places] for step in plan_x.forward if step.places]  # type: ignore[index]
+    num_chunks = CHUNKS if own and dist.get_backend(own[0]) == "nccl" else 1
+    plan = LinearPlan(plan_x, plan_w if fuses_weight and plan_w is not None else plan_nothing(), plan_nothing(), keep, num_chunks)
     name = f"linear_of_{node.name}"
     module.add_module(name, ShardedLinear(plan, groups))  # type: ignore[arg-type]
     own_x, own_w = x.args[0], weight.args[0] if fuses_weight else weight  # type: ignore[union-attr]
@@ -143,12 +159,12 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
         module.graph.erase_node(unused)  # type: ignore[arg-type]
 
 
-def _take_apart(module: GraphModule, node: Node) -> tuple[Node, Node]:
+def _take_apart(module: GraphModule, node: Node, keep: bool) -> tuple[Node, Node]:
     """The beginning where the exchange was, the end in front of its first reader."""
-    plan, groups = _plan(module, node), module.get_submodule(str(node.target)).groups
+    plan, exchange = _plan(module, node), module.get_submodule(str(node.target))
     assert plan is not None
     name = f"{str(node.target).replace('.', '_')}_begins"
-    module.add_module(name, Begin(plan, groups))  # type: ignore[arg-type]
+    module.add_module(name, Begin(plan, exchange.groups, not keep and bool(exchange.is_gather)))  # type: ignore[arg-type]
     with module.graph.inserting_before(node):
         begin = module.graph.call_module(name, node.args)
     first = next(other for other in _following(node) if other in node.users)
@@ -158,6 +174,15 @@ def _take_apart(module: GraphModule, node: Node) -> tuple[Node, Node]:
     node.replace_all_uses_with(end)
     module.graph.erase_node(node)
     return begin, end
+
+
+def _watch(graph: Graph) -> None:
+    """Line (3): over the whole graph."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        watch = graph.call_function(begin_watching, ())
+    with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
+        graph.call_function(end_watching, (watch,))
 
 
 def _following(node: Node) -> list[Node]:

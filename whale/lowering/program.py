@@ -39,8 +39,6 @@ class Program:
     chunks: Mapping[int, Chunk]
     source_of: Mapping[tuple[int, int], int]
     """(stage, value) -> stage that computes it"""
-    consumers_of: Mapping[int, tuple[int, ...]]
-    """stage -> stages that use its results"""
     bridges: Bridges
     samples: Sequence[tuple[int, int]]
     """samples of each micro-batch that this rank runs on"""
@@ -161,7 +159,6 @@ class Lowered:
             arrived_by=scheduling.arrived_by(schedule.stage_graph, schedule.orders, device),
             chunks=self.chunks,
             source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
-            consumers_of={s.index: tuple(sorted({d for _, source, d in crossings if source == s.index})) for s in self.plan.stages},
             bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
             samples=[samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
             edges=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],

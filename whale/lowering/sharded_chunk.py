@@ -12,6 +12,7 @@ from whale.capture.kinds import is_random
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
+from whale.lowering.expert_routes import stay_at_experts
 from whale.lowering.overlap import overlap
 from whale.planning.assignment import Assignment
 from whale.planning.recompute import Regions
@@ -81,6 +82,7 @@ class _Modules:
             communication = self.around.communication
             place, regions = communication.place, self.around.regions
             module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
-            overlap(module)
+            stay_at_experts(module)
+            overlap(module, self.around.planned.keeps_gathered)
             self.made[num_samples] = module
         return self.made[num_samples]

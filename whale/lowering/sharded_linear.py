@@ -3,6 +3,10 @@
     forward:   x and w -> gathered, both at once;   Y = X W^T;   Y -> its layout (a reduce-scatter where K is cut)
     backward:  dY <- gathered;   dX = dY W -> on its way while dW = dY^T X is computed;   dW -> on its way            (1)
 
+A gather of rows may go in chunks, each chunk's product computed while the next one travels:
+
+    Y[rows of chunk c] = gather(X[rows of chunk c]) W^T                                                               (2)
+
 Which layouts these are is the plans' business: 1-D, 2-D, 3-D and ZeRO-3 are the same function.
 """
 
@@ -13,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from whale.lowering.exchange import Groups, Pending, run, start
+from whale.lowering.exchange import Groups, Pending, run, sent, start
 from whale.sharding.exchange_steps import ExchangePlan, Step
 
 
@@ -30,6 +35,14 @@ class LinearPlan:
     """the product's layout, a partial sum where K is cut, -> the layout of the result"""
     keep: bool = True
     """gathered x and w are kept for backward; otherwise they are gathered again there, which saves memory"""
+    num_chunks: int = 1
+    """in which rows of x are gathered, where they can be: line (2)"""
+
+    @property
+    def is_chunked(self) -> bool:
+        """One gather of rows, as many from each device."""
+        steps = self.x.forward
+        return self.num_chunks > 1 and len(steps) == 1 and steps[0].pattern == "gather" and steps[0].is_in_order
 
 
 class Under:
@@ -52,11 +65,17 @@ def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearP
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, plan: LinearPlan, groups: Groups) -> Tensor:
-        pending_x, pending_w = Under(x, plan.x.forward, groups), Under(weight, plan.weight.forward, groups)
-        whole_x, whole_w = pending_x.wait(), pending_w.wait()
+        pending_w = Under(weight, plan.weight.forward, groups)
+        pending_x = _Chunks(x, plan.x.forward[0], groups, plan.num_chunks) if plan.is_chunked else Under(x, plan.x.forward, groups)
+        whole_w = pending_w.wait()
+        if isinstance(pending_x, _Chunks):
+            whole_x, product = pending_x.products(whole_w)
+        else:
+            whole_x = pending_x.wait()
+            product = F.linear(whole_x, whole_w)
         ctx.plan, ctx.groups = plan, groups
         ctx.save_for_backward(*((whole_x, whole_w) if plan.keep else (x, weight)))
-        return run(F.linear(whole_x, whole_w), plan.y.forward, groups)
+        return run(product, plan.y.forward, groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -77,6 +96,38 @@ class _ShardedLinear(torch.autograd.Function):
         dx = pending_dx.wait() if pending_dx is not None else None
         dw = pending_dw.wait() if pending_dw is not None else None
         return dx, dw, None, None
+
+
+class _Chunks:
+    """Line (2): all gathers are under way; they arrive in order."""
+
+    def __init__(self, x: Tensor, step: Step, groups: Groups, num_chunks: int) -> None:
+        self.num_devices, self.x, self.shape = len(step.places), x, step.shape
+        group = groups[step.places]
+        sent.num_bytes += step.num_sent * x.element_size()
+        self.arriving: list[tuple[Tensor, dist.Work | None]] = []
+        for chunk in x.contiguous().tensor_split(min(num_chunks, max(1, len(x)))):
+            room = chunk.new_empty(self.num_devices, *chunk.shape)
+            sent.num_messages += 1
+            if dist.get_backend(group) == "nccl":
+                work = dist.all_gather_single(room.view(-1), chunk.reshape(-1), group=group, async_op=True)
+            else:
+                work = dist.all_to_all_single(room.view(-1), chunk.reshape(-1).repeat(self.num_devices), group=group, async_op=True)
+            self.arriving.append((room, work))
+
+    def products(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(x gathered, its product with the weight)"""
+        whole = self.x.new_empty(self.num_devices, *self.x.shape)
+        result = self.x.new_empty(self.num_devices, *self.x.shape[:-1], weight.shape[0])
+        first = 0
+        for room, work in self.arriving:
+            if work is not None:
+                work.wait()
+            stop = first + room.shape[1]
+            whole[:, first:stop] = room
+            result[:, first:stop] = F.linear(room, weight)
+            first = stop
+        return whole.view(self.shape), result.view(*self.shape[:-1], -1)
 
 
 def _rows(x: Tensor) -> Tensor:

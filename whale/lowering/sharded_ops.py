@@ -2,15 +2,7 @@
 
 from whale.lowering.exchange import Groups, exchange
 from whale.lowering.lines import Line, line_places, sum_over_line
-from whale.lowering.sharded_experts import (
-    Experts,
-    find_route,
-    from_experts,
-    grouped_mm,
-    grouped_mm_of_same_tokens,
-    local_grouped_mm,
-    to_experts,
-)
+from whale.lowering.sharded_experts import ExpertProduct, Experts, expert_mm, grouped_mm_of_same_tokens
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
 from whale.lowering.sharded_random import Draw, dropout, scaled_dot_product_attention
@@ -19,6 +11,7 @@ from whale.lowering.summa import Plane, summa_linear
 
 __all__ = [
     "Draw",
+    "ExpertProduct",
     "Experts",
     "Groups",
     "Line",
@@ -30,13 +23,10 @@ __all__ = [
     "dropout",
     "embedding",
     "exchange",
-    "find_route",
-    "from_experts",
-    "grouped_mm",
+    "expert_mm",
     "grouped_mm_of_same_tokens",
     "layer_norm",
     "line_places",
-    "local_grouped_mm",
     "log_softmax",
     "rms_norm",
     "scaled_dot_product_attention",
@@ -44,5 +34,4 @@ __all__ = [
     "softmax",
     "sum_over_line",
     "summa_linear",
-    "to_experts",
 ]

@@ -41,6 +41,9 @@ class Plane:
 
 def summa_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plane: Plane) -> Tensor:
     """x [..., K here], weight [N here, K here], bias [N here]: lines (1) and (2)."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
     result: Tensor = _Summa.apply(rows, weight, plane)  # type: ignore[no-untyped-call]
     result = result.view(*x.shape[:-1], weight.shape[0])
@@ -85,7 +88,7 @@ class _Panels:
     def _start(self, t: int) -> tuple[Tensor, dist.Work | None]:
         mine = t == self.line.index
         panel = self.own if mine else self.own.new_empty(self.shapes[t])
-        if self.line.size == 1:
+        if self.line.size == 1 or 0 in self.shapes[t]:
             return panel, None
         if mine:
             sent.num_bytes += (self.line.size - 1) * panel.numel() * panel.element_size()
@@ -103,7 +106,7 @@ class _Panels:
 
 def _reduced(value: Tensor, root: int, line: Line) -> Tensor:
     """The sum of everyone's value, in order, at coordinate `root`; nothing elsewhere."""
-    if line.size == 1:
+    if line.size == 1 or not value.numel():
         return value
     mine = root == line.index
     room = value.new_empty(line.size * value.numel() if mine else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from torch.fx import Node
 
@@ -20,11 +20,12 @@ from whale.planning.assignment import Assignment, make_assignment
 from whale.planning.balance import Order, Situation, refuse_unless_it_fits
 from whale.planning.chunks import schedule_costs
 from whale.planning.describe import crossings, describe_stages, holders
-from whale.planning.plan import Crossing, Stage
+from whale.planning.plan import Crossing, DeviceMemory, Stage
 from whale.planning.pricing import stage_seconds
+from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
-from whale.planning.shares import Load, micro_batch_sizes
-from whale.planning.split_memory import grid_memory
+from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
+from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.split_stages import Split, SplitProblem, together_seconds
 from whale.planning.stages import assign_stages, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
@@ -80,6 +81,8 @@ class Draft:
     """of the device that takes longest for the largest micro-batch"""
     without_recompute: Situation
     """what it would be if the planner had nothing computed again"""
+    regions: tuple[Regions, ...] = ()
+    """of every stage: what is computed again in backward"""
     why_chunks: str = ""
 
     @cached_property
@@ -131,14 +134,36 @@ def draft_stages(
     move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
     assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
     split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
-    drafter = _Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage))
-    nothing, best = drafter.choose()
+    drafter, nothing, best = _choose(_Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage)))
     slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
     costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
-        order, task_graphs, why, split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
-        slowest_s, nothing.situation,
+        order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
+        slowest_s, nothing.situation, drafter.regions(best.stages),
     )  # fmt: skip
+
+
+def _choose(drafter: _Drafter) -> tuple[_Drafter, _Priced, _Priced]:
+    """The draft with what its grids gather kept, or gathered again in backward where that is asked for, or memory makes it faster:
+    (draft, nothing computed again, the best)."""
+    wanted = drafter.problem.config.keep_gathered
+    again = replace(drafter, split=drafter.split.gathering_again()) if drafter.split.shardings and wanted is not True else None
+    if again is not None and wanted is False:
+        return again, *again.choose()
+    if again is None:
+        return drafter, *drafter.choose()
+    found: list[tuple[_Drafter, _Priced, _Priced]] = []
+    refused: list[DoesNotFit] = []
+    for each in (drafter, again):
+        try:
+            found.append((each, *each.choose()))
+        except DoesNotFit as error:
+            refused.append(error)
+        if found and not found[0][0].is_limited(found[0][1]):
+            return found[0]
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda each: each[2].situation.divide(drafter.problem.largest_micro_batch).slowest_s)
 
 
 def _split(
@@ -182,7 +207,11 @@ class _Drafter:
 
     @cached_property
     def kept(self) -> Stages:
-        return Stages(self.workload, self.assignment, self.problem.config.recompute, frozenset(self.split.shardings))
+        return Stages(self.workload, self.assignment, self.problem.config.recompute)
+
+    def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
+        """Of every stage, what is computed again in backward."""
+        return tuple(self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed)) for stage in stages)
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -200,7 +229,7 @@ class _Drafter:
         """(nothing computed again, the best); raises where memory is too small."""
         wanted, size = self.problem.config.recompute, self.problem.largest_micro_batch
         nothing = self.price(self.kept.nothing)
-        if wanted is not True and not (wanted == "auto" and self._is_limited(nothing)):
+        if wanted is not True and not (wanted == "auto" and self.is_limited(nothing)):
             self._refuse_unless_it_fits(nothing)
             return nothing, nothing
         everything = self.kept.everything(nothing.schedule)
@@ -224,10 +253,11 @@ class _Drafter:
         kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
         times = []
         for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
-            if stage in self.split.shardings:
-                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch))
-                continue
             again = self.kept.regions(stage, choice[stage])
+            if stage in self.split.shardings:
+                part_again = repeated_part(workload, self.split.spaces[stage], again)
+                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch, part_again))
+                continue
             times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
         described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
         return tuple(
@@ -247,7 +277,7 @@ class _Drafter:
     def _fits(self, priced: _Priced) -> bool:
         return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
 
-    def _is_limited(self, priced: _Priced) -> bool:
+    def is_limited(self, priced: _Priced) -> bool:
         """Whether memory keeps samples from the devices that would do them fastest."""
         if not self._fits(priced):
             return True
@@ -278,8 +308,24 @@ class _Drafter:
                 for rank, share in zip(members, division.runs[replica][device.index], strict=True):
                     ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
-            found.append(Demand(stages, priced.schedule.orders[device.index], self._shared_bytes(stages), tuple(ranks)))
+            order, shared = priced.schedule.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
+            most = partial(self._most_on_grid, stages, priced.schedule) if device.grid is not None else None
+            found.append(Demand(stages, order, shared, tuple(ranks), most))
         return found
+
+    def _most_on_grid(
+        self, stages: Sequence[int], schedule: scheduling.Schedule, whole: DeviceMemory, choice: Mapping[int, Counts]
+    ) -> DeviceMemory:
+        """From the memory of one device that runs these stages, that of the place of their grid that needs most."""
+        return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
+
+    def _on_grid(
+        self, stages: Sequence[int], whole: DeviceMemory, choice: Mapping[int, Counts], schedule: scheduling.Schedule
+    ) -> list[DeviceMemory]:
+        """By place."""
+        flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
+        regions = {stage: self.kept.regions(stage, choice[stage]) for stage in stages}
+        return grid_memory(self.workload, self.split, stages, whole, flying, regions)
 
     def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
         """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
@@ -292,9 +338,8 @@ class _Drafter:
             again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
             needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
             if device.grid is not None:
-                load = Load(sum(self.split.shardings[stage].seconds for stage in stages) / self.split.num_samples)
-                flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
-                for place, part in enumerate(grid_memory(workload, self.split, stages, needed, flying)):
+                load = Load(sum(self._grid_seconds(stage, choice[stage]) for stage in stages) / self.split.num_samples)
+                for place, part in enumerate(self._on_grid(stages, needed, dict(enumerate(choice)), schedule)):
                     for rank in (members[place] for members in device.ranks):
                         loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
                 continue
@@ -312,6 +357,12 @@ class _Drafter:
             _least_samples(problem.captured, self.assignment),
             workload.batch_bytes / problem.batch_size,
         )
+
+    def _grid_seconds(self, stage: int, counts: Counts) -> float:
+        """Of one micro-batch, its share of the sums of gradients included."""
+        sharding = self.split.shardings[stage]
+        again = repeated_part(self.workload, self.split.spaces[stage], self.kept.regions(stage, counts))
+        return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
 
     def _stages_of(self, device: VirtualDevice) -> list[int]:
         return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]

@@ -153,7 +153,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
             [ranks_of[stage.virtual_device] for stage in draft.stages],
             draft.choice,
             config.recompute,
-            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages]),
+            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages], draft.regions),
         ),
     )
 

@@ -11,7 +11,7 @@ A stage is cut into the number of regions that makes  in flight * what the regio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,8 +39,6 @@ class Stages:
     workload: Workload
     assignment: Assignment
     wanted: Recompute
-    on_grids: frozenset[int] = frozenset()
-    """stages in which nothing is computed again"""
 
     @property
     def nothing(self) -> Choice:
@@ -89,7 +87,7 @@ class Stages:
 
     def everything(self, schedule: scheduling.Schedule) -> Choice:
         best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
-        return tuple((0, 0) if stage in self.on_grids else (count, count) for stage, count in enumerate(best))
+        return tuple((count, count) for count in best)
 
     def memory(self, stages: Sequence[int], choice: Mapping[int, Counts], order: tuple[scheduling.Action, ...]) -> DeviceMemory:
         """Of a device that runs these stages."""
@@ -107,8 +105,12 @@ class Demand:
     """of gradients that are summed with other devices"""
     ranks: tuple[tuple[int, int], ...]
     """(samples of a micro-batch, bytes of the device or 0 where they are not known) of every rank"""
+    on_grid: Callable[[DeviceMemory, Mapping[int, Counts]], DeviceMemory] | None = None
+    """on a grid: from the memory of one device that runs everything, and the choice, that of the place that needs most"""
 
-    def fits(self, memory: DeviceMemory) -> bool:
+    def fits(self, memory: DeviceMemory, choice: Mapping[int, Counts]) -> bool:
+        if self.on_grid is not None:
+            memory = self.on_grid(memory, choice)
         static = memory.static_bytes + self.shared_bytes
         return all(not room or static + samples * memory.sample_bytes <= room for samples, room in self.ranks)
 
@@ -123,15 +125,13 @@ def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Sched
 
 
 def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_flight: Sequence[int]) -> None:
-    if demand.fits(stages.memory(demand.stages, choice, demand.order)):
+    if demand.fits(stages.memory(demand.stages, choice, demand.order), choice):
         return
     for stage in demand.stages:
-        if stage in stages.on_grids:
-            continue
         count = stages.best_regions(stage, in_flight[stage])
         for number in range(1, count + 1):
             choice[stage] = (count, number)
-            if demand.fits(stages.memory(demand.stages, choice, demand.order)):
+            if demand.fits(stages.memory(demand.stages, choice, demand.order), choice):
                 return
 
 

@@ -13,7 +13,7 @@ from whale.cluster.cluster import Cluster
 from whale.planning.virtual_devices import VirtualDevice
 from whale.sharding.grid import Grid
 from whale.sharding.sharding import Sharding
-from whale.sharding.uneven import Dim, arrange
+from whale.sharding.uneven import Dim, arrangements
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,22 @@ def kinds_of(cluster: Cluster, device: VirtualDevice, dtype: str) -> tuple[tuple
     )
 
 
-def arranged(cluster: Cluster, devices: Sequence[VirtualDevice], grid: Grid, dtype: str, cuts: dict[str, list[Dim]]) -> Arranged | None:
-    """The best order and weights for VirtualDevices of the same kinds; None where all devices are alike."""
+def arranged(cluster: Cluster, devices: Sequence[VirtualDevice], grid: Grid, dtype: str, cuts: dict[str, list[Dim]]) -> list[Arranged]:
+    """Orders of VirtualDevices of the same kinds, with the best weights of each; none where all devices are alike."""
     kinds = kinds_of(cluster, devices[0], dtype)
     speeds, memories = [speed for speed, _ in kinds], [memory for _, memory in kinds]
     if len(set(kinds)) == 1:
-        return None
-    found = arrange((grid.gx, grid.gy, grid.gz), speeds, cuts, [float(each) for each in memories] if min(memories) > 0 else None)
-    ordered = []
-    for device in devices:
-        by_speed = [_by_speed(cluster, members, dtype) for members in device.ranks]
-        ranks = tuple(tuple(members[number] for number in found.order) for members in by_speed)
-        ordered.append(replace(device, ranks=ranks, grid=found.grid))
-    return Arranged(tuple(ordered), found.grid, found.time * grid.num_devices * min(speeds), found.reason)
+        return []
+    room = [float(each) for each in memories] if min(memories) > 0 else None
+    result = []
+    for found in arrangements((grid.gx, grid.gy, grid.gz), speeds, cuts, room):
+        ordered = []
+        for device in devices:
+            by_speed = [_by_speed(cluster, members, dtype) for members in device.ranks]
+            ranks = tuple(tuple(members[number] for number in found.order) for members in by_speed)
+            ordered.append(replace(device, ranks=ranks, grid=found.grid))
+        result.append(Arranged(tuple(ordered), found.grid, found.time * grid.num_devices * min(speeds), found.reason))
+    return result
 
 
 def what_axes_cut(shardings: Iterable[Sharding], num_samples: int) -> dict[str, list[Dim]]:

@@ -4,17 +4,22 @@ What an operation keeps lies like its tensors: cut by every axis along which its
 on one device a place keeps the part
 
     product over the axes that cut the operation of (largest share of that axis)                                        (1)
+
+Gathered copies come on top where they are kept. A region that is computed again keeps what enters it, and gathers again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+
+from torch.fx import Node
 
 from whale.planning.figures import Seconds, StageFigures, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.pricing import OnGrids, sharded_weights
+from whale.planning.recompute import Regions
 from whale.planning.split_stages import Split, together_seconds
 from whale.planning.workload import Workload
 from whale.profiling.saved import Kept
@@ -24,14 +29,20 @@ from whale.sharding.space import Space
 
 
 def grid_memory(
-    workload: Workload, split: Split, stages: Sequence[int], whole: DeviceMemory, in_flight: Sequence[int]
+    workload: Workload,
+    split: Split,
+    stages: Sequence[int],
+    whole: DeviceMemory,
+    in_flight: Sequence[int],
+    regions: Mapping[int, Regions] | None = None,
 ) -> list[DeviceMemory]:
-    """By place. `whole`: the same stages on one device."""
+    """By place. `whole`: the same stages on one device; `regions`: of each stage, what is computed again."""
+    again = regions or {}
     grid = split.shardings[stages[0]].grid
-    kept = [kept_on_grid(workload, split.spaces[stage], split.shardings[stage]) for stage in stages]
+    kept = [kept_on_grid(workload, split.spaces[stage], split.shardings[stage], again.get(stage, {})) for stage in stages]
     fixed = sum(flying * each.fixed_bytes for flying, each in zip(in_flight, kept, strict=True))
     per_sample = sum(flying * each.sample_bytes for flying, each in zip(in_flight, kept, strict=True))
-    all_kept = [workload.saved.total(split.spaces[stage].program.operations) for stage in stages]
+    all_kept = [workload.saved.total(split.spaces[stage].program.operations, (), again.get(stage, {})) for stage in stages]
     working = max(0.0, whole.sample_bytes - sum(flying * each.sample_bytes for flying, each in zip(in_flight, all_kept, strict=True)))
     found = []
     for place in range(grid.num_devices):
@@ -54,13 +65,20 @@ def grid_memory(
     return found
 
 
-def on_grids(workload: Workload, split: Split, holders: Mapping[str, tuple[int, ...]], device_of_stage: Sequence[int]) -> OnGrids:
-    """The figures of the stages on grids: all devices of a grid work together, each on its part."""
+def on_grids(
+    workload: Workload,
+    split: Split,
+    holders: Mapping[str, tuple[int, ...]],
+    device_of_stage: Sequence[int],
+    regions: Sequence[Regions],
+) -> OnGrids:
+    """The figures of the stages on grids: all devices of a grid work together, each on its part. `regions`: of each stage."""
 
     def figures(stage: int, alone: StageFigures) -> StageFigures:
-        sharding = split.shardings[stage]
-        kept = kept_on_grid(workload, split.spaces[stage], sharding)
-        forward, inputs, weights = (Seconds(s / split.num_samples) for s in together_seconds(sharding, 1))
+        sharding, space = split.shardings[stage], split.spaces[stage]
+        kept = kept_on_grid(workload, space, sharding, regions[stage])
+        again = repeated_part(workload, space, regions[stage])
+        forward, inputs, weights = (Seconds(s / split.num_samples) for s in together_seconds(sharding, 1, again))
         times = dict.fromkeys(alone.times, StageTimes(forward, inputs, weights))
         working = alone.working_sample_bytes / sharding.grid.num_devices
         return StageFigures(times, kept.sample_bytes, kept.fixed_bytes, working)
@@ -72,22 +90,42 @@ def on_grids(workload: Workload, split: Split, holders: Mapping[str, tuple[int, 
     )
 
 
-def kept_on_grid(workload: Workload, space: Space, sharding: Sharding) -> Kept:
-    """Line (1), every storage counted where it is kept largest."""
+def repeated_part(workload: Workload, space: Space, regions: Regions) -> float:
+    """Of the forward of a stage, what is done again in backward, by its operations' work."""
+    if not regions:
+        return 0.0
+    work = {node: workload.costs[node].flop + workload.costs[node].moved_bytes for node in space.program.operations}
+    return sum(work[node] for node in work if node in regions) / max(1.0, sum(work.values()))
+
+
+def kept_on_grid(workload: Workload, space: Space, sharding: Sharding, regions: Regions) -> Kept:
+    """Line (1), every storage counted where it is kept largest; and gathered copies."""
     nodes = list(space.program.captured.graph.nodes)
     largest: dict[int, float] = {}
     chosen = {nodes[index]: names for index, names in sharding.choices.items()}
-    for node in space.program.operations:
+
+    @cache
+    def part_of(node: Node) -> float:
         part = 1.0
         if node in chosen:
             options = {option.name: option for option in space.options[node]}
             for axis, name in zip(AXES, chosen[node], strict=True):
                 if name and options[name].is_cut:
                     part /= sharding.grid.size(axis)
-        for storage in workload.saved.of_node.get(node, ()):
-            largest[storage] = max(largest.get(storage, 0.0), part)
-    kept = workload.saved.kept
+        return part
+
+    saved = workload.saved
+    for node in space.program.operations:
+        found = [(node, saved.of_node.get(node, frozenset()))]
+        if node in regions:
+            outside = [source for source in node.all_input_nodes if regions.get(source) != regions[node]]
+            found = [(source, saved.result_of_node.get(source, frozenset())) for source in outside]
+        for owner, storages in found:
+            part = part_of(owner)
+            for storage in storages:
+                largest[storage] = max(largest.get(storage, 0.0), part)
+    copies = (1.0 - repeated_part(workload, space, regions)) * sharding.keeps_gathered
     return Kept(
-        sum(part * kept[storage].sample_bytes for storage, part in largest.items()),
-        round(sum(part * kept[storage].fixed_bytes for storage, part in largest.items())),
+        sum(part * saved.kept[storage].sample_bytes for storage, part in largest.items()) + copies * sharding.gathered.sample_bytes,
+        round(sum(part * saved.kept[storage].fixed_bytes for storage, part in largest.items()) + copies * sharding.gathered.fixed_bytes),
     )

@@ -18,7 +18,7 @@ from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Decision
-from whale.planning.split_devices import arranged, kinds_of, what_axes_cut
+from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
@@ -44,6 +44,7 @@ def stage_program(
     terms: Sequence[Node],
     outputs: Sequence[Node] = (),
     by_samples: frozenset[Node] = frozenset(),
+    summa: frozenset[Node] = frozenset(),
 ) -> StageProgram:
     """One stage as something to be sharded. `terms`: loss terms of this stage; `outputs`: results that the user wants from it."""
     part = assignment.slices[stage]
@@ -60,18 +61,20 @@ def stage_program(
         updates={name: node for name, node in captured.buffer_updates.items() if assignment.result_stage[node] == stage},
         by_samples=by_samples,
         gradients=assignment.gradients,
+        summa=summa & frozenset(part.operations),
     )
 
 
 def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
-    asked: dict[int, dict[tuple[int, int, int] | None, str]] = {}
+    asked: dict[int, dict[GridShape | None, str]] = {}
+    summa: dict[int, str] = {}
     for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
         device = placement.of_task_graph[index]
         if strategy.kind == "split" and placement.virtual_devices[device].num_devices > 1:
-            if strategy.method is not None:
-                raise ValueError(f"wh.{strategy} on {label}: the method {strategy.method!r} cannot be planned yet, leave it out")
             asked.setdefault(device, {}).setdefault(strategy.grid, f"wh.{strategy} on {label}")
+            if strategy.method == "summa":
+                summa.setdefault(device, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
     shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
     if asked and shared is not None and placement.num_replicas > 1:
@@ -86,6 +89,11 @@ def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskG
             raise ValueError(
                 f"{shapes[given[0]]} and {shapes[given[1]]} run on the same devices, which can have one grid: give both the same, "
                 f"or leave the grid out of one of them"
+            )
+        if given and index in summa and not given[0][0] == given[0][1] > 1:
+            raise ValueError(
+                f"{summa[index]} and {shapes[given[0]]} run on the same devices, and SUMMA needs a grid with as many devices along x as "
+                f"along y, like (2, 2, {devices[index].num_devices // 4 or 1}): change the grid, or leave it out"
             )
         sizes = given[0] if given else (1, devices[index].num_devices, 1)
         devices[index] = replace(devices[index], grid=Grid(*sizes))
@@ -107,6 +115,18 @@ class Split:
 
     def records(self) -> tuple[StageSharding, ...]:
         return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))
+
+    def gathering_again(self) -> Split:
+        """The same with less kept for backward: what is gathered in forward is gathered once more there."""
+        shardings = {
+            stage: replace(each, keeps_gathered=False, seconds=each.seconds + each.gathered.seconds)
+            for stage, each in self.shardings.items()
+        }
+        saved = max(each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes for each in self.shardings.values())
+        more_s = sum(each.gathered.seconds for each in self.shardings.values())
+        why = f"memory asks for it, or the config: saves up to {saved / 1e9:.3g} GB on a device for {more_s:.3g} s more a micro-batch"
+        decision = Decision("gathered tensors", "gathered again in backward", why)
+        return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
 
     def notes(self) -> list[str]:
         return [note for stage, sharding in sorted(self.shardings.items()) for note in _notes(stage, sharding)]
@@ -150,7 +170,8 @@ class SplitProblem:
         devices, decisions = list(self.placement.virtual_devices), []
         shardings: dict[int, Sharding] = {}
         for (_, given), alike in self._alike.items():
-            grids = [Grid(*sizes) for sizes in ([given] if given is not None else grid_shapes(alike[0].num_devices, self._is_flat(alike)))]
+            shapes = [given] if given is not None else grid_shapes(alike[0].num_devices, self._is_flat(alike))
+            grids = [Grid(*sizes) for sizes in shapes if not self._is_summa(alike) or sizes[0] == sizes[1] > 1]
             tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
             fitting = [each for each in tried if self._fits(each)]
             if not fitting:  # less memory is worth time then
@@ -184,18 +205,23 @@ class SplitProblem:
         return sorted(grids, key=lambda grid: predicted[grid.name])[:LOOKED_AT]
 
     def _try(self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None) -> _Tried:
-        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are."""
+        """One grid for VirtualDevices that are alike: even, and then as uneven as its devices are, in the order that takes least time."""
         on_grid = [replace(device, grid=grid) for device in devices]
         found = self._shard(on_grid, grid, memory_price)
-        better = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
-        if better is None:
-            return _Tried(grid, tuple(on_grid), found)
-        found = self._shard(better.devices, better.grid, memory_price)
+        even = _Tried(grid, tuple(on_grid), found)
+        if self._is_summa(devices):  # panels along x and along y must be the same
+            return even
+        ways = arranged(self.cluster, on_grid, grid, self.dtype, what_axes_cut(found.values(), self.num_samples))
+        return min((even, *(self._try_uneven(way, memory_price) for way in ways)), key=lambda tried: tried.seconds)
+
+    def _try_uneven(self, way: Arranged, memory_price: float | None) -> _Tried:
+        """Unlike devices in one order. What is not sent takes the time of uneven parts."""
+        found = self._shard(way.devices, way.grid, memory_price)
+        costs = self._costs(way.devices[0], way.grid)
         for stage, sharding in found.items():
-            costs = self._costs(better.devices[0], better.grid)
             sent_s = min(sharding.seconds, sharding.sum_seconds + sharding.sent_bytes / min(costs.bytes_per_s.values()))
-            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * better.factor)
-        return _Tried(better.grid, better.devices, found, better.reason)
+            found[stage] = replace(sharding, seconds=sent_s + (sharding.seconds - sent_s) * way.factor)
+        return _Tried(way.grid, way.devices, found, way.reason)
 
     def _fits(self, tried: _Tried) -> bool:
         """Whether weights, gradients and optimizer state have room on every device of unlimited or known memory."""
@@ -210,6 +236,11 @@ class SplitProblem:
             held[self.device_of_stage[stage]] += sharding.weight_bytes
         return max(held.values())
 
+    def _is_summa(self, devices: Sequence[VirtualDevice]) -> bool:
+        """Whether SUMMA is asked for on one of these VirtualDevices."""
+        asked = {device for s, device in zip(self.task_graphs.strategies, self.placement.of_task_graph, strict=True) if s.method == "summa"}
+        return any(device.index in asked for device in devices)
+
     @cached_property
     def _alike(self) -> dict[tuple[object, GridShape | None], list[VirtualDevice]]:
         """Grids of the same kinds of devices, for which the user gave the same shape or none: they all get the same one, so that weights
@@ -219,7 +250,7 @@ class SplitProblem:
         found: dict[tuple[object, GridShape | None], list[VirtualDevice]] = {}
         for device in self.placement.virtual_devices:
             if device.grid is not None:
-                kinds = kinds_of(self.cluster, device, self.dtype)
+                kinds = kinds_of(self.cluster, device, self.dtype), self._is_summa([device])
                 found.setdefault((kinds, given.get(device.index)), []).append(device)
         return found
 
@@ -228,11 +259,12 @@ class SplitProblem:
         """The programs of all stages on grids, with the options of their operations."""
         strategies = self.task_graphs.strategies
         by_samples = frozenset(node for node, tg in self.task_graphs.of_operation.items() if strategies[tg].kind == "replicate")
+        summa = frozenset(node for node, tg in self.task_graphs.of_operation.items() if strategies[tg].method == "summa")
         spaces = {}
         for stage, device in enumerate(self.device_of_stage):
             if self.placement.virtual_devices[device].grid is not None:
                 terms = [node for node in self.captured.output.all_input_nodes if self.assignment.result_stage[node] == stage]
-                program = stage_program(self.captured, self.kinds, self.assignment, stage, terms, by_samples=by_samples)
+                program = stage_program(self.captured, self.kinds, self.assignment, stage, terms, by_samples=by_samples, summa=summa)
                 spaces[stage] = Space(program)
         return spaces
 
@@ -281,10 +313,11 @@ class SplitProblem:
         )
 
 
-def together_seconds(sharding: Sharding, num_micro_batch: int) -> tuple[float, float, float]:
-    """Of a mini-batch on a grid: forward, input part and weight part of the backward."""
+def together_seconds(sharding: Sharding, num_micro_batch: int, again: float = 0.0) -> tuple[float, float, float]:
+    """Of a mini-batch on a grid: forward, input part and weight part of the backward. `again`: the part of the forward that is repeated in
+    backward."""
     forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch  # a backward has two products where its forward has one
-    return forward, forward, forward
+    return forward, (1.0 + again) * forward, forward
 
 
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:

@@ -18,7 +18,7 @@ from whale.cluster.kinds import DeviceKind
 
 STANDS_FOR = {
     "linear": ("addmm", "mm", "einsum", "bilinear", "addbmm", "tensordot", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-    "matmul": ("bmm", "baddbmm", "_grouped_mm", "mv", "dot"),
+    "matmul": ("bmm", "baddbmm", "_grouped_mm", "expert_mm", "mv", "dot"),
     "conv2d": ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     "mul": ("div", "where", "masked_fill", "dropout", "native_dropout"),
     "relu": ("neg", "clone", "_to_copy", "to", "type_as", "abs", "sign", "ge", "le", "gt", "lt", "eq", "ne", "hardtanh", "leaky_relu"),

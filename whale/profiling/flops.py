@@ -90,6 +90,10 @@ def _grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: V
     return 2.0 * num_products * first[-2] * first[-1] * second[-1]
 
 
+def _expert_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+    return 2.0 * prod(output.shape) * arguments[0].shape[-1]
+
+
 def _tensordot(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     return 2.0 * prod(output.shape) * prod(arguments[0].shape[dim] for dim in arguments[2])
 
@@ -166,6 +170,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.addbmm": _added_matmul,
     "aten._grouped_mm": _grouped_matmul,
     "transformers.grouped_mm_fallback": _grouped_matmul,
+    "whale.expert_mm": _expert_matmul,
     "aten.tensordot": _tensordot,
     "aten.einsum": _einsum,
     "aten.conv1d": _convolution,

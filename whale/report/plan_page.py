@@ -10,39 +10,17 @@ from html import escape
 
 from whale.planning.plan import Plan
 from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, samples_by_rank
+from whale.report.page_style import STYLE
 from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
 from whale.report.plan_table import summary
-from whale.report.units import human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import Timeline
-
-STYLE = """
-:root { --ink: #1f2933; --weak: #616e7c; --line: #d9e0e6; --page: #f3f5f7; --card: #ffffff; --strong: #24507a; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1280px; margin: 0 auto; padding: 24px; }
-h1 { font-size: 22px; margin: 0 0 4px; }
-h2 { font-size: 16px; margin: 0 0 12px; }
-p { margin: 0; }
-.weak { color: var(--weak); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 20px 0; }
-.fact, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.fact { padding: 12px 16px; }
-.fact b { display: block; font-size: 22px; color: var(--strong); line-height: 1.3; }
-section { padding: 18px 20px; margin-bottom: 16px; overflow-x: auto; }
-svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; white-space: nowrap; }
-th { color: var(--weak); font-weight: 500; }
-th.word, td.word { text-align: left; white-space: normal; }
-tbody tr:last-child td { border-bottom: none; }
-footer { color: var(--weak); padding: 4px 4px 20px; }
-"""
 
 
 def html(plan: Plan, timeline: Timeline) -> str:
     """The page."""
-    title = f"Whale plan: {plan.num_devices} devices, {len(plan.stages)} stages, batch {plan.batch_size}"
+    title = f"Whale plan: {count(plan.num_devices, 'device')}, {count(len(plan.stages), 'stage')}, batch {plan.batch_size}"
     sections = [
         _section("Cluster", cluster_picture(plan, timeline)),
         _section("TaskGraphs on devices", stages_picture(plan)),
@@ -72,18 +50,20 @@ def _facts(timeline: Timeline) -> str:
         ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
         ("samples/s", number("samples_per_s", timeline.samples_per_s, f"{timeline.samples_per_s:.4g}")),
         ("bubble: devices compute nothing", number("bubble", timeline.bubble, f"{timeline.bubble:.1%}")),
-        ("fullest device", _fullest(timeline)),
+        _fullest(timeline),
     )
     boxes = "".join(f'<div class="fact"><b>{value}</b>{escape(name)}</div>' for name, value in facts)
     return f'<div class="facts">{boxes}</div>\n<section><h2>What limits it</h2><p>{escape(timeline.limit)}</p></section>'
 
 
-def _fullest(timeline: Timeline) -> str:
+def _fullest(timeline: Timeline) -> tuple[str, str]:
+    """(what it says, how full the fullest device is)"""
     known = [device for device in timeline.devices if device.memory_bytes]
     if not known:
-        return "not known"
+        device = max(timeline.devices, key=lambda each: each.peak_total_bytes)
+        return f"memory of rank {device.rank}, which holds most", human_bytes(device.peak_total_bytes)
     device = max(known, key=lambda each: each.peak_total_bytes / each.memory_bytes)
-    return f"{device.peak_total_bytes / device.memory_bytes:.0%} of rank {device.rank}"
+    return f"of its memory: rank {device.rank}, the fullest", f"{device.peak_total_bytes / device.memory_bytes:.0%}"
 
 
 def _work(plan: Plan, timeline: Timeline) -> str:
@@ -98,7 +78,7 @@ def _work(plan: Plan, timeline: Timeline) -> str:
                 str(device.rank),
                 escape(f"{device.kind} on {device.host}"),
                 escape(f"stage {ranges([stage.index for stage in own])}"),
-                escape(layers_of(own)),
+                escape(layers_of(own) if len(plan.stages) > 1 else "all"),
                 str(samples),
                 human_flop(forward_flop(plan, own, samples)),
                 *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),

@@ -21,6 +21,7 @@ MEMORY_COLOURS = dict(zip(CLASSES, ("#4c78a8", "#f2a65a", "#9467bd", "#54a24b", 
 EVENT_COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b", SUMS: "#e45756", UPDATE: "#9467bd", "receive": "#d5dbe1"}
 EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part of a backward", "W": "weight part", "receive": "waits for a message",
                SUMS: "waits for sums of gradients", UPDATE: "update"}  # fmt: skip
+MEMORY_CURVE = "#b9c6d3"
 GREY, SOFT, INK, WEAK = "#eef1f4", "#f7f9fb", "#1f2933", "#616e7c"
 LABEL = 170
 SHOWN_HOSTS, SHOWN_GROUPS = 12, 8
@@ -93,17 +94,17 @@ def stages_picture(plan: Plan) -> str:
     shown = min(plan.num_replicas, SHOWN_REPLICAS)
     wide = (WIDTH - left) / shown
     for replica in range(shown):
-        more = f" and {plan.num_replicas - shown} more like these" if replica == shown - 1 and plan.num_replicas > shown else ""
-        drawing.text(left + replica * wide, 14, shortened(f"model replica {replica}{more}", 12, wide), fill=WEAK)
+        drawing.text(left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK)
     samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
     size = samples.micro_batches[0][1] - samples.micro_batches[0][0]
     y = 26.0
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
-        drawing.box(0, y, left - 24, high, SOFT, line="#c3ccd5", radius=6)
         graphs = ", ".join(part.label for part in plan.task_graphs if part.virtual_device == device.index)
+        drawing.box(0, y, left - 24, high, SOFT, line="#c3ccd5", radius=6, title=graphs)
         drawing.text(10, y + 18, f"{'stages' if len(stages) > 1 else 'stage'} {ranges([stage.index for stage in stages])}", 13, bold=True)
-        drawing.text(left - 34, y + 18, shortened(layers_of(stages), 12, 220), anchor="end", fill=WEAK)
+        layers = layers_of(stages) if len(plan.stages) > 1 else "all layers"
+        drawing.text(left - 34, y + 18, shortened(layers, 12, 220), anchor="end", fill=WEAK)
         drawing.text(10, y + 36, shortened(graphs, 12, left - 44))
         work = human_flop(sum(stage.forward_flop for stage in stages))
         held = human_bytes(sum(stage.parameter_bytes for stage in stages))
@@ -117,6 +118,8 @@ def stages_picture(plan: Plan) -> str:
             total = sum(c.sample_bytes * (size if c.batched else 1) for c in sent)
             drawing.text(10, y - 9, f"↓ sends {human_bytes(total)} for a micro-batch of {count(size, 'sample')}", 11, fill=WEAK)
     drawing.height = y - gap
+    if plan.num_replicas > shown:
+        drawing.text(left, drawing.height + 20, f"... and {count(plan.num_replicas - shown, 'model replica')} more like these", fill=WEAK)
     return drawing.svg("TaskGraphs on devices")
 
 
@@ -156,7 +159,7 @@ def memory_picture(timeline: Timeline) -> str:
             wide = room * device.peak_bytes[name] / largest
             drawing.box(x, y, wide, 18, MEMORY_COLOURS[name], title=f"{name} {human_bytes(device.peak_bytes[name])}")
             x += wide
-        drawing.text(WIDTH, y + 13, f"{human_bytes(device.peak_total_bytes)} of {of_memory(device)}", anchor="end")
+        drawing.text(WIDTH, y + 13, _held(device), anchor="end")
     _more(drawing, timeline)
     return drawing.svg("memory of the devices")
 
@@ -167,10 +170,11 @@ def memory_picture(timeline: Timeline) -> str:
 def timeline_picture(timeline: Timeline) -> str:
     """What every device does when, and below each row its memory over time."""
     drawing, shown = Drawing(WIDTH), timeline.devices[:SHOWN_DEVICES]
+    top, fullest = 26.0, max(device.peak_total_bytes for device in shown) or 1.0
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
     used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
-    legend(drawing, LABEL, 12, [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used])
-    top, fullest = 26.0, max(device.peak_total_bytes for device in shown) or 1.0
+    entries = [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used]
+    legend(drawing, LABEL, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")])
     for device in shown:
         drawing.text(0, top + 15, _label(device))
         drawing.box(LABEL, top, scale * timeline.step_s, 22, GREY)
@@ -212,11 +216,17 @@ def _curve(drawing: Drawing, device: DeviceTimeline, top: float, scale: float, s
     end = LABEL + step_s * scale
     points += [(end, points[-1][1]), (end, top + high)]
     drawing.line(LABEL, top, end, top, "#e3e8ed")
-    drawing.area(points, "#b9c6d3", f"memory of rank {device.rank}: at most {human_bytes(device.peak_total_bytes)} of {of_memory(device)}")
+    drawing.area(points, MEMORY_CURVE, f"memory of rank {device.rank}: at most {_held(device)}")
 
 
 def _sort(event: Event) -> str:
     return event.name if event.name in (SUMS, UPDATE) else "receive" if event.is_wait else event.name[0]
+
+
+def _held(device: DeviceTimeline) -> str:
+    """`3.77 GB of 16.0 GB (24 %)`"""
+    held = human_bytes(device.peak_total_bytes)
+    return f"{held} of {of_memory(device)}" if device.memory_bytes else held
 
 
 def _label(device: DeviceTimeline) -> str:

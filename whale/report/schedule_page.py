@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whale.report.page_style import STYLE
 from whale.scheduling.action import Kind
 from whale.scheduling.compare import Question, Row
 from whale.scheduling.simulate import Timeline
 
+INK = "#1f2933"
 COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#54a24b", Kind.INPUT: "#72b7b2", Kind.WEIGHT: "#eeca3b"}
 MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
+LETTERS = {kind: INK if kind is Kind.WEIGHT else "#ffffff" for kind in COLOURS}
 SIGNS = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.INPUT: "-", Kind.WEIGHT: "+"}
 """what fills an action in the terminal behind its micro-batch: readable without colours"""
 IDLE = "."
@@ -24,14 +28,15 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABEL_WIDTH, LEAST_COLUMNS = 11, 20
 
 # sizes of the SVG in pixels
-PAGE_WIDTH, LEFT, ROW_HEIGHT, ROW_GAP, TITLE_HEIGHT, PANEL_GAP, TEXT_WIDTH = 1200, 76, 20, 3, 24, 18, 7
+PAGE_WIDTH, LEFT, ROW_HEIGHT, ROW_GAP, TITLE_HEIGHT, PANEL_GAP, TEXT_WIDTH = 1180, 76, 20, 3, 24, 18, 7
+LEGEND_HEIGHT = 26
 
 
 def table(question: Question, rows: Sequence[Row]) -> Table:
     """Bubble, lower bound of the step, how far the step is over it, and peak activations, for every schedule."""
     title = f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: forward {question.forward_s:g}, "
     title += f"backward {question.backward_s:g}, message {question.message_s:g}, memory cap of auto {question.cap:g}"
-    result = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD, padding=0)
     for name in HEADINGS:
         result.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     for row in rows:
@@ -123,28 +128,31 @@ def show(question: Question, rows: Sequence[Row], drawn: Sequence[Row], console:
 def svg(rows: Sequence[Row]) -> str:
     """All these schedules one below the other on one scale of time."""
     longest = max(row.timeline.step_s for row in rows)
+    kinds = {action.kind for row in rows for order in row.timeline.schedule.orders for action in order}
     parts: list[str] = []
-    top = 0
+    x = LEFT
+    for kind, colour in COLOURS.items():
+        if kind in kinds:
+            parts.append(f'<rect x="{x}" y="0" width="12" height="12" rx="2" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 18}" y="10">{MEANING[kind]}</text>')
+            x += 110
+    top = LEGEND_HEIGHT
     for row in rows:
         parts += _panel(row, top, (PAGE_WIDTH - LEFT) / longest)
         top += TITLE_HEIGHT + len(row.timeline.starts) * (ROW_HEIGHT + ROW_GAP) + PANEL_GAP
-    x = LEFT
-    for kind, colour in COLOURS.items():
-        parts.append(f'<rect x="{x}" y="{top}" width="14" height="14" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 20}" y="{top + 12}">{MEANING[kind]}</text>')
-        x += 130
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{PAGE_WIDTH}" height="{top + 24}" font-family="sans-serif" font-size="12">'
+    size = f'viewBox="0 0 {PAGE_WIDTH} {top}" width="{PAGE_WIDTH}" height="{top}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, DejaVu Sans, sans-serif" font-size="12" fill="{INK}">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
 
 
 def _panel(row: Row, top: int, scale: float) -> list[str]:
     timeline = row.timeline
     title = f"{row.name}: step {timeline.step_s:.4g}, bubble {100 * timeline.bubble:.1f} %, peak activations {row.peak:.4g}"
-    parts = [f'<text x="0" y="{top + 16}" font-weight="bold">{escape(title)}</text>']
+    parts = [f'<text x="0" y="{top + 16}" font-weight="600">{escape(title)}</text>']
     for device, order in enumerate(timeline.schedule.orders):
         y = top + TITLE_HEIGHT + device * (ROW_HEIGHT + ROW_GAP)
         parts.append(f'<text x="0" y="{y + 14}">device {device}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{timeline.step_s * scale:.2f}" height="{ROW_HEIGHT}" fill="#eeeeee"/>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{timeline.step_s * scale:.2f}" height="{ROW_HEIGHT}" fill="#eef1f4"/>')
         for action, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
             if not action.is_compute:
                 continue
@@ -155,23 +163,45 @@ def _panel(row: Row, top: int, scale: float) -> list[str]:
             )
             number = str(action.micro_batch)
             if wide >= TEXT_WIDTH * len(number) + 2:
-                parts.append(f'<text x="{x + wide / 2:.2f}" y="{y + 14}" text-anchor="middle" font-size="10">{number}</text>')
+                middle, fill = x + wide / 2, LETTERS[action.kind]
+                parts.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{fill}">{number}</text>')
     return parts
+
+
+EXPLAINED = (
+    "Step and bound are in the unit of the forward. Bound: no order of the same chunks is shorter; over: how far the step is from it. "
+    "Peak: the most micro-batches whose activations a device holds. Weights: copies of the model. The shortest step with one copy is bold."
+)
 
 
 def html(question: Question, rows: Sequence[Row]) -> str:
     """One page without anything from elsewhere."""
     heading = f"{question.num_devices} devices, {question.num_micro_batch} micro-batches, {question.num_waves} waves"
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEADINGS)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in rows)
-    style = "body{font-family:sans-serif;margin:24px}table{border-collapse:collapse;margin-bottom:24px}"
-    style += "th,td{padding:4px 12px;border-bottom:1px solid #ddd;text-align:right}th:first-child,td:first-child{text-align:left}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title><style>{style}</style></head>\n'
-        f"<body><h1>{escape(heading)}</h1>\n<p>forward {question.forward_s:g}, backward {question.backward_s:g}, message "
-        f"{question.message_s:g}, memory cap of auto {question.cap:g}</p>\n"
-        f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>\n{svg(rows)}</body></html>\n"
-    )
+    asked = f"forward {question.forward_s:g}, backward {question.backward_s:g}, message {question.message_s:g}, "
+    asked += f"memory cap of auto {question.cap:g}"
+    head = "".join(f'<th{" class=word" if name == "schedule" else ""}>{escape(name)}</th>' for name in HEADINGS)
+    body = "\n".join(_html_row(row, row is best(rows)) for row in rows)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(heading)}</title><style>{STYLE}</style></head>
+<body><main>
+<h1>{escape(heading)}</h1>
+<p class="weak">{escape(asked)}</p>
+<section><h2>Schedules side by side</h2>
+<table><thead><tr>{head}</tr></thead><tbody>
+{body}
+</tbody></table></section>
+<section><h2>What every device does when</h2>
+{svg(rows)}</section>
+<footer>{escape(EXPLAINED)} Hold the mouse over an action for its times.</footer>
+</main></body></html>
+"""
+
+
+def _html_row(row: Row, is_best: bool) -> str:
+    name, *numbers = map(escape, _cells(row))
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f'<tr{" class=best" if is_best else ""}><td class="word">{name}</td>{cells}</tr>'
 
 
 def save(text: str, file: Path) -> None:

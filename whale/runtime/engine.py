@@ -103,7 +103,8 @@ class Engine:
         executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
-        outcome = executor.run(given, self._gradients)
+        updates = self._updater.begin(self._held) if emulation is None else None  # emulated updates take their time at the end
+        outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
         waiting = time.perf_counter()
         self._gradients.finish()
@@ -146,7 +147,7 @@ class Engine:
     def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way."""
         norm = squared_norm(self._held, self._job.ranks.rank) / loss_scale**2
-        return Totals(torch.stack([outcome.loss, norm.to(outcome.loss)]), self._job.ranks.is_distributed)
+        return Totals(torch.stack([outcome.loss, norm.to(outcome.loss)]), self._job.ranks.is_distributed, self._shapes.transport)
 
     # ---- data
 
@@ -198,7 +199,9 @@ class Engine:
         num_micro_batch = 1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
         executor = self._shapes.executor(lowered, layout.batch_size, num_micro_batch, is_training=False)
         outcome = executor.run(StepInput(lowered.all_tensors(tensors), self.step_count, executor.program.samples), None)
-        totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed) if prepared.num_terms else None
+        totals = None
+        if prepared.num_terms:
+            totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport)
         gathered = gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks) if outputs else None
         return EvaluationResult(totals, gathered)
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from whale.emulation.pace import Pace
 from whale.lowering.program import Program
-from whale.runtime.actions import Backward, Forward, Pass, Synchronise, WeightBackward
+from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
+from whale.runtime.boundaries import boundary_slots
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive, Send
 from whale.runtime.split import Deferred
+from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.transport import Transport
 from whale.runtime.watch import Watch
 from whale.scheduling import Action, Kind
-
-Slot = tuple[int, int]  # (stage, micro-batch)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StepOutcome:
 
     loss: Tensor
     """this rank's part, float64"""
-    outputs: dict[Slot, tuple[Tensor, ...]]
+    outputs: dict[Visit, tuple[Tensor, ...]]
     events: list[tuple[Action, float, float]] = field(default_factory=list)
     """(action, start, end) on this process's clock"""
     peak_in_flight: dict[int, int] = field(default_factory=dict)
@@ -53,6 +54,17 @@ class StepOutcome:
     @property
     def compute_s(self) -> float:
         return sum(end - start for action, start, end in self.events if action.is_compute)
+
+
+class Prepared(NamedTuple):
+    """An action, ready to run."""
+
+    action: Action
+    run: Callable[[Pass], None]
+    freed: tuple[int, ...]
+    """slots whose boundary tensors nobody wants any more"""
+    position: str
+    """for messages about a failed job"""
 
 
 class Executor:
@@ -67,10 +79,11 @@ class Executor:
         """how long actions take on an emulated device; None: as long as they really take"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
         self._receives: list[Receive] = []
+        self.slots = boundary_slots(program)
+        """where boundary tensors lie"""
         self._prepared = self._prepare()
-        self._positions = [_position(place, *prepared, len(self._prepared)) for place, prepared in enumerate(self._prepared, 1)]
 
-    def _prepare(self) -> list[tuple[Action, Callable[[Pass], None]]]:
+    def _prepare(self) -> list[Prepared]:
         """Every action with the function that does it."""
         program = self.program
         split = {(action.stage, action.micro_batch) for action in program.actions if action.kind is Kind.INPUT}
@@ -78,8 +91,9 @@ class Executor:
         last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
         sends: dict[Action, Send] = {}
         functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
-        prepared: list[tuple[Action, Callable[[Pass], None]]] = []
-        for action in program.actions:
+        prepared: list[Prepared] = []
+        num_actions = sum(action.kind is not Kind.UPDATE for action in program.actions)
+        for action, freed in zip(program.actions, self.slots.freed, strict=True):
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
                 chunk, (start, stop) = program.chunks[action.stage], program.samples[action.micro_batch]
@@ -88,29 +102,29 @@ class Executor:
                     name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
                     own, module = deferred[action.stage] if is_split else None, chunk.module_for(stop - start)
                     functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
-                run = Forward(program, action, functions[key]).run
+                run = Forward(program, action, self.slots, functions[key]).run
             elif action.kind is Kind.BACKWARD:
-                run = Backward(program, action, last[action.stage] is action).run
+                run = Backward(program, action, self.slots, last[action.stage] is action).run
             elif action.kind is Kind.INPUT:
-                run = Backward(program, action, False, deferred[action.stage]).run
+                run = Backward(program, action, self.slots, False, deferred[action.stage]).run
             elif action.kind is Kind.WEIGHT:
                 run = WeightBackward(action).run
             elif action.kind is Kind.SEND:
-                sends[action] = Send(program, action)
+                sends[action] = Send(program, action, self.slots)
                 run = sends[action].run
             elif action.kind is Kind.RECEIVE:
                 arrived = [sends[send] for send in program.arrived_by[action]]
-                self._receives.append(Receive(program, action, len(self._receives), arrived))
+                self._receives.append(Receive(program, action, self.slots, len(self._receives), arrived))
                 run = self._receives[-1].run
             elif action.kind is Kind.SYNCHRONISE:
                 run = Synchronise(action).run
             else:
                 continue
-            prepared.append((action, run))
+            prepared.append(Prepared(action, run, freed, _position(len(prepared) + 1, action, run, num_actions)))
         return prepared
 
-    def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
-        """One pass over the action list. `gradients` is None for evaluation."""
+    def run(self, given: StepInput, gradients: GradientSynchroniser | None, updates: StageUpdates | None = None) -> StepOutcome:
+        """One pass over the action list. `gradients` is None for evaluation. `updates`: stages are updated before this rank would wait."""
         state = torch.random.get_rng_state() if self._has_random else None
         cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
@@ -119,15 +133,23 @@ class Executor:
             watch.step = given.step
         if transport is not None:
             transport.begin()
-        this = Pass(given, outcome, gradients, transport, self._receives, self.window)
+        held: list[Tensor | None] = [None] * self.slots.count
+        this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
         try:
             with torch.set_grad_enabled(gradients is not None):
                 this.post_receives()
-                for (action, run), position in zip(self._prepared, self._positions, strict=True):
+                for action, run, freed, position in self._prepared:
                     if watch is not None:
                         watch.position = position
                     start = now()
+                    if updates is not None and updates.ready and action.kind is Kind.RECEIVE:
+                        updates.run()
+                        updated = now()
+                        events.append((Action(Kind.UPDATE), start, updated))
+                        start = updated
                     run(this)
+                    for slot in freed:
+                        held[slot] = None
                     if pace is not None and action.is_compute:
                         pace.finish(action, start)
                     events.append((action, start, now()))
@@ -144,7 +166,7 @@ class Executor:
 
 
 def _position(place: int, action: Action, run: Callable[[Pass], None], num_actions: int) -> str:
-    """For messages about a failed job: `action 3 of 12, receive F 0>1.2 from rank 0`."""
+    """`action 3 of 12, receive F 0>1.2 from rank 0`."""
     messages = getattr(getattr(run, "__self__", None), "messages", ())
     peers = ", ".join(str(message.peer) for message in messages)
     toward = {Kind.SEND: f" to rank {peers}", Kind.RECEIVE: f" from rank {peers}"}.get(action.kind, "") if peers else ""

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from whale.lowering.messages import Part
 from whale.lowering.program import Program
+from whale.runtime.boundaries import Boundary, Role, parts_of
 from whale.runtime.transport import NUM_EPOCHS, Arrival
-from whale.scheduling import Action, Kind
+from whale.scheduling import Action
+from whale.scheduling.slots import Slots
 
 if TYPE_CHECKING:
     from whale.runtime.actions import Pass
-
-ValueKey = tuple[int, int, int]  # (stage, micro-batch, value)
 
 NUM_SHAPES = 61
 """hashes of shapes in tags"""
@@ -39,9 +39,8 @@ MOST_MESSAGES = 2**31 // (NUM_EPOCHS * NUM_SHAPES)
 class Piece:
     """A tensor, or rows of it, in a message."""
 
-    key: ValueKey
-    place: int
-    """among the results of the sending chunk"""
+    value: int
+    """its number among all that cross"""
     rows: tuple[int, int, int] | None
     """dim, start and length; None: everything"""
     whole_shape: tuple[int, ...]
@@ -107,48 +106,41 @@ class Message:
 class Send:
     """Sends the results of a forward, or the gradients of received inputs after a backward."""
 
-    def __init__(self, program: Program, action: Action) -> None:
-        self.gradient, self.slot = action.gradient, (action.stage, action.micro_batch)
+    def __init__(self, program: Program, action: Action, slots: Slots[Boundary]) -> None:
         self.messages = messages_of(program, action)
+        role = Role.RETURNED if action.gradient else Role.RESULT
+        self.slots = [[slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces] for each in self.messages]
 
     def run(self, this: Pass) -> None:
         assert this.transport is not None
-        for message in self.messages:
-            if self.gradient:
-                tensors = [this.input_gradients[piece.key] for piece in message.pieces]
-            else:
-                results = this.results[self.slot]
-                tensors = [results[piece.place] for piece in message.pieces]
+        for message, slots in zip(self.messages, self.slots, strict=True):
+            tensors = [tensor for slot in slots if (tensor := this.held[slot]) is not None]
             this.transport.send(message.pack(tensors), message)
-        if self.gradient:
-            for message in self.messages:
-                for piece in message.pieces:
-                    this.input_gradients.pop(piece.key, None)
-        else:
-            this.used(self.slot)
 
 
 class Receive:
     """Waits for tensors or gradients that were posted earlier."""
 
-    def __init__(self, program: Program, action: Action, num_before: int, arrived: Iterable[Send]) -> None:
+    def __init__(self, program: Program, action: Action, slots: Slots[Boundary], num_before: int, arrived: Iterable[Send]) -> None:
         """`num_before`: receives of the program that come earlier. `arrived`: sends that these messages show to have arrived."""
         self.gradient, self.description, self.device, self.num_before = action.gradient, str(action), program.device, num_before
         self.messages = messages_of(program, action)
+        role = Role.GRADIENT if action.gradient else Role.INPUT
+        self.slots = [[slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces] for each in self.messages]
         peers = {message.peer for message in self.messages}
         self.arrived = [message for send in arrived for message in send.messages if message.peer in peers]
 
     def post(self, this: Pass) -> None:
         assert this.transport is not None
         arrivals: list[Arrival] = []
-        wholes: dict[ValueKey, Tensor] = {}  # of values that come in several messages, rows of each
-        for message in self.messages:
+        wholes: dict[int, Tensor] = {}  # by their slots: values that come in several messages, rows of each
+        for message, slots in zip(self.messages, self.slots, strict=True):
             buffer = None
-            for piece in message.pieces:
+            for piece, slot in zip(message.pieces, slots, strict=True):
                 if piece.rows is not None:
-                    if piece.key not in wholes:
-                        wholes[piece.key] = torch.empty(piece.whole_shape, dtype=piece.dtype, device=self.device)
-                    buffer = piece.of(wholes[piece.key])
+                    if slot not in wholes:
+                        wholes[slot] = torch.empty(piece.whole_shape, dtype=piece.dtype, device=self.device)
+                    buffer = piece.of(wholes[slot])
             if buffer is None or message.is_packed or not buffer.is_contiguous():
                 buffer = message.empty(self.device)
             arrivals.append(this.transport.post(buffer, message, self.description))
@@ -158,68 +150,50 @@ class Receive:
         this.post_receives(self.num_before + 1)
         assert this.transport is not None
         arrivals, complete = this.arrivals.pop(self.num_before)
-        for message, arrival in zip(self.messages, arrivals, strict=True):
+        for message, slots, arrival in zip(self.messages, self.slots, arrivals, strict=True):
             this.transport.wait(arrival)
-            for piece, tensor in zip(message.pieces, message.unpack(arrival.buffer), strict=True):
+            for piece, slot, tensor in zip(message.pieces, slots, message.unpack(arrival.buffer), strict=True):
                 if piece.rows is not None:
-                    target = piece.of(complete[piece.key])
+                    target = piece.of(complete[slot])
                     if target.data_ptr() != tensor.data_ptr():
                         target.copy_(tensor)
-                elif piece.key in complete:
-                    complete[piece.key] = complete[piece.key] + tensor  # a value without batch dim, used by several devices
+                elif slot in complete:
+                    complete[slot] = complete[slot] + tensor  # a value without batch dim, used by several devices
                 else:
-                    complete[piece.key] = tensor
+                    complete[slot] = tensor
         for message in self.arrived:
             this.transport.retire(message)
-        for key, tensor in complete.items():
+        for slot, tensor in complete.items():
             if self.gradient:
-                this.add_incoming(key, tensor)
+                this.add(slot, tensor)
             else:
-                this.received[key] = tensor
+                this.held[slot] = tensor
 
 
 def messages_of(program: Program, action: Action) -> list[Message]:
     """All messages of a send or receive of this rank, in the order of their peers."""
-    bridges, is_receive = program.bridges, action.kind is Kind.RECEIVE
-    if action.gradient:  # the gradient takes the way of its value backwards
-        edge = (action.destination, action.source)
-        parts = (bridges.sending if is_receive else bridges.receiving).get((*edge, action.micro_batch), ())
-        parts = tuple(part for part in parts if part.value.gradient)
-    else:
-        edge = (action.source, action.destination)
-        parts = (bridges.receiving if is_receive else bridges.sending).get((*edge, action.micro_batch), ())
-    number = 2 * (bridges.number_of_edge[edge] * program.num_micro_batch + action.micro_batch) + action.gradient
+    edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+    number = 2 * (program.bridges.number_of_edge[edge] * program.num_micro_batch + action.micro_batch) + action.gradient
+    parts = parts_of(program, action)
     of_peer: dict[int, list[Part]] = {}
     for part in sorted(parts, key=lambda part: (-part.value.dtype.itemsize, part.value.index)):
         of_peer.setdefault(part.peer, []).append(part)
     messages = []
     for peer, own in sorted(of_peer.items()):
-        pieces = tuple(_piece(program, action, part) for part in own)
+        pieces = tuple(_piece(program, action.micro_batch, part) for part in own)
         messages.append(Message(peer, tag_of(number, [piece.shape for piece in pieces]), pieces))
     return messages
 
 
-def _piece(program: Program, action: Action, part: Part) -> Piece:
+def _piece(program: Program, micro_batch: int, part: Part) -> Piece:
     value = part.value
-    start, stop = program.edges[action.micro_batch]
+    start, stop = program.edges[micro_batch]
     rows = None
     if not part.is_all:
         assert value.batch_dim is not None
         per_sample = value.rows_per_sample()
         rows = (value.batch_dim, part.start * per_sample, part.num_samples * per_sample)
-    sends_result = action.kind is Kind.SEND and not action.gradient
-    return Piece(
-        key=(action.stage, action.micro_batch, value.index),
-        place=place_of(program, action.stage, value.index) if sends_result else 0,
-        rows=rows,
-        whole_shape=value.shape_for(stop - start),
-        dtype=value.dtype,
-    )
-
-
-def place_of(program: Program, stage: int, value: int) -> int:
-    """Of a value among the results of a stage of this rank."""
-    return [sent.index for sent in program.chunks[stage].sent].index(value)
+    return Piece(value.index, rows, value.shape_for(stop - start), value.dtype)
 
 
 def tag_of(number: int, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from whale.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -25,26 +30,37 @@ class Timing:
 class Totals:
     """Scalars summed over all ranks, on their way; `values()` waits once and is never a collective."""
 
-    def __init__(self, parts: torch.Tensor, is_distributed: bool) -> None:
-        self._tensor = parts
-        self._work: dist.Work | None = None
+    def __init__(self, parts: Tensor, is_distributed: bool, transport: Transport | None = None) -> None:
         self._values: list[float] | None = None
-        if is_distributed and parts.device.type == "cpu":
-            # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes a hop
-            num_ranks = dist.get_world_size()
-            self._tensor = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
-            sent = parts.repeat(num_ranks, 1)
-            self._work = dist.all_to_all_single(self._tensor.view(-1), sent.view(-1), async_op=True)
-        elif is_distributed:
-            self._work = dist.all_reduce(parts, async_op=True)
+        self._finish: Callable[[], Tensor] = lambda: parts
+        if is_distributed:
+            through_memory = transport.exchange(parts) if transport is not None and parts.device.type == "cpu" else None
+            self._finish = through_memory or _sum_by_group(parts)
 
     def values(self) -> list[float]:
         if self._values is None:
-            if self._work is not None:
-                self._work.wait()
-            total = self._tensor if self._tensor.ndim == 1 else self._tensor.sum(dim=0)
-            self._values = total.tolist()
+            total = self._finish()
+            self._values = (total if total.ndim == 1 else total.sum(dim=0)).tolist()
         return self._values
+
+
+def _sum_by_group(parts: Tensor) -> Callable[[], Tensor]:
+    """The sum over all ranks, or what each rank has: (ranks, parts)."""
+    work: dist.Work
+    if parts.device.type == "cpu":
+        # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes a hop
+        num_ranks = dist.get_world_size()
+        total = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
+        work = dist.all_to_all_single(total.view(-1), parts.repeat(num_ranks), async_op=True)
+    else:
+        total = parts
+        work = dist.all_reduce(total, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,14 @@ class Incoming:
         self._inline, self._memory = _address(self._packet) + HEADER.size, _address(ring) + RING_START
         self._early: dict[int, bytearray | None] = {}
         """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
+        self._lock = threading.Lock()  # a loss may be read by another thread
 
     def wait(self, buffer: Tensor, tag: int) -> None:
         """Fills the buffer, which is contiguous, with the message of this tag."""
+        with self._lock:
+            self._wait(buffer, tag)
+
+    def _wait(self, buffer: Tensor, tag: int) -> None:
         while tag not in self._early:
             self._read()
             got, num_bytes, place = HEADER.unpack_from(self._packet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -15,13 +16,24 @@ from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Cut, Layout
 from whale.sharding.operation import PARTIAL, SAME, Option, Placement
-from whale.sharding.sharding import ORDER, ShardedOperation, Sharding
+from whale.sharding.rules_products import TRAVEL
+from whale.sharding.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.space import Space, numel_bytes
 
 if TYPE_CHECKING:
     from whale.sharding.solve import Solver
 
-WORDS = {"n": "column", "k": "row", "heads": "by heads", "v": "by vocabulary", "classes": "by classes", "h": "by width", "h0": "by width"}
+WORDS = {
+    "n": "column",
+    "k": "row",
+    "heads": "by heads",
+    "v": "by vocabulary",
+    "classes": "by classes",
+    "h": "by width",
+    "h0": "by width",
+    "experts": "by experts, the same tokens",
+    TRAVEL: "by experts, tokens by all-to-all",
+}
 """options in words; others are named by their dim"""
 
 
@@ -52,6 +64,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         sum_seconds=_sum_seconds(solver, stored),
         sent_bytes=sum(sent.values()),
         weight_bytes=_most_stored(solver, stored),
+        gathered=_gathered(solver),
     )
 
 
@@ -107,15 +120,19 @@ def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored
 
 
 def _sent_by_reader(solver: Solver) -> dict[Node, float]:
-    """Bytes of the exchanges that each operation is the first to need; those of a result belong to its own operation."""
+    """Bytes of the exchanges that each operation is the first to need; those of a result, and panels, belong to its own operation."""
     axes = solver.grid.axes
     sizes = [solver.grid.size(axis) for axis in axes]
-    total: dict[Node, float] = {}
+    total: dict[Node, float] = {
+        node: sum(solver.terms.panel_bytes(node, solver.chosen[node]).values())  # type: ignore[arg-type]
+        for node in solver.space.program.summa
+        if node in solver.space.operations
+    }
     for read in solver.reads:
         lies = solver.lies(read.value)
         source = [lies[axis] for axis in axes]
         num_bytes = numel_bytes(read.value, solver.terms.shapes)
-        gradient = read.producer in solver.space.program.gradients
+        kind = read.producer in solver.space.program.gradients, read.producer.op == "get_attr"
         needed = [(read.readers[reader], solver.needed(read.readers[reader], slot)) for reader, slot in read.slots]
         targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
         targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
@@ -123,8 +140,36 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
         for node, target in targets:
             if target not in seen:
                 seen.append(target)
-                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, gradient))
+                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, *kind))
+    for node in solver.space.operations:
+        for number in solver.terms.travelling_bytes(node, solver.chosen[node]).values():  # type: ignore[arg-type]
+            total[node] = total.get(node, 0.0) + number
     return {node: number for node, number in total.items() if number}
+
+
+def _gathered(solver: Solver) -> Gathered:
+    """Values that are cut along an axis where an operation with a gradient needs them the same: it keeps the gathered copy."""
+    axes, costs = solver.grid.axes, solver.terms.costs
+    sizes = [solver.grid.size(axis) for axis in axes]
+    per_sample = fixed = seconds = 0.0
+    for read in solver.reads:
+        lies = solver.lies(read.value)
+        source = [lies[axis] for axis in axes]
+        num_bytes, is_parameter = numel_bytes(read.value, solver.terms.shapes), read.producer.op == "get_attr"
+        seen: list[list[Placement]] = []
+        for reader, slot in read.slots:
+            node = read.readers[reader]
+            needed = solver.needed(node, slot)
+            target = [needed[axis] for axis in axes]
+            grows = any(isinstance(before, int) and after == SAME for before, after in zip(source, target))
+            if target in seen or not grows or node not in solver.space.program.gradients:
+                continue
+            seen.append(target)
+            held = num_bytes * prod(1 / size for size, placement in zip(sizes, target) if isinstance(placement, int))
+            per_sample, fixed = (per_sample, fixed + held) if is_parameter else (per_sample + held / solver.num_samples, fixed)
+            sent = sent_bytes(num_bytes, source, target, sizes, False, is_parameter)
+            seconds += costs.latency_s + sum(number / costs.rate(axis) for axis, number in zip(axes, sent))
+    return Gathered(per_sample, fixed, seconds)
 
 
 def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
@@ -137,6 +182,8 @@ def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
 
 
 def _word(space: Space, node: Node, option: Option) -> str:
+    if option.local == "summa":
+        return "SUMMA"
     if not option.is_cut:
         return "whole" if option.name == "whole" else "partial sums"
     return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")

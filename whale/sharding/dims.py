@@ -80,6 +80,10 @@ class Granules:
             for value, placement, number in zip(values, (*option.inputs, *option.outputs), segments, strict=True)
             if isinstance(placement, int)
         ]
+        for dim, _ in found:
+            self._root(dim)
+        own = [(inputs[slot], option.inputs[slot]) for slot in option.apart]
+        found = [each for each in found if each[0] not in own]
         for (dim, number), (other, its_number) in zip(found, found[1:]):
             self._join(dim, other, number / its_number)
 

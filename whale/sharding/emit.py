@@ -30,7 +30,7 @@ from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nod
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random", "replicas")
+SPECIAL = ("summa", "norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random", "replicas")
 """operations that talk to other devices, or draw random numbers; `replicas` adds up a value over the model replicas"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""

@@ -8,8 +8,12 @@ Along one axis of g devices, of a tensor whose part on the other axes is n bytes
     cut -> cut on another dim          n (g - 1) / g^2
     everything else                    0
 
-The backward turns the conjugate of the target into the conjugate of the source. Several axes change one after the other, gathers last, so
-every change moves as little as it can.
+The backward turns the conjugate of the target into the conjugate of the source. Several axes change one after the other: sums first, each
+on what the one before left of the tensor, gathers last, so every change moves as little as it can.
+
+Where an axis outside of another that cuts the same dim changes (rows cut by z and then by y, and z gathers), or one axis takes the place of
+another, what stays cut lies elsewhere afterwards: nearly everything moves, also between coordinates of the inner axis. Lines (1) do not
+hold there, and the messages themselves are counted (`exchange_counts.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from whale.sharding.exchange_counts import most_sent
 from whale.sharding.operation import PARTIAL, SAME, Placement
 
 
@@ -48,21 +53,25 @@ Placements = Sequence[Placement]
 """by axis, in the order of `sizes`"""
 
 
-def sent_bytes(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], gradient: bool) -> list[float]:
-    """Lines (1) for each axis, backward included where there is one."""
-    forward = _one_way(num_bytes, source, target, sizes)
+def sent_bytes(
+    num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], gradient: bool, is_parameter: bool = False
+) -> list[float]:
+    """Lines (1) for each axis, backward included where there is one. `is_parameter`: axes that only store it stand innermost."""
+    forward = _one_way(num_bytes, source, target, sizes, is_parameter)
     if not gradient:
         return forward
-    backward = _one_way(num_bytes, [_conjugate(one) for one in target], [_conjugate(one) for one in source], sizes)
-    return [a + b for a, b in zip(forward, backward)]
+    gradients = [_conjugate(one) for one in target], [_conjugate(one) for one in source]
+    return [a + b for a, b in zip(forward, _one_way(num_bytes, *gradients, sizes, is_parameter))]
 
 
 def _conjugate(placement: Placement) -> Placement:
     return {SAME: PARTIAL, PARTIAL: SAME}.get(placement, placement) if isinstance(placement, str) else placement
 
 
-def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int]) -> list[float]:
-    return [num_bytes * part for part in _parts(tuple(source), tuple(target), tuple(sizes))]
+def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], is_parameter: bool) -> list[float]:
+    key = tuple(source), tuple(target), tuple(sizes)
+    parts = _parts(*key) if is_parameter or _is_plain(*key[:2]) else _counted(*key)
+    return [num_bytes * part for part in parts]
 
 
 @lru_cache(maxsize=65536)
@@ -71,21 +80,48 @@ def _parts(source: tuple[Placement, ...], target: tuple[Placement, ...], sizes: 
     result = [0.0] * len(sizes)
     if source == target:
         return result
+    changes = list(enumerate(zip(source, target, sizes)))
     left = 1.0
-    for before, after, size in zip(source, target, sizes):
-        if isinstance(before, int) or isinstance(after, int):
+    for _, (before, after, size) in changes:
+        if isinstance(before, int) or (before == SAME and isinstance(after, int)):
             left /= size
-    for place, (before, after, size) in enumerate(zip(source, target, sizes)):
-        if isinstance(after, int):
-            whole = left * size
-            if before == PARTIAL:
-                result[place] = whole * (size - 1) / size
-            elif isinstance(before, int) and before != after:
-                result[place] = whole * (size - 1) / size**2
-        elif before == PARTIAL and after == SAME:
+    for place, (before, after, size) in changes:
+        if before == PARTIAL and isinstance(after, int):
+            result[place] = left * (size - 1) / size
+            left /= size
+    for place, (before, after, size) in changes:
+        if before == PARTIAL and after == SAME:
             result[place] = 2 * left * (size - 1) / size
-    for place, (before, after, size) in enumerate(zip(source, target, sizes)):
+        elif isinstance(before, int) and isinstance(after, int) and before != after:
+            result[place] = left * (size - 1) / size
+    for place, (before, after, size) in changes:
         if isinstance(before, int) and after == SAME:
             left *= size
             result[place] = left * (size - 1) / size
+    return result
+
+
+# ---- axes that change places ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def _is_plain(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
+    """Whether in every dim axes are only added, or only taken away, inside of those that stay, and one axis at most goes to another dim.
+    Later axes stand outside of earlier ones."""
+    if sum(isinstance(before, int) and isinstance(after, int) and before != after for before, after in zip(source, target)) > 1:
+        return False
+    for dim in {placement for placement in source if isinstance(placement, int)}:
+        before, after = ([axis for axis in reversed(range(len(source))) if lying[axis] == dim] for lying in (source, target))
+        shorter = min(len(before), len(after))
+        if before[:shorter] != after[:shorter]:
+            return False
+    return True
+
+
+def _counted(source: tuple[Placement, ...], target: tuple[Placement, ...], sizes: tuple[int, ...]) -> list[float]:
+    """Of a tensor of one byte; all of it on the outermost axis along which something moves, whose links are the slowest ones."""
+    result = [0.0] * len(sizes)
+    sent, axis = most_sent(source, target, sizes)
+    if axis is not None:
+        result[axis] = sent
     return result

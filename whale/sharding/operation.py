@@ -48,6 +48,8 @@ class Option:
     """what runs instead of the operation itself: a key of `emit.LOCAL`"""
     segments: tuple[int, ...] = ()
     """how many runs of the dim each input, then each output has in proportion to the others; () = all alike"""
+    apart: tuple[int, ...] = ()
+    """inputs that are cut in granules of their own: experts, while the tokens are cut by samples"""
 
     @property
     def is_cut(self) -> bool:

@@ -59,6 +59,8 @@ class StageSharding:
     """by one device in that time"""
     num_samples: int = 0
     """of a model replica in the micro-batch that it was chosen for"""
+    keeps_gathered: bool = True
+    """gathered tensors are kept for backward; otherwise they are gathered again there"""
     notes: tuple[str, ...] = ()
 
     @staticmethod
@@ -74,6 +76,7 @@ class StageSharding:
             seconds=sharding.seconds - sharding.sum_seconds,
             sent_bytes=sharding.sent_bytes,
             num_samples=num_samples,
+            keeps_gathered=sharding.keeps_gathered,
             notes=sharding.notes,
         )
 

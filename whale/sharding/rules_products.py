@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.capture.kinds import trains_batch_norm
-from whale.sharding.operation import Label, Operation, Option, labelled, letters, partial_options, rule
+from whale.sharding.operation import SAME, Label, Operation, Option, labelled, letters, partial_options, rule
 
 
 @rule("linear")
@@ -19,6 +19,17 @@ def linear(op: Operation) -> list[Option]:
     rows = letters("m", len(op.shapes[0]) - 1)
     inputs = op.named(input=[*rows, "k"], weight=["n", "k"], bias=["n"])
     return _product(op, inputs, [*rows, "n"], added=op.slot("bias"), factors=(0, 1))
+
+
+def summa_options(op: Operation) -> list[Option]:
+    """A linear layer whose output stays where it is computed (`lowering/summa.py`): columns of x and of the result, and rows of the weight,
+    along x; rows of x and of the result, and columns of the weight, along y. These two go together, and with nothing else."""
+    if op.name != "linear" or len(op.shapes[1]) != 2 or len(op.shapes[0]) < 2:
+        return []
+    last, bias = len(op.shapes[0]) - 1, op.slot("bias") is not None
+    columns = Option("summa columns", (last, 0, *([0] if bias else [])), (last,), "summa")
+    rows = [Option(f"summa rows {dim}", (dim, 1, *([SAME] if bias else [])), (dim,), "summa") for dim in range(last)]
+    return [columns, *rows]
 
 
 @rule("addmm addmv")
@@ -80,6 +91,10 @@ def _product(
     return options + partial_options(op, [{factors[0], added}, {factors[1], added}])
 
 
+TRAVEL = "travel"
+"""name of the option that sends tokens to their experts"""
+
+
 @rule("_grouped_mm grouped_mm grouped_mm_fallback")
 def grouped_mm(op: Operation) -> list[Option]:
     """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by experts, every device does the rows of
@@ -89,6 +104,17 @@ def grouped_mm(op: Operation) -> list[Option]:
     inputs: list[Sequence[Label]] = [[None, "k"], ["experts", "k", "n"], [None]]
     local = dict.fromkeys(("experts", "k", "n"), "experts")
     return labelled(op, inputs, [[None, "n"]], sums={"experts", "k"}, local=local) + partial_options(op, [{0}])
+
+
+@rule("expert_mm")
+def expert_mm(op: Operation) -> list[Option]:
+    """Each row with the matrix of its own expert (capture/experts.py). Cut by experts, either every device has all rows and gives zeros for
+    those of other experts, or the rows are cut as well and travel to their experts and back."""
+    matrix = ["n", "k"] if op.argument("transposed") else ["k", "n"]
+    inputs: list[Sequence[Label]] = [["m", "k"], ["experts", *matrix], ["m"]]
+    options = labelled(op, inputs, [["m", "n"]], sums={"experts", "k"}, local={"experts": "experts"})
+    travel = Option(TRAVEL, (0, 0, 0), (0,), local="experts", apart=(1,))
+    return [*options, travel, *partial_options(op, [{0}, {1}])]
 
 
 @rule("embedding")

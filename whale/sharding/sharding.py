@@ -25,6 +25,18 @@ class ShardedOperation:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Copies that gathers make and backward reads, on one device, for one micro-batch."""
+
+    sample_bytes: float = 0.0
+    """of activations, for each sample of the replica"""
+    fixed_bytes: float = 0.0
+    """of weights"""
+    seconds: float = 0.0
+    """to gather all of them once more"""
+
+
+@dataclass(frozen=True)
 class Sharding:
     """The choice for every operation, and how every parameter is stored."""
 
@@ -44,6 +56,9 @@ class Sharding:
     """by one device in that time"""
     weight_bytes: float = 0.0
     """stored by the device that stores most"""
+    gathered: Gathered = Gathered()
+    keeps_gathered: bool = True
+    """gathered tensors are kept for backward; otherwise they are gathered again there"""
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -60,6 +75,8 @@ class Sharding:
             "sum_seconds": self.sum_seconds,
             "sent_bytes": self.sent_bytes,
             "weight_bytes": self.weight_bytes,
+            "gathered": [self.gathered.sample_bytes, self.gathered.fixed_bytes, self.gathered.seconds],
+            "keeps_gathered": self.keeps_gathered,
             "notes": list(self.notes),
         }
 
@@ -77,6 +94,8 @@ class Sharding:
             sum_seconds=data["sum_seconds"],
             sent_bytes=data["sent_bytes"],
             weight_bytes=data["weight_bytes"],
+            gathered=Gathered(*data["gathered"]),
+            keeps_gathered=data["keeps_gathered"],
             notes=tuple(data["notes"]),
         )
 

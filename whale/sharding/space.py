@@ -16,15 +16,17 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, op_name
-from whale.capture.sample_states import batch_dim
+from whale.capture.sample_states import batch_dim, names_of
 from whale.capture.samples import SampleFlow
 from whale.profiling.costs import NodeCost
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
+from whale.sharding.expert_rows import journeys
 from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.rules import options_of
+from whale.sharding.rules_products import summa_options
 
-PRODUCTS = frozenset(["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding", "_grouped_mm", "grouped_mm_fallback"])
+PRODUCTS = names_of("linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm")
 """operations whose weights x and y cut"""
 
 
@@ -54,6 +56,8 @@ class StageProgram:
     """operations of `replicate` TaskGraphs: samples cut over all axes, weights whole"""
     gradients: frozenset[Node] = frozenset()
     """values that carry a gradient"""
+    summa: frozenset[Node] = frozenset()
+    """operations of `split` TaskGraphs for which the user asked for SUMMA"""
 
     @cached_property
     def results(self) -> tuple[Node, ...]:
@@ -84,6 +88,8 @@ class Space:
                 for option in all_options[node]:
                     self.granules.add(option, self.inputs_of(node), self.outputs_of(node))
         self.granules.close()
+        for node in all_options:
+            all_options[node] += tuple(summa_options(self.operations[node]))  # in the granules that the other options ask for
         self.options = {node: tuple(option for option in found if self._is_possible(node, option)) for node, found in all_options.items()}
         self._of_samples = {
             node: frozenset(option.name for option in found if self._touches_samples(node, option)) for node, found in self.options.items()
@@ -91,6 +97,7 @@ class Space:
         self._weights = {node: self._weight_slots(node) for node in self.operations}
         self.gathered = self._gathered_parameters()
         """parameters of products: z always cuts what is stored of them"""
+        self.journeys = journeys(program.operations)
 
     def inputs_of(self, node: Node) -> tuple[Value, ...]:
         return self._values[node][0]
@@ -154,7 +161,9 @@ class Space:
 
     def axis_options(self, node: Node, axis: str) -> tuple[Option, ...]:
         """Options of an operation on one axis."""
-        found = self.options[node]
+        if axis != "z" and (summa := self._summa(node)):
+            return summa[:1] if axis == "x" else summa[1:]
+        found = tuple(option for option in self.options[node] if option.local != "summa")
         of_samples = tuple(option for option in found if self.cuts_samples(node, option))
         if node in self.program.by_samples:
             return of_samples[:1] or found[-1:]
@@ -165,6 +174,13 @@ class Space:
             cut = tuple(option for option in found if any(isinstance(option.inputs[slot], int) for slot in slots))
             return cut or found
         return found
+
+    def _summa(self, node: Node) -> tuple[Option, ...]:
+        """Where SUMMA is asked for and possible: its option along x, then those along y."""
+        if node not in self.program.summa or not self.is_product(node):
+            return ()
+        found = tuple(option for option in self.options[node] if option.local == "summa")
+        return found if len(found) > 1 and found[0].name == "summa columns" else ()
 
     def joint_options(self, node: Node, axes: Sequence[str], others: Mapping[str, Option]) -> list[tuple[Option, ...]]:
         """One option for each of these axes, with `others` chosen on the rest. x and y cut different dims of a product's weight, when it

@@ -49,6 +49,7 @@ class Change:
     axes: tuple[str, ...]
     num_bytes: float
     gradient: bool
+    is_parameter: bool
 
 
 class Terms:
@@ -81,20 +82,58 @@ class Terms:
             if option.name not in counts:
                 values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
                 value, dim = next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
+                if option.apart:  # the work is where the experts are
+                    value, dim = values[option.apart[0]], option.inputs[option.apart[0]]  # type: ignore[assignment]
                 counts[option.name] = self.space.granules.cuts(value, self.num_samples)[dim].count
         return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
 
     def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
-        """Messages inside an operation: sums of rows for norms and losses over a cut dim."""
+        """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of SUMMA."""
+        if panels := self.panel_bytes(node, options):
+            messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
+            return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
         axes = [axis for axis, option in options.items() if option.local in TALKING]
         if not axes:
-            return 0.0
+            return self.travel(node, options)
         first = self.space.operations[node].inputs[0].meta["val"]
         shape = self.shapes.of(first)
         width = shape[-1] if options[axes[0]].local != "batch norm" else prod(shape) // max(shape[1], 1)
         rows = prod(shape) / max(width, 1) * first.dtype.itemsize
         rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
         return sum(2 * (self.costs.latency_s + 2 * ROW_SUMS * rows / self.costs.rate(axis)) for axis in axes)
+
+    def travel(self, node: Node, options: Mapping[str, Option]) -> float:
+        """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
+        num_messages = 2 * sum(node in nodes for nodes in self.space.journeys)
+        travelling = self.travelling_bytes(node, options)
+        return sum(num_messages * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in travelling.items())
+
+    def travelling_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
+        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward and backward. Rows stay at their experts
+        between two products, so the next one is taken to travel as well."""
+        axes = [axis for axis, option in options.items() if option.apart]
+        if not axes:
+            return {}
+        coming, going = self.space.journeys
+        sizes = [numel_bytes(self.space.inputs_of(node)[0], self.shapes)] if node in coming else []
+        sizes += [numel_bytes(self.space.outputs_of(node)[0], self.shapes)] if node in going else []
+        held = 2 * sum(sizes) * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
+        return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
+
+    def panel_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
+        """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each panel goes to the q - 1 others in forward,
+        and once more for each of the two gradients, or comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all."""
+        axes = [axis for axis, option in options.items() if option.local == "summa"]
+        if not axes:
+            return {}
+        x, weight = self.space.inputs_of(node)[:2]
+        times = 1 + sum(value[0] in self.space.program.gradients for value in (x, weight))
+        part = {axis: 1 / self.grid.size(axis) for axis in options}
+        held = {
+            "x": numel_bytes(x, self.shapes) * prod(part.values()),
+            "y": numel_bytes(weight, self.shapes) * prod(part[axis] for axis in axes),
+        }
+        return {axis: times * (self.grid.size(axis) - 1) * held[axis] for axis in axes}
 
     # ------------------------------------------------------------------------------------------------------------- parameters
 
@@ -119,7 +158,8 @@ class Terms:
     # -------------------------------------------------------------------------------------------------------------- exchanges
 
     def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
-        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), value[0] in self.space.program.gradients)
+        gradient, is_parameter = value[0] in self.space.program.gradients, value[0].op == "get_attr"
+        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter)
 
     def exchanges(
         self, change: Change, uses: Mapping[int, Sequence[Sequence[Lying]]], wanted: Sequence[Lying]
@@ -142,7 +182,7 @@ class Terms:
     ) -> tuple[list[int], Array] | None:
         """For some readers: one exchange for each different layout that they need."""
         distinct = tuple(dict.fromkeys(target for _, targets in uses for target in targets))
-        per_byte, latency = self._between(change.sources, distinct, change.axes, change.gradient)
+        per_byte, latency = self._between(change, distinct)
         costs = per_byte * change.num_bytes + latency  # [sources, distinct targets]
         if not costs.any():
             return None
@@ -162,17 +202,16 @@ class Terms:
             total = total + term
         return variables, total
 
-    def _between(
-        self, sources: tuple[Lying, ...], targets: tuple[Lying, ...], axes: tuple[str, ...], gradient: bool
-    ) -> tuple[Array, Array]:
+    def _between(self, change: Change, targets: tuple[Lying, ...]) -> tuple[Array, Array]:
         """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
-        key = (sources, targets, axes, gradient)
+        sources, axes, gradient = change.sources, change.axes, change.gradient
+        key = (sources, targets, axes, gradient, change.is_parameter)
         if key not in self._unit_costs:
             sizes = tuple(self.grid.size(axis) for axis in axes)
             per_byte, latency = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):
-                    sent = sent_bytes(1.0, source, target, sizes, gradient)
+                    sent = sent_bytes(1.0, source, target, sizes, gradient, change.is_parameter)
                     per_byte[i, j] = sum(number / self.costs.rate(axis) for number, axis in zip(sent, axes))
                     latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
             self._unit_costs[key] = (per_byte, latency)

@@ -57,19 +57,28 @@ def arrange(
     shape: tuple[int, int, int], speeds: Sequence[float], cuts: Mapping[str, Sequence[Dim]], memory: Sequence[float] | None = None
 ) -> Arrangement:
     """The best order and weights found for these devices. `cuts`: axis -> what it cuts; `memory`: what each has left for stored shards."""
+    found = arrangements(shape, speeds, cuts, memory)
+    best = found[0]
+    for other in found[1:]:
+        best = other if other.time < best.time * (1 - 1e-9) else best
+    return best
+
+
+def arrangements(
+    shape: tuple[int, int, int], speeds: Sequence[float], cuts: Mapping[str, Sequence[Dim]], memory: Sequence[float] | None = None
+) -> list[Arrangement]:
+    """The best weights for each order that is worth a try: which is best depends on the links between the devices, too."""
     even = Grid(*shape)
     if len(speeds) != even.num_devices or min(speeds) <= 0:
         raise ValueError(f"a grid {even.name} needs {even.num_devices} speeds above 0, not {list(speeds)}")
-    best: Arrangement | None = None
+    found: dict[tuple[int, ...], Arrangement] = {}
     for axis, order in _orders(even, speeds):
-        there = [speeds[device] for device in order]
-        work, time = _weights(even, there, cuts)
-        if best is None or time < best.time * (1 - 1e-9):
+        if order not in found:
+            work, time = _weights(even, [speeds[device] for device in order], cuts)
             stored = {} if memory is None else _stored(even, [memory[device] for device in order])
             grid = Grid(*shape, work=work, memory=stored)
-            best = Arrangement(order, grid, time, 1 / sum(speeds), _reason(axis, grid, time * sum(speeds)))
-    assert best is not None
-    return best
+            found[order] = Arrangement(order, grid, time, 1 / sum(speeds), _reason(axis, grid, time * sum(speeds)))
+    return list(found.values())
 
 
 def axis_weights(speeds: Sequence[float], dims: Sequence[Dim]) -> tuple[float, ...]:

@@ -1,0 +1,74 @@
+"""The tensors at the boundaries of one rank's stages: who makes and who wants each, and the numbered slot that it lies in meanwhile.
+
+              what it is                                                  lives from                  to
+    INPUT     what a stage received, or took from another of this rank    receive or forward          backward
+    RESULT    what other stages want of it                                forward                     the last send or forward that takes it
+    GRADIENT  of a result, summed over the stages that used it            the first one that comes    backward
+    RETURNED  the gradient of an input, for the stage that made it        backward                    send
+
+Slots are numbered when the program is made (`scheduling/slots.py`). So the memory of boundaries is what is in flight, however many
+micro-batches there are, and known before anything runs.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from whale.lowering.messages import Part
+from whale.lowering.program import Program
+from whale.scheduling import Action, Kind
+from whale.scheduling.slots import Slots, assign_slots
+
+
+class Role(Enum):
+    """What a tensor is to the stage that it belongs to."""
+
+    INPUT = auto()
+    RESULT = auto()
+    GRADIENT = auto()
+    RETURNED = auto()
+
+
+Boundary = tuple[Role, int, int, int]
+"""(role, stage, micro-batch, value)"""
+
+
+def boundary_slots(program: Program) -> Slots[Boundary]:
+    """For all boundary tensors of a rank."""
+    return assign_slots([_mentioned(program, action) for action in program.actions])
+
+
+def _mentioned(program: Program, action: Action) -> list[Boundary]:
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.is_message:
+        role = {
+            (Kind.RECEIVE, False): Role.INPUT,
+            (Kind.SEND, False): Role.RESULT,
+            (Kind.RECEIVE, True): Role.GRADIENT,
+            (Kind.SEND, True): Role.RETURNED,
+        }[action.kind, action.gradient]
+        return [(role, stage, micro_batch, part.value.index) for part in parts_of(program, action)]
+    found: list[Boundary] = []
+    if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+        chunk, is_forward = program.chunks[stage], action.kind is Kind.FORWARD
+        for value in chunk.received:
+            source = program.source_of[stage, value.index]
+            found.append((Role.INPUT, stage, micro_batch, value.index))
+            if source in program.chunks and is_forward:
+                found.append((Role.RESULT, source, micro_batch, value.index))
+            elif source in program.chunks and value.gradient:
+                found.append((Role.GRADIENT, source, micro_batch, value.index))
+            elif not is_forward and value.gradient:
+                found.append((Role.RETURNED, stage, micro_batch, value.index))
+        own = Role.RESULT if is_forward else Role.GRADIENT
+        found += [(own, stage, micro_batch, value.index) for value in chunk.sent if is_forward or value.gradient]
+    return found
+
+
+def parts_of(program: Program, action: Action) -> tuple[Part, ...]:
+    """What a send or receive of this rank carries, to or from all its peers."""
+    bridges, is_receive = program.bridges, action.kind is Kind.RECEIVE
+    if action.gradient:  # the gradient takes the way of its value backwards
+        parts = (bridges.sending if is_receive else bridges.receiving).get((action.destination, action.source, action.micro_batch), ())
+        return tuple(part for part in parts if part.value.gradient)
+    return tuple((bridges.receiving if is_receive else bridges.sending).get((action.source, action.destination, action.micro_batch), ()))
