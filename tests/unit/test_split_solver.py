@@ -163,3 +163,35 @@ def test_readers_share_one_gather() -> None:
     sharding = solve(space.program, Grid(1, 4, 1), SAMPLES, BYTES_ONLY, space=space)
     once = 2 * 3 / 4 * SAMPLES * LENGTH * WIDTH * ITEM  # a gather and, backward, a reduce-scatter
     assert sharding.sent_bytes == pytest.approx(once)
+
+
+class Layers(nn.Module):
+    """Equal layers between an embedding and a head; each also gives something to the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.words, self.blocks, self.head = nn.Embedding(50, WIDTH), nn.ModuleList(Block() for _ in range(number)), nn.Linear(WIDTH, 50)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x, means = self.words(words), []
+        for block in self.blocks:
+            x = block(x)
+            means.append(x.mean(-1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), words.flatten()) + torch.stack(means).square().mean()
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1), (2, 2, 2), (1, 2, 4)])
+def test_three_of_many_equal_layers_say_it_all(shape: tuple[int, int, int]) -> None:
+    """As cheap as with all seven layers looked at, but for what layers at the ends could gain by themselves."""
+    space = layers_space()
+    grid, costs = Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
+    quick, whole = (solve(space.program, grid, SAMPLES, costs, space=space, every_layer=every) for every in (False, True))
+    assert len(space.repeats(SAMPLES, {}, {}).alike) > 4 * 10, "four layers of more than ten operations are left out"
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert quick.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.02) and quick.weight_bytes == whole.weight_bytes
+
+
+@cache
+def layers_space() -> Space:
+    layout, tensors = read_batch((torch.zeros(4, LENGTH, dtype=torch.long),))
+    return Space(whole_program(api._prepare(Layers(7), layout, tensors, None, wh.Config(), "cpu")))

@@ -1,7 +1,7 @@
 """A pass over the graph of one device on a grid, after `sharding/emit.py`: tokens that travel to their experts stay until they are done.
 
-    product of rows that travel  ->  route, rows to their experts, product, rows back                                             (1)
-    rows back, and to the same experts again, with only row-by-row operations between  ->  nothing                              (2)
+product of rows that travel  ->  route, rows to their experts, product, rows back                                             (1)
+rows back, and to the same experts again, with only row-by-row operations between  ->  nothing                              (2)
 """
 
 from __future__ import annotations

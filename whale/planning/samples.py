@@ -90,8 +90,9 @@ def _times(size: int, device: VirtualDevice, loads: Sequence[Load], least: int) 
     """Seconds of the slowest device of a VirtualDevice with 0 .. size samples; infinity where they do not fit."""
     if device.grid is None:
         return slowest_times(size, loads, least)
-    most = min(load.most for load in loads)
-    return [max(load.seconds(number) for load in loads) if number <= most else math.inf for number in range(size + 1)]
+    different = tuple(dict.fromkeys(loads))
+    most = min(load.most for load in different)
+    return [max(load.seconds(number) for load in different) if number <= most else math.inf for number in range(size + 1)]
 
 
 @dataclass(frozen=True)

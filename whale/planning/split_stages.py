@@ -16,6 +16,7 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
+from whale.cluster.network import Link
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Decision
 from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
@@ -294,13 +295,23 @@ class SplitProblem:
                 fixed[name] = earlier[0]
         return fixed
 
+    def _links(self, device: VirtualDevice, grid: Grid, axis: str) -> list[Link]:
+        """That the lines of an axis use, each sort once: the hosts say which link two devices have."""
+        firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
+        found: dict[tuple[str, str], Link] = {}
+        for first, *others in (grid.line(place, [axis]) for place in firsts):
+            for members in device.ranks:
+                for other in others:
+                    pair = (self.cluster.devices[members[first]].host, self.cluster.devices[members[other]].host)
+                    if pair not in found:
+                        found[pair] = self.cluster.link(members[first], members[other])
+        return list(found.values())
+
     def _costs(self, device: VirtualDevice, grid: Grid) -> GridCosts:
-        kinds = [self.cluster.devices[rank].kind for members in device.ranks for rank in members]
+        kinds = {self.cluster.devices[rank].kind for members in device.ranks for rank in members}
         rates, latencies = {}, []
         for axis in grid.axes:
-            lines = {grid.line(place, [axis]) for place in range(grid.num_devices)}
-            pairs = [(line[0], other) for line in lines for other in line[1:]]
-            links = [self.cluster.link(members[place], members[other]) for members in device.ranks for place, other in pairs]
+            links = self._links(device, grid, axis)
             rates[axis] = min(link.bytes_per_s for link in links)
             latencies.append(max(link.latency_s for link in links))
         return GridCosts(

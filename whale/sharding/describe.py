@@ -186,4 +186,6 @@ def _word(space: Space, node: Node, option: Option) -> str:
         return "SUMMA"
     if not option.is_cut:
         return "whole" if option.name == "whole" else "partial sums"
+    if option.apart:
+        return WORDS[option.name]
     return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")

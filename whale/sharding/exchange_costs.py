@@ -13,7 +13,8 @@ on what the one before left of the tensor, gathers last, so every change moves a
 
 Where an axis outside of another that cuts the same dim changes (rows cut by z and then by y, and z gathers), or one axis takes the place of
 another, what stays cut lies elsewhere afterwards: nearly everything moves, also between coordinates of the inner axis. Lines (1) do not
-hold there, and the messages themselves are counted (`exchange_counts.py`).
+hold there, and the messages themselves are counted (`exchange_counts.py`); on grids of more than COUNTED_UP_TO devices, where that takes
+too long, lines (1) are taken all the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 
 from whale.sharding.exchange_counts import most_sent
 from whale.sharding.operation import PARTIAL, SAME, Placement
@@ -48,6 +50,8 @@ class GridCosts:
 
 
 DEFAULT_BYTES_PER_S = 1e10
+COUNTED_UP_TO = 64
+"""devices of a grid; the time grows with their square"""
 
 Placements = Sequence[Placement]
 """by axis, in the order of `sizes`"""
@@ -70,7 +74,7 @@ def _conjugate(placement: Placement) -> Placement:
 
 def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], is_parameter: bool) -> list[float]:
     key = tuple(source), tuple(target), tuple(sizes)
-    parts = _parts(*key) if is_parameter or _is_plain(*key[:2]) else _counted(*key)
+    parts = _parts(*key) if is_parameter or prod(sizes) > COUNTED_UP_TO or _is_plain(*key[:2]) else _counted(*key)
     return [num_bytes * part for part in parts]
 
 

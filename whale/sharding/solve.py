@@ -8,13 +8,15 @@ Variables: the option of every operation and the stored layout of every paramete
     memory      a price for every byte of weights that is stored                                      -> Terms.stored
 
 It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y together, then z again.
-Operations of one sort (those of equal layers) have the same tables, which are made once.
+Operations of one sort (those of equal layers) have the same tables, which are made once; of many equal layers three are looked at
+(repeats.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,13 @@ from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
 from whale.sharding.operation import Option, Placement
+from whale.sharding.repeats import Repeats
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space, StageProgram
 from whale.sharding.terms import Choice, Lying, Terms, output_of
+
+NEVER = 1e9
+"""seconds: a choice that is not allowed"""
 
 
 def solve(
@@ -41,9 +47,11 @@ def solve(
     costs: GridCosts | None = None,
     fixed: Mapping[str, Layout] | None = None,
     space: Space | None = None,
+    every_layer: bool = False,
 ) -> Sharding:
-    """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is given. `space`: if already made."""
-    solver = Solver(space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {})
+    """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is given. `space`: if already made.
+    `every_layer`: looks at all of many equal layers."""
+    solver = Solver(space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {}, every_layer)
     return describe(solver, solver.choose())
 
 
@@ -66,25 +74,32 @@ class _Read:
     """as a result of the stage it must lie like this"""
     key: tuple[object, ...]
     """equal for values alike, read by operations alike"""
+    times: int = 1
+    """how often its exchanges count"""
 
 
 class Solver:
     """Chooses for all variables of a stage."""
 
-    def __init__(self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout]) -> None:
+    def __init__(
+        self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout], every_layer: bool = False
+    ) -> None:
         self.space, self.grid, self.num_samples, self.fixed = space, grid, num_samples, fixed
         program = space.program
         self.terms = Terms(space, grid, num_samples, costs, space.node_costs(num_samples, node_costs))
         self.parameters = frozenset(space.parameters)
-        self.variables: list[Node] = [*space.parameters, *program.received, *space.operations]
-        self.number = {node: place for place, node in enumerate(self.variables)}
-        self.chosen: dict[Node, dict[str, Choice]] = {node: {} for node in self.variables}
         self._known: dict[tuple[object, ...], Any] = {}
+        self.repeats = Repeats() if every_layer else space.repeats(num_samples, self.terms.node_costs, self.fixed)
+        everything: list[Node] = [*space.parameters, *program.received, *space.operations]
+        self.variables = [node for node in everything if node not in self.repeats.alike]
+        self.number = {node: place for place, node in enumerate(self.variables)}
+        self.times = [self.repeats.times.get(node, 1) for node in self.variables]
+        self.chosen: dict[Node, dict[str, Choice]] = {node: {} for node in everything}
         self.sort = {node: self._sort(node) for node in self.variables}
-        self.reads = self._reads()
+        self._reads_kept = self._reads(self.repeats)
         self.leaves = frozenset(
             self.number[read.producer]
-            for read in self.reads
+            for read in self._reads_kept
             if read.producer in self.parameters and len(read.readers) == 1 and not read.wanted
         )
         """parameters that one operation reads: chosen with it"""
@@ -95,17 +110,7 @@ class Solver:
         gradient = node in space.program.gradients
         key: tuple[object, ...]
         if node in space.operations:
-            cuts = tuple(space.granules.cuts(value, self.num_samples) for value in (*space.inputs_of(node), *space.outputs_of(node)))
-            states = tuple(tuple(option.name for option in space.axis_options(node, axis)) for axis in axes)
-            key = (
-                space.operations[node].name,
-                space.options[node],
-                cuts,
-                states,
-                self.terms.node_costs[node],
-                gradient,
-                space.is_product(node),
-            )
+            key = ("operation", space.signatures(self.num_samples, self.terms.node_costs)[node])
         elif node in self.parameters:
             options = tuple(space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in axes)
             key = (options, space.granules.cuts((node, 0), self.num_samples), node.meta["val"].dtype, gradient)
@@ -114,24 +119,38 @@ class Solver:
         number: int = self._known.setdefault(("sort", key), len(self._known))
         return number
 
-    def _reads(self) -> list[_Read]:
+    @cached_property
+    def reads(self) -> list[_Read]:
+        """Of all operations, those that are left out too."""
+        return self._reads(Repeats()) if self.repeats.alike else self._reads_kept
+
+    def _reads(self, repeats: Repeats) -> list[_Read]:
+        """Of all operations but those that are left out."""
         found: dict[Value, list[tuple[Node, int]]] = {}
         for node, op in self.space.operations.items():
+            if node in repeats.alike:
+                continue
             for slot, source in enumerate(op.inputs):
-                if value_of(source)[0] in self.number:
-                    found.setdefault(value_of(source), []).append((node, slot))
+                value = repeats.of(value_of(source))
+                readers = found.setdefault(value, []) if value[0] in self.chosen else []
+                if value == value_of(source) or all(reader is not node for reader, _ in readers):  # else counted with layer 1
+                    readers.append((node, slot))
         wanted: dict[Value, list[Placement]] = {}
         for node, placement in self.space.wanted():
-            if value_of(node)[0] in self.number:
-                wanted.setdefault(value_of(node), []).append(placement)
+            value = repeats.of(value_of(node))
+            if value[0] in self.chosen:
+                wanted.setdefault(value, []).append(placement)
         reads = []
         for value in {**found, **wanted}:
-            readers = tuple(dict.fromkeys(node for node, _ in found.get(value, [])))
-            place = {node: number for number, node in enumerate(readers)}
+            readers_of = tuple(dict.fromkeys(node for node, _ in found.get(value, [])))
+            place = {node: number for number, node in enumerate(readers_of)}
             slots = tuple((place[node], slot) for node, slot in found.get(value, []))
             results = tuple(wanted.get(value, []))
-            key = (self.sort[value[0]], value[1], tuple(self.sort[node] for node in readers), slots, results)
-            reads.append(_Read(value, value[0], readers, slots, results, (self._once(("read", key), lambda: len(self._known)),)))
+            key: tuple[object, ...] = ()
+            if value[0] in self.sort and all(node in self.sort for node in readers_of):
+                whole = (self.sort[value[0]], value[1], tuple(self.sort[node] for node in readers_of), slots, results)
+                key = (self._once(("read", whole), lambda: len(self._known)),)
+            reads.append(_Read(value, value[0], readers_of, slots, results, key, repeats.weight(value[0], readers_of)))
         return reads
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -149,6 +168,8 @@ class Solver:
         for block in (samples, weights, samples if again and weights else ()):
             if block:
                 total = self._choose(block)
+        for node, other in self.repeats.alike.items():
+            self.chosen[node] = self.chosen[other]
         return total
 
     def _choose(self, block: tuple[str, ...]) -> float:
@@ -173,25 +194,33 @@ class Solver:
         active = {number: place for place, number in enumerate(n for n in range(len(states)) if n not in self.leaves)}
         tables = Tables([len(states[number]) for number in active])
         for number, place in active.items():
-            tables.add([place], costs[number])
+            tables.add([place], costs[number] * self.times[number])
         follow: list[tuple[int, int, npt.NDArray[np.intp]]] = []
-        for read in self.reads:
+        for read in self._reads_kept:
             numbers = [self.number[read.producer], *(self.number[node] for node in read.readers)]
             key = (read.key, *(keys[number] for number in numbers))
             found = self._once(key, lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n]))  # type: ignore[misc]
             if numbers[0] in self.leaves:
                 best, places = self._once((*key, "leaf"), lambda n=numbers, f=found: _without_first(costs[n[0]], f, len(states[n[1]])))  # type: ignore[misc]
-                tables.add([active[numbers[1]]], best)
+                tables.add([active[numbers[1]]], best * read.times)
                 follow.append((numbers[0], numbers[1], places))
                 continue
+            if self.repeats.ties(read.producer, read.readers):
+                self._tie(tables, numbers[0], active, states)
             for places, table in found:
-                tables.add([active[numbers[place]] for place in places], table)
+                tables.add([active[numbers[place]] for place in places], table * read.times)
         chosen, total = tables.solve()
         choice = {number: chosen[place] for number, place in active.items()}
         choice |= {leaf: int(places[choice[reader]]) for leaf, reader, places in follow}
         for number, node in enumerate(self.variables):
             self.chosen[node] = dict(states[number][choice[number]])
         return total
+
+    def _tie(self, tables: Tables, first: int, active: Mapping[int, int], states: Sequence[Sequence[Mapping[str, Choice]]]) -> None:
+        """The operation of layer 0 does as that of layer 1 does (repeats.py, line 2)."""
+        second = self.number[self.repeats.following[self.variables[first]]]
+        if len(states[first]) == len(states[second]):
+            tables.add([active[first], active[second]], np.where(np.eye(len(states[first]), dtype=bool), 0.0, NEVER))
 
     def _own_costs(self, number: int, states: Sequence[Mapping[str, Choice]]) -> Array:
         """Of one variable alone."""
@@ -229,7 +258,7 @@ class Solver:
 
     def lies(self, value: Value) -> dict[str, Placement]:
         """How a value lies on the axes of the grid."""
-        if value[0] in self.number:
+        if value[0] in self.chosen:
             return {axis: output_of(choice, value[1]) for axis, choice in self.chosen[value[0]].items()}
         return dict.fromkeys(self.grid.axes, self.space.fixed_source(value[0]))
 

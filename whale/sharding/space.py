@@ -23,6 +23,7 @@ from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
 from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
+from whale.sharding.repeats import Repeats, find_repeats
 from whale.sharding.rules import options_of
 from whale.sharding.rules_products import summa_options
 
@@ -74,6 +75,8 @@ class Space:
         states = SampleFlow(captured, dict(program.kinds)).states
         self.granules = Granules(shapes)
         self._costs: dict[int, Mapping[Node, NodeCost]] = {}
+        self._signatures: dict[int, dict[Node, int]] = {}
+        self._repeats: dict[tuple[int, frozenset[str]], Repeats] = {}
         self.operations: dict[Node, Operation] = {}
         self._values: dict[Node, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
         self.parameters = tuple(node for node in program.state if captured.state[str(node.target)].kind == "parameter")
@@ -123,6 +126,26 @@ class Space:
         if num_samples not in self._costs:
             self._costs[num_samples] = count(self.program.captured, num_samples)
         return self._costs[num_samples]
+
+    def signatures(self, num_samples: int, costs: Mapping[Node, NodeCost]) -> Mapping[Node, int]:
+        """A number for each operation; operations have the same one when all their costs are the same on every grid."""
+        if num_samples not in self._signatures:
+            known: dict[tuple[object, ...], int] = {}
+            found = self._signatures[num_samples] = {}
+            for node, op in self.operations.items():
+                cuts = tuple(self.granules.cuts(value, num_samples) for value in (*self.inputs_of(node), *self.outputs_of(node)))
+                travels = tuple(node in nodes for nodes in self.journeys)
+                program = self.program
+                sort = (node in program.gradients, self.is_product(node), node in program.by_samples, node in program.summa, *travels)
+                found[node] = known.setdefault((op.name, self.options[node], cuts, costs[node], sort), len(known))
+        return self._signatures[num_samples]
+
+    def repeats(self, num_samples: int, costs: Mapping[Node, NodeCost], fixed: Mapping[str, Layout]) -> Repeats:
+        """Equal layers, found once."""
+        key = (num_samples, frozenset(fixed))
+        if key not in self._repeats:
+            self._repeats[key] = find_repeats(self, list(self.signatures(num_samples, costs).values()), fixed)
+        return self._repeats[key]
 
     def sample_dim(self, node: Node) -> int | None:
         return batch_dim(node, self.program.captured.batch_symbol)
