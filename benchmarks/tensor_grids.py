@@ -210,7 +210,7 @@ def on_ranks_claims(found: dict[str, Any]) -> list[Claim]:
 # ---- 8 devices, emulated ------------------------------------------------------------------------------------------------
 
 EMULATED: dict[str, tuple[int, int, int] | None] = {"1-D": (1, 8, 1), "2-D": (2, 4, 1), "the cube": (2, 2, 2), "picked": None}
-ROUNDS, LIMIT_S = 6, 60.0
+ROUNDS, LIMIT_S = 6, 45.0
 STRETCH = 2.0
 """of all times: 8 processes on few cores take some 20 ms a step for themselves"""
 NOISE = 0.01

@@ -33,7 +33,7 @@ GRIDS: dict[str, tuple[int, int, int] | None] = {"picked": None, "1-D": (1, 8, 1
 TARGET = 0.95
 STRETCH = 2.0
 """of all times: 8 processes on few cores take some 20 ms a step for themselves"""
-ROUNDS, LIMIT_S = 6, 80.0
+ROUNDS, LIMIT_S = 6, 50.0
 
 
 def main() -> None:
