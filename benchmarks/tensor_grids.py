@@ -4,7 +4,7 @@ Four things, each printed as a table:
 
     formula     two linear layers, kinds A and B, on 8 ranks: bytes that a rank sends, counted, = research/tensor3d.md 1.1, exactly
     training    a GPT block with `wh.split(8, grid=...)` on 8 ranks: counted bytes against those of the plan, memory, and the loss
-    emulated    the block of `ASSUMED` on 8 V100 of two hosts: steps on the clock with emulated links (stub chunks, times not shrunk)
+    emulated    the block of `ASSUMED` on 8 V100 of two hosts: steps on the clock with emulated links (stub chunks, times stretched)
     64 devices  the same block, large, on 64 V100 as `ASSUMED` has them: predicted step of 1-D, 2-D, the cube and the grid that Whale picks;
                 the seed measured the cube 2.32x faster than 1-D and 1.57x faster than 2-D
 """
@@ -210,7 +210,9 @@ def on_ranks_claims(found: dict[str, Any]) -> list[Claim]:
 # ---- 8 devices, emulated ------------------------------------------------------------------------------------------------
 
 EMULATED: dict[str, tuple[int, int, int] | None] = {"1-D": (1, 8, 1), "2-D": (2, 4, 1), "the cube": (2, 2, 2), "picked": None}
-ROUNDS, LIMIT_S = 6, 60.0
+ROUNDS, LIMIT_S = 6, 45.0
+STRETCH = 2.0
+"""of all times: 8 processes on few cores take some 20 ms a step for themselves"""
 NOISE = 0.01
 """a picked grid that is one of the others is measured against itself: so much is left to chance"""
 
@@ -234,7 +236,7 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
     """Runs on every rank: steps of all grids in turns, their predicted times, and the grids."""
     sides, predicted, grids = [], {}, {}
     for name, sizes in EMULATED.items():
-        Settings(cluster, folder, stub=True, stretch=1.0).pass_on()
+        Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
         wh.init({"check_capture": False})
         engine = wh.parallelize(*large_model(NUM_RANKS, sizes), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3))
         emulation = engine._job.emulation
