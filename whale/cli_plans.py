@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -28,24 +29,22 @@ def diff(a: FirstPlan, b: SecondPlan) -> None:
     """List every value that differs in two saved plans; exit code 1 when there are any."""
     from whale.planning.plan import diff as differences
 
-    lines = differences(load(a, "diff"), load(b, "diff"))
-    for line in lines:
-        print(line)
-    if lines:
-        raise typer.Exit(FAILED)
-    print("no difference")
+    _tell(differences(load(a, "diff"), load(b, "diff")), nothing="no difference")
 
 
 def compare(a: FirstPlan, b: SecondPlan) -> None:
     """Say what differs in two saved plans: devices, cuts, shares, memory, predicted step; exit code 1 when something does."""
     from whale.report.plan_comparison import compare as differences
 
-    lines = differences(load(a, "compare"), load(b, "compare"))
-    for line in lines:
+    _tell(differences(load(a, "compare"), load(b, "compare")), nothing="both plans do the same")
+
+
+def _tell(differences: Sequence[str], nothing: str) -> None:
+    """Prints them, and ends like the command diff: 1 when there are any."""
+    for line in differences or [nothing]:
         print(line)
-    if lines:
+    if differences:
         raise typer.Exit(FAILED)
-    print("both plans do the same")
 
 
 def simulate(

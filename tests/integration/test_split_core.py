@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from whale.capture.batch import read_batch
 from whale.planning.split_stages import grid_shapes
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
+from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
@@ -44,7 +44,7 @@ class Subject:
     gradients: dict[str, Tensor]
 
     def check(self, sharding: Sharding, num_samples: int) -> None:
-        sharding = Sharding.from_json(json.loads(json.dumps(sharding.to_json())))
+        sharding = StageSharding.of(0, sharding, num_samples).sharding(sharding.grid)  # as a plan holds it
         with Float64Mode():
             loss, gradients = run_sharded(self.space, sharding, num_samples, self.weights, self.inputs)
         largest = max(gradient.abs().max().item() for gradient in self.gradients.values())

@@ -133,15 +133,7 @@ def samples_by_rank(plan: Plan, batch_size: int) -> tuple[int, ...]:
 
 def _samples(plan: Plan, batch_size: int) -> list[list[int]]:
     """[rank][micro-batch]"""
-    found: list[list[int]] = [[] for _ in range(plan.num_devices)]
-    divisions = SampleMap(plan, batch_size, plan.num_micro_batch)
-    for micro_batch in range(plan.num_micro_batch):
-        division = divisions.division(micro_batch)
-        for device in plan.virtual_devices:
-            for replica, ranks in enumerate(device.ranks):
-                for rank, number in zip(ranks, division.runs[replica][device.index], strict=True):
-                    found[rank].append(number)
-    return found
+    return SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank()
 
 
 def _shown(shares: Sequence[int]) -> str:

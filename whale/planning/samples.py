@@ -145,6 +145,17 @@ class SampleMap:
             return self.devices(micro_batch, replica, virtual_device)
         return (self.replicas(micro_batch)[replica],) * device.num_devices
 
+    def num_by_rank(self) -> list[list[int]]:
+        """How many samples each rank runs on: [rank][micro-batch]."""
+        found: list[list[int]] = [[] for _ in range(self.plan.num_devices)]
+        for micro_batch in range(self.num_micro_batch):
+            division = self.division(micro_batch)
+            for device in self.plan.virtual_devices:
+                for replica, ranks in enumerate(device.ranks):
+                    for rank, number in zip(ranks, division.runs[replica][device.index], strict=True):
+                        found[rank].append(number)
+        return found
+
 
 def _shift(parts: Sequence[Interval], start: int) -> tuple[Interval, ...]:
     return tuple((first + start, last + start) for first, last in parts)

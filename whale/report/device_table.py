@@ -64,15 +64,7 @@ def of_memory(device: DeviceTimeline) -> str:
 
 def samples_by_rank(plan: Plan) -> list[list[int]]:
     """[rank][micro-batch]"""
-    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
-    counts: list[list[int]] = [[] for _ in range(plan.num_devices)]
-    for micro_batch in range(plan.num_micro_batch):
-        division = samples.division(micro_batch)
-        for device in plan.virtual_devices:
-            for replica, ranks in enumerate(device.ranks):
-                for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
-                    counts[rank].append(share)
-    return counts
+    return SampleMap(plan, plan.batch_size, plan.num_micro_batch).num_by_rank()
 
 
 def forward_flop(plan: Plan, stages: Sequence[Stage], num_samples: int) -> float:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from whale.sharding.grid import AXES, Grid
-from whale.sharding.layout import Cut, Layout
+from whale.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -60,56 +59,6 @@ class Sharding:
     keeps_gathered: bool = True
     """gathered tensors are kept for backward; otherwise they are gathered again there"""
     notes: tuple[str, ...] = field(default=())
-
-    def to_json(self) -> dict[str, Any]:
-        grid = self.grid
-        return {
-            "grid": [grid.gx, grid.gy, grid.gz],
-            "work": {axis: list(weights) for axis, weights in grid.work.items()},
-            "memory": {axis: list(weights) for axis, weights in grid.memory.items()},
-            "choices": {str(node): list(names) for node, names in self.choices.items()},
-            "stored": {name: layout_to_json(layout) for name, layout in self.stored.items()},
-            "operations": [[op.node, op.what, op.pattern, op.sent_bytes] for op in self.operations],
-            "replicated": list(self.replicated),
-            "seconds": self.seconds,
-            "sum_seconds": self.sum_seconds,
-            "sent_bytes": self.sent_bytes,
-            "weight_bytes": self.weight_bytes,
-            "gathered": [self.gathered.sample_bytes, self.gathered.fixed_bytes, self.gathered.seconds],
-            "keeps_gathered": self.keeps_gathered,
-            "notes": list(self.notes),
-        }
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Sharding:
-        gx, gy, gz = data["grid"]
-        weights = {key: {axis: tuple(values) for axis, values in data[key].items()} for key in ("work", "memory")}
-        return Sharding(
-            grid=Grid(gx, gy, gz, weights["work"], weights["memory"]),
-            choices={int(node): tuple(names) for node, names in data["choices"].items()},  # type: ignore[misc]
-            stored={name: layout_from_json(layout) for name, layout in data["stored"].items()},
-            operations=tuple(ShardedOperation(*op) for op in data["operations"]),
-            replicated=tuple(data["replicated"]),
-            seconds=data["seconds"],
-            sum_seconds=data["sum_seconds"],
-            sent_bytes=data["sent_bytes"],
-            weight_bytes=data["weight_bytes"],
-            gathered=Gathered(*data["gathered"]),
-            keeps_gathered=data["keeps_gathered"],
-            notes=tuple(data["notes"]),
-        )
-
-
-def layout_to_json(layout: Layout) -> dict[str, Any]:
-    return {
-        "cuts": [[cut.count, cut.unit, cut.segments] for cut in layout.cuts],
-        "axes": ["".join(axes) for axes in layout.axes],
-        "stored": "".join(sorted(layout.stored)),
-    }
-
-
-def layout_from_json(data: Mapping[str, Any]) -> Layout:
-    return Layout(tuple(Cut(*cut) for cut in data["cuts"]), tuple(map(tuple, data["axes"])), stored=frozenset(data["stored"]))
 
 
 ORDER = tuple(reversed(AXES))
