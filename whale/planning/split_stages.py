@@ -33,6 +33,8 @@ from whale.sharding.space import Space, StageProgram
 GridShape = tuple[int, int, int]
 SHORT_OF_MEMORY = 1e-9
 """seconds that a byte of a stored weight is worth where the fastest way has no room: more than any message costs"""
+COUNTED_UP_TO, COUNTED_IN_A_QUICK_LOOK = 64, 16
+"""devices of a grid up to which messages are counted where no formula holds (`sharding/exchange_costs.py`): when solved, when ranked"""
 LOOKED_AT = 3
 """grids that are solved to the end, of all of so many devices"""
 
@@ -175,10 +177,10 @@ class SplitProblem:
             grids = [Grid(*sizes) for sizes in shapes if not self._is_summa(alike) or sizes[0] == sizes[1] > 1]
             tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
             fitting = [each for each in tried if self._fits(each)]
-            if not fitting:  # less memory is worth time then
+            if not fitting and not self._is_hopeless(alike):  # less memory is worth time then
                 tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in self._promising(alike, grids, SHORT_OF_MEMORY)]
                 fitting = [each for each in tried if self._fits(each)] or [min(tried, key=self._weight_bytes)]
-            best = min(fitting, key=lambda each: each.seconds)
+            best = min(fitting or tried, key=lambda each: each.seconds)
             shardings |= best.shardings
             for device in best.devices:
                 devices[device.index] = device
@@ -199,6 +201,7 @@ class SplitProblem:
             total = 0.0
             for device in devices:
                 costs = self._costs(replace(device, grid=grid), grid)
+                costs = replace(costs, is_counted=grid.num_devices <= COUNTED_IN_A_QUICK_LOOK)
                 costs = costs if memory_price is None else replace(costs, memory_price=memory_price)
                 own = [stage for stage in self._spaces if self.device_of_stage[stage] == device.index]
                 total += sum(predict_seconds(self._spaces[stage], grid, self.num_samples, costs) for stage in own)
@@ -229,6 +232,15 @@ class SplitProblem:
         kinds = [self.cluster.devices[rank].kind for device in tried.devices for members in device.ranks for rank in members]
         limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes]
         return not limits or self._weight_bytes(tried) * self.state_per_weight <= min(limits)
+
+    def _is_hopeless(self, devices: Sequence[VirtualDevice]) -> bool:
+        """Whether not even an equal part of all weights has room on a device: no grid fits then, and planning refuses soon."""
+        stages = [stage for stage in self._spaces if self.device_of_stage[stage] in {device.index for device in devices}]
+        names = {str(node.target) for stage in stages for node in self._spaces[stage].parameters}
+        part = sum(self.captured.state[name].num_bytes for name in names) / sum(device.num_devices for device in devices)
+        kinds = {self.cluster.devices[rank].kind for device in devices for members in device.ranks for rank in members}
+        limits = [kind.memory_bytes for kind in kinds if kind.memory_bytes]
+        return bool(limits) and part * self.state_per_weight > max(limits)
 
     def _weight_bytes(self, tried: _Tried) -> float:
         """On the device that holds most: all stages of its VirtualDevice."""
@@ -321,6 +333,7 @@ class SplitProblem:
             memory_bytes_per_s=min(kind.bytes_per_s for kind in kinds),
             num_micro_batch=self.num_micro_batch,
             state_per_weight=self.state_per_weight,
+            is_counted=grid.num_devices <= COUNTED_UP_TO,
         )
 
 

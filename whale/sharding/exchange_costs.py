@@ -13,8 +13,8 @@ on what the one before left of the tensor, gathers last, so every change moves a
 
 Where an axis outside of another that cuts the same dim changes (rows cut by z and then by y, and z gathers), or one axis takes the place of
 another, what stays cut lies elsewhere afterwards: nearly everything moves, also between coordinates of the inner axis. Lines (1) do not
-hold there, and the messages themselves are counted (`exchange_counts.py`); on grids of more than COUNTED_UP_TO devices, where that takes
-too long, lines (1) are taken all the same.
+hold there, and the messages themselves are counted (`exchange_counts.py`); where that takes too long (`GridCosts.is_counted`), lines (1)
+are taken all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
 
 from whale.sharding.exchange_counts import most_sent
 from whale.sharding.operation import PARTIAL, SAME, Placement
@@ -45,13 +44,14 @@ class GridCosts:
     state_per_weight: float = 4.0
     """bytes held for one byte of a weight: weight, gradient, state of the optimizer"""
 
+    is_counted: bool = True
+    """messages of exchanges are counted where lines (1) do not hold; the time for that grows with the square of the devices"""
+
     def rate(self, axis: str) -> float:
         return self.bytes_per_s.get(axis, DEFAULT_BYTES_PER_S)
 
 
 DEFAULT_BYTES_PER_S = 1e10
-COUNTED_UP_TO = 64
-"""devices of a grid; the time grows with their square"""
 
 Placements = Sequence[Placement]
 """by axis, in the order of `sizes`"""
@@ -60,7 +60,8 @@ Placements = Sequence[Placement]
 def sent_bytes(
     num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], gradient: bool, is_parameter: bool = False
 ) -> list[float]:
-    """Lines (1) for each axis, backward included where there is one. `is_parameter`: axes that only store it stand innermost."""
+    """Lines (1) for each axis, backward included where there is one. `is_parameter`: axes that only store it stand innermost, so that
+    lines (1) always hold."""
     forward = _one_way(num_bytes, source, target, sizes, is_parameter)
     if not gradient:
         return forward
@@ -74,7 +75,7 @@ def _conjugate(placement: Placement) -> Placement:
 
 def _one_way(num_bytes: float, source: Placements, target: Placements, sizes: Sequence[int], is_parameter: bool) -> list[float]:
     key = tuple(source), tuple(target), tuple(sizes)
-    parts = _parts(*key) if is_parameter or prod(sizes) > COUNTED_UP_TO or _is_plain(*key[:2]) else _counted(*key)
+    parts = _parts(*key) if is_parameter or _is_plain(*key[:2]) else _counted(*key)
     return [num_bytes * part for part in parts]
 
 

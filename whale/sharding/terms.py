@@ -205,13 +205,14 @@ class Terms:
     def _between(self, change: Change, targets: tuple[Lying, ...]) -> tuple[Array, Array]:
         """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
         sources, axes, gradient = change.sources, change.axes, change.gradient
-        key = (sources, targets, axes, gradient, change.is_parameter)
+        always_plain = change.is_parameter or not self.costs.is_counted
+        key = (sources, targets, axes, gradient, always_plain)
         if key not in self._unit_costs:
             sizes = tuple(self.grid.size(axis) for axis in axes)
             per_byte, latency = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):
-                    sent = sent_bytes(1.0, source, target, sizes, gradient, change.is_parameter)
+                    sent = sent_bytes(1.0, source, target, sizes, gradient, always_plain)
                     per_byte[i, j] = sum(number / self.costs.rate(axis) for number, axis in zip(sent, axes))
                     latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
             self._unit_costs[key] = (per_byte, latency)
