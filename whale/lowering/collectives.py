@@ -8,27 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class SumOverDevices(torch.autograd.Function):
-    """All-reduce whose backward is an all-reduce: every device computes the same value, and each one's use of it counts."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        total = value.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+from whale.lowering.lines import Line, sum_over_line, summed
 
 
 def sum_over_devices(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = SumOverDevices.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
+    """Every device computes the same value, and each one's use of it counts: the backward is a sum, too."""
+    return sum_over_line(value, _line(group))
+
+
+def _line(group: dist.ProcessGroup | None) -> Line:
+    return Line(dist.get_world_size(group), dist.get_rank(group), group)
 
 
 class BatchNormOverDevices(torch.autograd.Function):
@@ -50,12 +39,11 @@ class BatchNormOverDevices(torch.autograd.Function):
         dims, shape = _around_channels(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         sums = torch.cat([wide.sum(dims), wide.new_tensor([float(x.numel() // x.shape[1])])])
-        dist.all_reduce(sums, group=group)
+        sums = summed(sums, _line(group))
         count = sums[-1].clone()
         mean = sums[:-1] / count
         squares = (wide - mean.view(shape)).square_().sum(dims)
-        dist.all_reduce(squares, group=group)
-        variance = squares / count
+        variance = summed(squares, _line(group)) / count
         rate = torch.rsqrt(variance + eps)
         scale = rate if weight is None else rate * weight
         result = (wide - mean.view(shape)).mul_(scale.view(shape))
@@ -73,8 +61,7 @@ class BatchNormOverDevices(torch.autograd.Function):
         gradient = gradients[0].to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
         own = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
-        sums = own.clone()
-        dist.all_reduce(sums, group=ctx.group)
+        sums = summed(own, _line(ctx.group))
         scale = rate if weight is None else rate * weight
         slope = -scale * rate.square() * sums[1] / count
         grad_x = centred.mul_(slope.view(shape)).addcmul_(gradient, scale.view(shape)).sub_((scale * sums[0] / count).view(shape))

@@ -34,6 +34,10 @@ class StageTimes:
     weight_backward: Seconds
     """products of weight gradients, which a split backward does later"""
 
+    def __add__(self, other: StageTimes) -> StageTimes:
+        forward, inputs = self.forward + other.forward, self.input_backward + other.input_backward
+        return StageTimes(forward, inputs, self.weight_backward + other.weight_backward)
+
     @property
     def backward(self) -> Seconds:
         return self.input_backward + self.weight_backward

@@ -11,13 +11,15 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster, DeviceKind
+from whale.cluster.network import Network
 from whale.planning.assignment import Assignment, carries_gradient
 from whale.planning.describe import holders as holders_of
-from whale.planning.figures import Figures, StageFigures, StageTimes, StateFigures
+from whale.planning.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
 from whale.planning.plan import Plan
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
@@ -25,6 +27,9 @@ from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
 from whale.profiling.calibration import measured_seconds
 from whale.sharding.layout import Layout
+from whale.simulation.sums import sum_seconds
+
+aten = torch.ops.aten
 
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
@@ -91,7 +96,8 @@ def figures_of(
     for index, part in enumerate(assignment.slices):
         needed, again = described.bytes(index, choice[index]), described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
-        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind, again) for kind in kinds}
+        inside = sums_inside(part.operations, ranks[index], cluster.network, again)
+        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind, again) + inside for kind in kinds}
         figures = StageFigures(
             times=dict(sorted(times.items())),
             kept_sample_bytes=needed.kept.sample_bytes,
@@ -118,6 +124,19 @@ def figures_of(
         batch_bytes=workload.batch_bytes,
         overlaps=not any(device.kind.is_cpu for device in cluster.devices),
     )
+
+
+def sums_inside(operations: Sequence[Node], ranks: Sequence[int], network: Network, again: Container[Node]) -> StageTimes:
+    """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums and one for a batch norm, one and one
+    for a loss that is not additive. Only where such a sum was measured: what is known of links says little of so short messages."""
+    forward = backward = 0
+    for node in operations if network.all_reduce is not None and len(ranks) > 1 else ():
+        is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
+        number = 2 if is_batch_norm else int("all_reduce" in node.meta)
+        forward += number
+        backward += min(number, 1) + number * (node in again)
+    one_s = sum_seconds(0.0, ranks, network)[0] if forward else 0.0
+    return StageTimes(Seconds(0.0, forward * one_s), Seconds(0.0, backward * one_s), Seconds(0.0))
 
 
 def update_seconds(trained_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
