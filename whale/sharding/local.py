@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from whale.capture.kinds import op_name
 from whale.compat import schema
 from whale.sharding.operation import Shape, Shapes, dims_of_argument
+from whale.sharding.rules_products import POOLINGS
 from whale.sharding.rules_views import RESHAPES
 
 aten = torch.ops.aten
@@ -41,6 +42,8 @@ def local_call(
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
         if name.startswith("conv"):
             return _convolution(graph, node, positional, keywords, shapes[0])
+        if name in POOLINGS.split() and 0 in shapes[0]:
+            return graph.call_function(empty_pooling, (positional[0], [list(shape) for shape in shapes]))
     return graph.call_function(node.target, positional, keywords)  # type: ignore[arg-type]
 
 
@@ -61,6 +64,12 @@ def convolve(
         return result
     zeros = x.new_zeros(shape) + x.sum() * 0 + weight.sum()  # with a history
     return zeros if bias is None else zeros + bias.view(-1, *[1] * (len(shape) - 2))
+
+
+def empty_pooling(x: Tensor, shapes: list[list[int]]) -> Tensor | tuple[Tensor, Tensor]:
+    """Of a device without channels, which torch refuses: nothing, with a history; where asked for, the places of the largest, too."""
+    result = x.new_empty(shapes[0]) + x.sum()
+    return result if len(shapes) == 1 else (result, x.new_empty(shapes[1], dtype=torch.int64))
 
 
 def _mean(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes) -> Node:

@@ -182,10 +182,13 @@ def batch_norm(op: Operation) -> list[Option]:
     return [option for option in options if option.name == "m" or not training]
 
 
-@rule(
+POOLINGS = (
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"
     " adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d"
 )
+
+
+@rule(POOLINGS)
 def pooling(op: Operation) -> list[Option]:
     """Samples and channels are apart from each other."""
     space = next(int(letter) for letter in op.name if letter.isdigit())
