@@ -41,7 +41,7 @@ PIECES = 32
 """of about equal time, between which the ceiling of the pipeline may cut"""
 FREE_LINKS = "links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}"
 """the pieces are cut as if messages took no time"""
-ROUNDS, LIMIT_S = 8, 30.0
+ROUNDS, LIMIT_S, LEAST_STEP_S = 8, 20.0, 1.0
 ALLOWED = {"data parallel": 0.98, "pipeline": 0.97}
 AWARE, EVEN = "hardware-aware", "even"
 
@@ -59,6 +59,12 @@ class Case:
     def ceiling(self) -> float:
         """Best ratio of the step times, even over aware."""
         return simulate(self.plans[EVEN]).gradients_s / self.best.step_s
+
+    @property
+    def stretch(self) -> float:
+        """All times are longer by this factor, so that what ranks that share a core take for themselves is a small part of a step."""
+        shortest = min(PlanTimes(plan, figures_in(plan)).shortest_s for plan in self.plans.values())
+        return max(stretch_factor(shortest), LEAST_STEP_S / self.best.step_s)
 
 
 def data_parallel(model: Captured) -> Case:
@@ -81,12 +87,12 @@ def pipeline(model: Captured) -> Case:
 # ---- measured
 
 
-def measure(cases: list[Case], cluster_file: str, folder: str, factor: float) -> list[tuple[Times, int, int]]:
+def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Times, int, int]]:
     """Runs on every rank: times of both plans of every case, late actions, all actions."""
     ranks = Ranks("cpu")
     found = []
     for case in cases:
-        sides, emulations = [], []
+        sides, emulations, factor = [], [], case.stretch
         for name, plan in case.plans.items():
             config = Config(plan.config)
             settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
@@ -104,11 +110,10 @@ def measure(cases: list[Case], cluster_file: str, folder: str, factor: float) ->
 
 
 def claims(cases: list[Case], cluster: str, num_ranks: int) -> list[Claim]:
-    shortest = min(PlanTimes(plan, figures_in(plan)).shortest_s for case in cases for plan in case.plans.values())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(cluster)
-        results = run_ranks(measure, num_ranks, cases, str(file), folder, stretch_factor(shortest), share_cores=True)
+        results = run_ranks(measure, num_ranks, cases, str(file), folder, share_cores=True)
     found = []
     for case, (times, late, total) in zip(cases, results, strict=True):
         ratio = times.ratio(EVEN, AWARE)

@@ -3,6 +3,7 @@
     a GPT of 96 layers x 12288 for 64 stages                                     under 30 s in all, under 1 GB
     the same on 1,024 devices of 3 kinds, 128 stages x 8 replicas                under 30 s in all, under 1 GB
     BERT-Large on 16 mixed devices, 4 stages x 4 replicas                        under 1 s after the capture
+    the GPT again, all of it under `split` over 64 devices, any grid             under 20 s after the capture
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/planning.py` finds its neighbours, too
 
 import whale as wh
+from whale import api
+from whale.capture.batch import read_batch
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 LAYERS, WIDTH, HEADS, LENGTH, NUM_MICRO_BATCH = 96, 12288, 96, 2048, 64
-LIMIT_S, LIMIT_BYTES, LIMIT_AFTER_CAPTURE_S = 30.0, 1e9, 1.0
+LIMIT_S, LIMIT_BYTES, LIMIT_AFTER_CAPTURE_S, LIMIT_SPLIT_S = 30.0, 1e9, 1.0, 20.0
 LARGE_CLUSTER = {"H100": 512, "A100-80GB": 256, "A100-40GB": 256}
 MIXED_CLUSTER = {"V100-32GB": 8, "P100": 4, "T4": 4}
 
@@ -56,6 +59,23 @@ def gpt(cluster: wh.Cluster | int, num_stages: int, num_replicas: int) -> dict[s
     }
 
 
+def split_gpt(num_devices: int) -> dict[str, Any]:
+    """The grid is chosen among all of so many devices."""
+    with torch.device("meta"):
+        config = transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
+        model = wh.annotate(transformers.GPT2LMHeadModel(config), {"*": wh.split(num_devices)})
+    words = torch.zeros(NUM_MICRO_BATCH, LENGTH, dtype=torch.long)
+    layout, tensors = read_batch({"input_ids": words, "labels": words})
+    checked = wh.Config({"num_micro_batch": NUM_MICRO_BATCH})
+    prepared = api._prepare(model, layout, tensors, None, checked, "cpu")
+    begin = time.perf_counter()
+    plan = api._plan(model, prepared, cluster_of({"A100-80GB": num_devices}), checked, layout)
+    seconds = time.perf_counter() - begin
+    grid = plan.virtual_devices[0].grid
+    found = {"seconds after the capture": round(seconds, 1), "of limit": seconds / LIMIT_SPLIT_S}
+    return {**found, "grid": grid.name if grid is not None else "none", "devices": plan.num_devices}
+
+
 def bert() -> dict[str, Any]:
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16))
@@ -78,6 +98,7 @@ def main() -> None:
         "GPT, 64 devices": gpt(64, 64, 1),
         "GPT, 1,024 devices of 3 kinds": gpt(cluster_of(LARGE_CLUSTER), 128, 8),
         "BERT-Large, 16 mixed devices": bert(),
+        "GPT, split over 64 devices": split_gpt(64),
     }
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     worst = max(peak_bytes / LIMIT_BYTES, *(each.pop("of limit") for each in details.values()))

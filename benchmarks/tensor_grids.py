@@ -242,7 +242,7 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
         grid = emulation.full_plan.virtual_devices[0].grid
         assert grid is not None
         predicted[name], grids[name] = emulation.recorder.prediction.step_s, grid.name
-        batch = torch.empty(ASSUMED.samples, 1)  # with stub chunks only the number of samples counts
+        batch = torch.zeros(ASSUMED.samples, 1)  # with stub chunks only the number of samples counts
         sides.append(Side(name, lambda step, engine=engine, batch=batch: engine.step(batch)))  # type: ignore[misc]
     return alternate(sides, ROUNDS, 1, LIMIT_S, warm_up=2), predicted, grids
 

@@ -137,7 +137,7 @@ def plan_and_add(sides: list[Side], name: str, file: str, folder: str, sizes: tu
     engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3))
     emulation = engine._job.emulation
     assert emulation is not None
-    sides.append(Side(name, lambda step: engine.step(torch.empty(SAMPLES, 1))))
+    sides.append(Side(name, lambda step: engine.step(torch.zeros(SAMPLES, 1))))
     return emulation.full_plan
 
 

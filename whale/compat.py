@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.optim import optimizer as torch_optimizer
 
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
 from torch.utils import _pytree as pytree
@@ -25,6 +26,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "fake_mode",
+    "has_step_hooks",
     "hooks_of_tensor",
     "is_fake",
     "is_function_transform",
@@ -94,6 +96,12 @@ def backward_hooks_of_module(module: torch.nn.Module) -> list[Any]:
 def backward_hooks_of_all_modules() -> list[Any]:
     kinds = ("_global_backward_hooks", "_global_backward_pre_hooks")
     return [hook for kind in kinds for hook in getattr(torch.nn.modules.module, kind).values()]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether something runs before or after each `step()`. Hooks can be added in public, not asked for."""
+    own = (getattr(optimizer, f"_optimizer_step_{place}_hooks", ()) for place in ("pre", "post"))
+    return any(own) or bool(torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

@@ -124,6 +124,30 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
     assert (peaks["weights"], peaks["gradients"], peaks["optimizer state"]) == (trained, trained, 2 * trained)
 
 
+def on_grid() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 32)).double()
+
+
+def train_on_grid(settings: Settings) -> list[float]:
+    settings.pass_on()
+    wh.init()
+    model = wh.annotate(on_grid(), {"*": wh.split(4, (1, 2, 2))})
+    engine = wh.parallelize(model, mini_batches()[0], optimizer=adam, loss=mean_square)
+    losses = [engine.step(batch).loss for batch in mini_batches()]
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stub", [False, True])
+def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
+    """Parts of weights are summed over lines of the grid: groups that nothing else asks for."""
+    losses = run_ranks(train_on_grid, 4, settings_for(tmp_path, UNLIKE % (2, 2), stub))
+    assert all(each == losses[0] for each in losses)
+    if not stub:
+        assert losses[0] == pytest.approx(local_training(on_grid(), mini_batches(), mean_square, adam).losses, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "message"),
     [

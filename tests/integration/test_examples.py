@@ -188,3 +188,14 @@ def test_lora_from_safetensors(tmp_path: Path) -> None:
         mine = trained[name.replace("c_attn.", "c_attn.base.")]
         assert torch.equal(mine, tensor), f"{name} is frozen"
     assert any(bool(tensor.any()) for name, tensor in trained.items() if name.endswith(".up"))
+
+
+@pytest.mark.slow
+def test_m6_moe_trains_on_8_ranks_like_on_one(tmp_path: Path) -> None:
+    """Every rank has one expert of each layer; the loss falls, as in one process."""
+    settings = ("--steps", "12", "--batch", "16", "--every", "1")
+    sharded = run(tmp_path, "whale", "run", "-n", "8", EXAMPLES / "train_m6_moe.py", *settings)
+    local = run(tmp_path, "python", EXAMPLES / "train_m6_moe.py", *settings)
+    assert losses(sharded)[0] == pytest.approx(losses(local)[0], rel=FLOAT32) and losses(sharded)[-1] < 0.6 * losses(sharded)[0]
+    held, whole = (int(re.search(r"([\d,]+) numbers", printed)[1].replace(",", "")) for printed in (sharded, local))  # type: ignore[index]
+    assert held < whole / 2

@@ -110,6 +110,10 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
     text = str(error.value)
     assert "rank 0 (k0) has 0.1 MB and needs 0.103 MB before the first sample" in text or "before the first sample" in text
     assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text and '"num_task_graph"' in text
+    needed = 1e-6 * plan_of(devices(10**9, 10**9)).memory[0].static_bytes
+    found = re.search(r"([\d.]+) MB are missing there, ([\d.]+) MB on 2 devices together: .* offloading", text)
+    assert found is not None, text
+    assert [float(each) for each in found.groups()] == pytest.approx([needed - 0.1, 2 * (needed - 0.1)], rel=0.01)
 
 
 def test_every_way_out_works_and_one_less_does_not() -> None:

@@ -101,7 +101,7 @@ def test_fingerprint_tells_every_field_apart() -> None:
         "device": "cpu", "num_posted_receives": 2, "precision": "bf16", "on_nonfinite": "skip", "stall_timeout_s": 7.0,
         "run_folder": "runs/x", "tensorboard": True, "keep_checkpoints": 1, "num_waves": 2, "cluster": "cluster.yaml",
         "share_memory": False, "compile": True,
-        "recompute": ["layers.*"], "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
+        "recompute": ["layers.*"], "keep_gathered": False, "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
     }  # fmt: skip
     assert set(changes) == set(Config().to_dict())
     prints = {Config({key: value}).fingerprint() for key, value in changes.items()} | {Config().fingerprint()}

@@ -24,6 +24,9 @@ class SumClock:
     def __init__(
         self, sums: Sequence[Sum], ranks: Ranks, own_stages: Sequence[int], cluster: Cluster, cards: NetworkCards | None
     ) -> None:
+        """All ranks make it together, from the same sums."""
+        for members in sorted({each.ranks for each in sums}):
+            ranks.group(members)  # on a grid the parts of a weight have groups that nothing else asks for
         self._own = {each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks}
         self._ranks, self._cards = ranks, cards
         self._host = cluster.devices[ranks.rank].host

@@ -145,7 +145,8 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
         return
     fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
     groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
-    num_chunks = CHUNKS if groups and dist.get_backend(next(iter(groups.values()))) == "nccl" else 1  # type: ignore[union-attr, arg-type]
+    own: list[Any] = [groups[step.places] for step in plan_x.forward if step.places]  # type: ignore[index]
+    num_chunks = CHUNKS if own and dist.get_backend(own[0]) == "nccl" else 1
     plan = LinearPlan(plan_x, plan_w if fuses_weight and plan_w is not None else plan_nothing(), plan_nothing(), keep, num_chunks)
     name = f"linear_of_{node.name}"
     module.add_module(name, ShardedLinear(plan, groups))  # type: ignore[arg-type]

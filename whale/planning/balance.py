@@ -117,7 +117,7 @@ def refuse_unless_it_fits(
             f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {_gb(memory.capacity_bytes)} and needs "
             f"{_gb(memory.static_bytes)} before the first sample ({_gb(memory.parameter_bytes)} parameters, {_gb(memory.gradient_bytes)} "
             f"gradients, {_gb(memory.optimizer_bytes)} optimizer state, {_gb(memory.buffer_bytes)} buffers and mini-batch). "
-            f'Cut the model into more stages ("num_task_graph"), or use devices with more memory'
+            f'Cut the model into more stages ("num_task_graph"), or use devices with more memory. {_missing(situation)}'
         )
     if situation.fits(batch_size, num_micro_batch):
         return
@@ -127,6 +127,17 @@ def refuse_unless_it_fits(
         ways.insert(0, '"recompute": "auto", so that activations are computed again in backward and not kept')
     advice = "; ".join(ways) or "devices with more memory, or more stages"
     raise DoesNotFit(f"a micro-batch of {size} samples does not fit{but}: {_room(situation)}. What would fit: {advice}")
+
+
+def _missing(situation: Situation) -> str:
+    """How much is missing in all, and what would have to lie elsewhere."""
+    over = [memory.static_bytes - memory.capacity_bytes for memory in situation.memory]
+    short = [each for each in over if each > 0]
+    ranks = f"{len(short)} device{'s' * (len(short) > 1)}"
+    return (
+        f"{_gb(max(short))} are missing there, {_gb(sum(short))} on {ranks} together: so much of weights, gradients and optimizer state "
+        f"would have to lie in the memory of the hosts (offloading, which Whale does not do yet)"
+    )
 
 
 def _room(situation: Situation) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from torch.fx import Node
 
@@ -309,19 +309,15 @@ class _Drafter:
                     ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
             order, shared = priced.schedule.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
-            most = self._most_on_grid(stages, priced.schedule) if device.grid is not None else None
+            most = partial(self._most_on_grid, stages, priced.schedule) if device.grid is not None else None
             found.append(Demand(stages, order, shared, tuple(ranks), most))
         return found
 
     def _most_on_grid(
-        self, stages: Sequence[int], schedule: scheduling.Schedule
-    ) -> Callable[[DeviceMemory, Mapping[int, Counts]], DeviceMemory]:
+        self, stages: Sequence[int], schedule: scheduling.Schedule, whole: DeviceMemory, choice: Mapping[int, Counts]
+    ) -> DeviceMemory:
         """From the memory of one device that runs these stages, that of the place of their grid that needs most."""
-
-        def most(whole: DeviceMemory, choice: Mapping[int, Counts]) -> DeviceMemory:
-            return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
-
-        return most
+        return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
 
     def _on_grid(
         self, stages: Sequence[int], whole: DeviceMemory, choice: Mapping[int, Counts], schedule: scheduling.Schedule

@@ -23,6 +23,7 @@ from whale.runtime.boundaries import Boundary, Role
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
 from whale.runtime.split import Deferred, Product, run_products
+from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.transport import Arrival, Transport
 from whale.scheduling import Action
 from whale.scheduling.slots import Slots
@@ -43,6 +44,8 @@ class Pass:
     outcome: StepOutcome
     gradients: GradientSynchroniser | None
     """None for evaluation"""
+    updates: StageUpdates | None
+    """None where all is updated at the end of the step"""
     transport: Transport | None
     receives: Sequence[Receive]
     """all of the program, in order"""
@@ -125,11 +128,12 @@ class Forward:
 
     def _received(self, this: Pass, argument: _Argument) -> Tensor:
         """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's autograd graph."""
-        found = argument.empty
-        if found is None:
-            found = this.held[argument.slot if argument.source is None else argument.source]
-        assert found is not None
-        tensor = found if argument.source is None and argument.empty is None else found.detach()
+        tensor = this.held[argument.slot if argument.source is None else argument.source]
+        if argument.source is None and argument.empty is not None:
+            tensor = argument.empty.detach()
+        assert tensor is not None
+        if argument.source is not None:
+            tensor = tensor.detach()
         if argument.gradient and this.gradients is not None:
             tensor.requires_grad_()
         this.held[argument.slot] = tensor
@@ -248,6 +252,8 @@ class Synchronise:
     def run(self, this: Pass) -> None:
         if this.gradients is not None:
             this.gradients.close_stage(self.stage)
+        if this.updates is not None:
+            this.updates.close_stage(self.stage)
 
 
 def _is_idle(program: Program, action: Action) -> bool:

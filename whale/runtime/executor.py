@@ -22,6 +22,7 @@ from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive, Send
 from whale.runtime.split import Deferred
+from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.transport import Transport
 from whale.runtime.watch import Watch
 from whale.scheduling import Action, Kind
@@ -122,8 +123,8 @@ class Executor:
             prepared.append(Prepared(action, run, freed, _position(len(prepared) + 1, action, run, num_actions)))
         return prepared
 
-    def run(self, given: StepInput, gradients: GradientSynchroniser | None) -> StepOutcome:
-        """One pass over the action list. `gradients` is None for evaluation."""
+    def run(self, given: StepInput, gradients: GradientSynchroniser | None, updates: StageUpdates | None = None) -> StepOutcome:
+        """One pass over the action list. `gradients` is None for evaluation. `updates`: stages are updated before this rank would wait."""
         state = torch.random.get_rng_state() if self._has_random else None
         cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
@@ -133,7 +134,7 @@ class Executor:
         if transport is not None:
             transport.begin()
         held: list[Tensor | None] = [None] * self.slots.count
-        this = Pass(given, outcome, gradients, transport, self._receives, self.window, held)
+        this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
         try:
             with torch.set_grad_enabled(gradients is not None):
                 this.post_receives()
@@ -141,6 +142,11 @@ class Executor:
                     if watch is not None:
                         watch.position = position
                     start = now()
+                    if updates is not None and updates.ready and action.kind is Kind.RECEIVE:
+                        updates.run()
+                        updated = now()
+                        events.append((Action(Kind.UPDATE), start, updated))
+                        start = updated
                     run(this)
                     for slot in freed:
                         held[slot] = None

@@ -16,6 +16,7 @@ from whale.runtime.gradients import Held, scale_gradients
 from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
 from whale.runtime.scaling import LossScale
+from whale.runtime.stage_updates import StageUpdates, needs_all_gradients
 
 logger = logging.getLogger("whale")
 
@@ -76,6 +77,17 @@ class Updater:
         self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config, self._ranks = config, ranks
+        self._by_stage: StageUpdates | None = None
+
+    def begin(self, held: Sequence[Held]) -> StageUpdates | None:
+        """Start of a step: what updates each stage as soon as it may be; None where all must be updated at the end."""
+        if self.optimizer is None or not StageUpdates.possible(self.optimizer, self._config):
+            self._by_stage = None
+        elif self._by_stage is None:
+            self._by_stage = StageUpdates(self.optimizer, held)
+        else:
+            self._by_stage.forget()
+        return self._by_stage
 
     @staticmethod
     def _made(factory: OptimizerFactory, trainable: Sequence[tuple[str, torch.nn.Parameter]], ranks: Ranks) -> torch.optim.Optimizer | None:
@@ -98,7 +110,7 @@ class Updater:
         """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a denominator of the loss is zero."""
         config = self._config
         factor, waited_s = 1.0, 0.0
-        if self.loss_scale is not None or config.clip_grad_norm is not None or config.on_nonfinite != "continue":
+        if needs_all_gradients(config):
             start = time.perf_counter()
             loss, norm = totals.values()[0], totals.values()[1] ** 0.5
             waited_s = time.perf_counter() - start
@@ -114,7 +126,9 @@ class Updater:
         start = time.perf_counter()
         if factor != 1.0:
             scale_gradients(held, factor)
-        if self.optimizer is not None:
+        if self._by_stage is not None:
+            self._by_stage.finish()
+        elif self.optimizer is not None:
             self.optimizer.step()
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(totals.values()[0])

@@ -1,0 +1,95 @@
+"""The optimizer step in pieces: each stage's parameters as soon as their gradients are final, while the pipeline still drains.
+
+Only where nothing needs all gradients first: no clipping, no loss scale, and `"on_nonfinite": "continue"` (other values look at the loss
+and the gradient norm of the whole model before any weight changes). Parameters that other stages or ranks hold too wait for the end of
+the step.
+
+The optimizer stays one object with one state. Each call of its `step()` sees only some of its parameters, which comes to the same bits
+where it treats every parameter by itself. That is known of torch's own classes below and of no other, and it does not hold for hooks
+on `step()`, which would run several times: in both cases all is updated at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from whale.compat import has_step_hooks
+from whale.config import Config
+from whale.runtime.gradients import Held
+
+BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+"""optimizers whose step for a parameter depends on its own gradient and state only"""
+
+
+def needs_all_gradients(config: Config) -> bool:
+    """Whether the update depends on the loss or the gradient norm of the whole model."""
+    return config.precision == "fp16" or config.clip_grad_norm is not None or config.on_nonfinite != "continue"
+
+
+class StageUpdates:
+    """The update of one rank, stage by stage."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, held: Sequence[Held]) -> None:
+        self._optimizer = optimizer
+        own: dict[int, list[int]] = {}
+        for parameter in held:
+            if len(parameter.stages) == 1 and len(parameter.ranks) == 1:
+                own.setdefault(parameter.stages[0], []).append(id(parameter.tensor))
+        self._of_stage = {stage: frozenset(parameters) for stage, parameters in own.items()}
+        self._done: set[int] = set()
+        self.ready: list[int] = []
+        """stages whose gradients are final, and which are not updated yet"""
+
+    @staticmethod
+    def possible(optimizer: torch.optim.Optimizer | None, config: Config) -> bool:
+        """Whether the step of this optimizer may be taken in pieces."""
+        return type(optimizer) in BY_PARAMETER and not needs_all_gradients(config) and not has_step_hooks(optimizer)
+
+    def close_stage(self, stage: int) -> None:
+        """All gradients of the stage are final on this rank."""
+        if stage in self._of_stage:
+            self.ready.append(stage)
+
+    def run(self) -> None:
+        """Updates the stages that are ready."""
+        chosen = frozenset[int]().union(*(self._of_stage[stage] for stage in self.ready))
+        self.ready.clear()
+        self._step(chosen)
+        self._done |= chosen
+
+    def finish(self) -> None:
+        """The end of a step: all that is left."""
+        self._step({id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._done)
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins; one that failed may have left something behind."""
+        self._done.clear()
+        self.ready.clear()
+
+    def _step(self, chosen: Collection[int]) -> None:
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+            self._optimizer.step()
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
