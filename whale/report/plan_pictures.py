@@ -19,7 +19,7 @@ KIND_COLOURS = ("#dbe9f6", "#fde3c8", "#dff0d8", "#ead9f0", "#fbe6ea", "#e8e4d9"
 KIND_LINES = ("#4c78a8", "#d97706", "#54a24b", "#9467bd", "#d6546f", "#8a7f5c")
 MEMORY_COLOURS = dict(zip(CLASSES, ("#4c78a8", "#f2a65a", "#9467bd", "#54a24b", "#9aa5b1"), strict=True))
 EVENT_COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b", SUMS: "#e45756", UPDATE: "#9467bd", "receive": "#d5dbe1"}
-EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part of a backward", "W": "weight part", "receive": "waits for a message",
+EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part", "W": "weight part", "receive": "waits for a message",
                SUMS: "waits for sums of gradients", UPDATE: "update"}  # fmt: skip
 MEMORY_CURVE = "#b9c6d3"
 GREY, SOFT, INK, WEAK = "#eef1f4", "#f7f9fb", "#1f2933", "#616e7c"
@@ -174,7 +174,7 @@ def timeline_picture(timeline: Timeline) -> str:
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
     used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
     entries = [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used]
-    legend(drawing, LABEL, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")])
+    legend(drawing, 0, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")])
     for device in shown:
         drawing.text(0, top + 15, _label(device))
         drawing.box(LABEL, top, scale * timeline.step_s, 22, GREY)
