@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
-from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from benchmarks.side_by_side import Claim, Side, Times, alternate, claim_against_torch, report, run_ranks, say
 
 NUM_STAGES = 2
 CUT = gpt2.NUM_LAYERS // NUM_STAGES
@@ -65,9 +65,7 @@ def main() -> None:
 
 
 def claim(case: Case) -> Claim:
-    times: Times = run_ranks(measure, NUM_STAGES, case)
-    details = {"ceiling": round(times.ratio("torch", "ideal"), 4), **times.details()}
-    return Claim(case.name, times.ratio("torch", "whale"), case.target, at_most=False, details=details)
+    return claim_against_torch(case.name, run_ranks(measure, NUM_STAGES, case), case.target)
 
 
 def measure(case: Case) -> Times:

@@ -228,6 +228,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def claim_against_torch(name: str, times: Times, target: float) -> Claim:
+    """How many times faster than torch, at least; beside it what the machine allows."""
+    details = {"ceiling": round(times.ratio("torch", "ideal"), 4), **times.details()}
+    return Claim(name, times.ratio("torch", "whale"), target, at_most=False, details=details)
+
+
 def report(name: str, claims: Sequence[Claim]) -> None:
     """Prints every claim and then the JSON line; the exit code says whether all hold."""
     for claim in claims:

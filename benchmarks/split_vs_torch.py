@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/split_vs_torch.py` finds its neighbours, too
 
 import whale as wh
-from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from benchmarks.side_by_side import Claim, Side, Times, alternate, claim_against_torch, report, run_ranks, say
 
 NUM_RANKS = 2
 WIDTH = 512
@@ -100,9 +100,7 @@ def main() -> None:
 
 
 def claim(case: Case) -> Claim:
-    times: Times = run_ranks(measure, NUM_RANKS, case)
-    details = {"ceiling": round(times.ratio("torch", "ideal"), 4), **times.details()}
-    return Claim(case.name, times.ratio("torch", "whale"), case.target, at_most=False, details=details)
+    return claim_against_torch(case.name, run_ranks(measure, NUM_RANKS, case), case.target)
 
 
 def measure(case: Case) -> Times:

@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
-from tests.ranks import ModelServer, preload
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, DeviceKind, device_kind
-
-preload("tests.integration.test_bad_input")
-
-WIDTH, NUM_CLASSES, BATCH_SIZE = 8, 3, 8
-FOUND_WITHIN_S = 15.0
-"""a mistake on one rank is seen by all in about a second; on a busy machine it may take a few more"""
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH if not i else width, width) for i in range(2))
-        self.head = nn.Linear(width, NUM_CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return F.cross_entropy(self.head(x), labels)
-
-
-class NoLoss(Net):
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.head(x)}
-
-
-class LossOfEachSample(Net):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x), labels, reduction="none")
-
-
-class Decides(Net):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        if x.sum() > 0:  # what a graph cannot hold
-            x = -x
-        return super().forward(x, labels)
-
-
-def make_batch(seed: int = 0, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch_size, WIDTH, generator=generator)
-    return {"x": x, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.integration.refused import NUM_CLASSES, WIDTH, Net, assert_says, make_batch, message_of, sgd, two_stages
+from whale.cluster.cluster import DeviceKind
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +22,10 @@ def fresh_session() -> Iterator[None]:
     wh.init()
 
 
-def message_of(call: Callable[[], Any]) -> str:
-    """What a user reads; every mistake is a ValueError."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    return str(caught.value)
-
-
-def assert_says(message: str, *words: str) -> None:
-    for word in words:
-        assert word in message, f"{word!r} is missing in: {message}"
+@pytest.fixture(scope="module")
+def engine() -> wh.Engine:
+    wh.init()
+    return wh.parallelize(Net(), make_batch(), optimizer=sgd)
 
 
 # ---- words and numbers that the user typed ----------------------------------------------------------------------------
@@ -122,10 +67,6 @@ def test_a_module_in_two_globs_is_named_with_both() -> None:
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
 def test_a_device_count_that_is_no_count_is_named(number: Any) -> None:
     assert_says(message_of(lambda: wh.replicate(number)), f"wh.replicate({number!r})", "at least 1")
-
-
-def two_stages(model: nn.Module) -> nn.Module:
-    return wh.annotate(model, {"layers.0": wh.replicate(1), "layers.1": wh.replicate(1)})
 
 
 def test_a_device_count_that_does_not_divide_offers_the_next_counts() -> None:
@@ -286,12 +227,6 @@ OTHER_BATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> wh.Engine:
-    wh.init()
-    return wh.parallelize(Net(), make_batch(), optimizer=sgd)
-
-
 @pytest.mark.parametrize("name", OTHER_BATCHES)
 def test_a_batch_that_disagrees_with_the_sample(engine: wh.Engine, name: str) -> None:
     change, words = OTHER_BATCHES[name]
@@ -303,198 +238,3 @@ def test_a_batch_that_disagrees_with_the_sample(engine: wh.Engine, name: str) ->
 
 def test_a_sample_batch_without_a_batch_dimension() -> None:
     assert_says(message_of(lambda: wh.plan(Net(), {"x": torch.tensor(1.0)}, cluster=1)), "no tensor with a batch dimension", "x")
-
-
-# ---- models -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_decision_on_the_data_names_its_line_and_the_way_out() -> None:
-    message = message_of(lambda: wh.parallelize(Decides(), make_batch(), optimizer=sgd))
-    number = Decides.forward.__code__.co_firstlineno + 1
-    assert_says(message, f"test_bad_input.py:{number}", "if x.sum() > 0:", "torch.where")
-
-
-@pytest.mark.parametrize("build", [NoLoss, LossOfEachSample])
-def test_a_model_without_a_scalar_loss(build: type[Net]) -> None:
-    message = message_of(lambda: wh.plan(build(), make_batch(), cluster=1))
-    assert_says(message, "loss=lambda output, batch:", "a scalar", "NoneType" if build is NoLoss else "a tensor of shape")
-
-
-def test_a_loss_function_that_gives_no_scalar() -> None:
-    message = message_of(lambda: wh.plan(NoLoss(), make_batch(), loss=lambda output, batch: output["logits"], cluster=1))
-    assert_says(message, "loss(output, batch)", "scalar", "3")
-
-
-def test_a_step_without_an_optimizer_says_how_to_give_one() -> None:
-    engine = wh.parallelize(Net(), make_batch())
-    assert engine.evaluate(make_batch()).loss is not None
-    assert_says(message_of(lambda: engine.step(make_batch())), "needs an optimizer", "optimizer=lambda params:")
-
-
-def test_a_builder_that_builds_nothing() -> None:
-    assert_says(message_of(lambda: wh.parallelize(lambda: None, make_batch(), optimizer=sgd)), "NoneType", "torch.nn.Module")  # type: ignore[arg-type,return-value]
-
-
-def test_a_model_half_on_meta() -> None:
-    model = Net()
-    model.head.to("meta")
-    assert_says(message_of(lambda: wh.parallelize(model, make_batch(), optimizer=sgd)), "head.weight", "meta", "2 in all")
-
-
-# ---- plan files -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plan_text() -> str:
-    wh.init()
-    return wh.plan(Net(), make_batch(), cluster=1, config={"num_micro_batch": 2}).to_json()
-
-
-def use(plan: wh.Plan | Path, model: nn.Module | None = None) -> wh.Engine:
-    return wh.parallelize(model or Net(), make_batch(), optimizer=sgd, plan=plan)
-
-
-def test_a_plan_of_another_model() -> None:
-    plan = wh.plan(Net(width=4), make_batch(), cluster=1)
-    assert_says(message_of(lambda: use(plan)), "another model", plan.model[:12], "wh.plan")
-
-
-def test_a_plan_for_another_number_of_devices(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    wh.plan(two_stages(Net()), make_batch(), cluster=2).save(path)
-    assert_says(message_of(lambda: use(path)), "2 devices", "this job has 1", "that many ranks")
-
-
-def test_a_plan_for_another_cluster() -> None:
-    t4 = wh.Cluster((Device(0, "localhost", 0, device_kind("T4")),), PCIE_3_X16, ETHERNET_50G)
-    plan = wh.plan(Net(), make_batch(), cluster=t4)
-    words = ("another cluster", "rank 0 is a T4 in the plan and a CPU here", "1 of 1 ranks differ", "--cluster")
-    assert_says(message_of(lambda: use(plan)), *words)
-    assert wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=plan, cluster=t4).plan == plan
-
-
-def broken(text: str, change: Callable[[dict[str, Any]], None]) -> str:
-    data = json.loads(text)
-    change(data)
-    return json.dumps(data)
-
-
-CORRUPTIONS: dict[str, tuple[Callable[[str], str], tuple[str, ...]]] = {
-    "cut off": (lambda text: text[: len(text) // 2], ("plan.json", "is not a plan")),
-    "empty": (lambda text: "", ("plan.json", "is not a plan")),
-    "not JSON": (lambda text: "num_devices: 1", ("plan.json", "is not a plan")),
-    "another JSON": (lambda text: "[1, 2]", ("plan.json", "is not a plan")),
-    "field missing": (lambda text: broken(text, lambda data: data.pop("stages")), ("plan.json", "stages", "required")),
-    "wrong type": (lambda text: broken(text, lambda data: data.update(num_devices="many")), ("plan.json", "num_devices")),
-    "other format": (lambda text: broken(text, lambda data: data.update(format=99)), ("plan.json", "99", "make the plan again")),
-    "operations missing": (lambda text: broken(text, lambda data: data["stage_of_operation"].pop()), ("places 6 operations", "has 7")),
-    "no such stage": (lambda text: broken(text, lambda data: data["holders"].update({"head.weight": [7]})), ("plan.json", "beyond its 1")),
-    "action missing": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].remove("F0.1")), ("F0.1", "missing")),
-    "backward first": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].reverse()), ("the last backward",)),
-    "no such action": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].append("fly")), ("'fly'", "no action")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_corrupted_plan_file(plan_text: str, tmp_path: Path, name: str) -> None:
-    """Whatever is wrong with the file is said before the first step."""
-    corrupt, words = CORRUPTIONS[name]
-    path = tmp_path / "plan.json"
-    path.write_text(corrupt(plan_text))
-    wh.init({"num_micro_batch": 2})
-    assert_says(message_of(lambda: use(path)), *words)
-
-
-def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=r"nowhere\.json"):
-        use(tmp_path / "nowhere.json")
-
-
-# ---- ranks that do not agree ------------------------------------------------------------------------------------------
-
-
-def warm_up() -> None:
-    """The first capture of a process takes a second longer than the others: ranks inherit what it leaves."""
-    wh.plan(Net(), make_batch(), cluster=1)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ModelServer]:
-    with ModelServer(warm_up) as started:
-        yield started
-
-
-def disagree(prepared: None, mistake: str) -> tuple[str, float]:
-    """Rank 1 does something else than rank 0; gives the message and how long it took."""
-    odd = int(torch.distributed.get_rank()) == 1
-    start = time.monotonic()
-    try:
-        wh.init({"num_micro_batch": 2, "seed": 5 if odd and mistake == "config" else 1})
-        model: Any = Net()
-        batch: Any = make_batch()
-        if odd and mistake == "another model":
-            model = Net(width=4)
-        if odd and mistake == "a model that cannot be captured":
-            model = Decides()
-        if odd and mistake == "another sample":
-            batch = {"x": batch["x"].double(), "labels": batch["labels"]}
-        if odd and mistake == "a sample without tensors":
-            batch = {"x": None}
-        engine = wh.parallelize(model, batch, optimizer=sgd)
-        engine.step(make_batch())
-        if odd and mistake == "another batch":
-            batch = make_batch(seed=1)
-        if odd and mistake == "a batch of another size":
-            batch = make_batch(batch_size=BATCH_SIZE - 2)
-        if odd and mistake == "a batch of another dtype":
-            batch = {"x": batch["x"].double(), "labels": batch["labels"]}
-        if odd and mistake == "a batch with another key":
-            batch = {"x": batch["x"], "lables": batch["labels"]}
-        engine.step(batch)
-    except ValueError as error:
-        return str(error), time.monotonic() - start
-    return "nothing was raised", time.monotonic() - start
-
-
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
-        ("config", ("the config differs between ranks", "rank 1", "'seed': 5", "the same wh.Config")),
-        ("another model", ("the model differs between ranks", "rank 1", "the same model")),
-        ("a model that cannot be captured", ("if x.sum() > 0:", "torch.where")),
-        ("another sample", ("differs between ranks", "rank 1")),
-        ("a sample without tensors", ("no tensor with a batch dimension",)),
-        ("another batch", ("the batch of step 1 differs between ranks", "rank 1", "DistributedSampler")),
-        ("a batch of another size", ("the batch of step 1 differs between ranks", "rank 1")),
-        ("a batch of another dtype", ("the batch of step 1 differs between ranks", "rank 1")),
-        ("a batch with another key", ("the batch of step 1 differs between ranks", "rank 1")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_ranks_that_disagree_all_say_so(server: ModelServer, mistake: str, words: tuple[str, ...]) -> None:
-    """Every rank raises within seconds, and the message says which rank is the odd one."""
-    for rank, (message, seconds) in enumerate(server.run(disagree, 3, mistake, timeout_s=FOUND_WITHIN_S)):
-        assert_says(message, *words)
-        if mistake == "a model that cannot be captured" and rank != 1:
-            assert_says(message, "rank 1 failed")
-        assert seconds < FOUND_WITHIN_S
-
-
-def plan_on_rank(prepared: None, path: str) -> str:
-    wh.init()
-    try:
-        wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=path)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_a_bad_plan_file_ends_every_rank(server: ModelServer, tmp_path: Path) -> None:
-    """Only rank 0 reads the file; the others hear of it."""
-    path = tmp_path / "plan.json"
-    wh.plan(Net(), make_batch(), cluster=3).save(path)
-    for message in server.run(plan_on_rank, 2, str(path)):
-        assert_says(message, "3 devices", "this job has 2")
-    path.write_text("{}")
-    for message in server.run(plan_on_rank, 2, str(path)):
-        assert_says(message, "is not a plan")

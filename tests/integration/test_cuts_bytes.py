@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
-from tests import zoo
-from tests.zoo import CASES, NUM_LAYERS, layer_cuts
+from tests import zoo_models as zoo
+from tests.zoo import CASES, layer_cuts
+from tests.zoo_models import NUM_LAYERS
 from whale import api
 from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.prepare import Prepared

@@ -1,4 +1,4 @@
-"""Metrics of a run: whale top, TensorBoard, and what is refused. The lines themselves: test_behaviour.py."""
+"""Metrics of a run: whale top, TensorBoard, and what is refused. The lines themselves: test_data_and_metrics.py."""
 
 from __future__ import annotations
 

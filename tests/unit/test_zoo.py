@@ -14,7 +14,8 @@ from torch import nn
 
 from tests.exactness import EXACT_FLOAT64, Float64Mode, Trace, compare, local_training, micro_batches, run_loss
 from tests.ranks import ModelServer
-from tests.zoo import BREADTH, CASES, DEEP, IGNORED, MAIN, NUM_CLASSES, Case, layer_cuts, uneven_batch
+from tests.zoo import BREADTH, CASES, DEEP, MAIN, Case, layer_cuts
+from tests.zoo_models import IGNORED, NUM_CLASSES, uneven_batch
 
 BATCH_SIZE = 6
 
