@@ -19,7 +19,7 @@ from whale.capture.kinds import named_args, op_name
 from whale.capture.losses import NotAdditive
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
-from whale.planning.chunks import chunk_counts, cut_into_chunks
+from whale.planning.chunks import ACTION_S, chunk_counts, cut_into_chunks
 from whale.planning.cuts import Floats, NoRoom
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
@@ -100,7 +100,8 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
         return next(iter(drafts.values()))
     best = min(drafts, key=lambda count: drafts[count].predicted_s)
     compared = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in drafts.items())
-    return replace(drafts[best], why_chunks=f"; {best} chunks on each VirtualDevice take least time ({compared})")
+    why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
+    return replace(drafts[best], why_chunks=why)
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_order: str = "") -> Plan:
