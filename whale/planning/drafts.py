@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 from torch.fx import Node
 
@@ -24,6 +24,7 @@ from whale.planning.plan import Crossing, DeviceMemory, Stage
 from whale.planning.pricing import stage_seconds
 from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
+from whale.planning.schedules import FIXED_ORDERS, fastest_schedule, fixed_schedule, lean_schedule, with_memory
 from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
 from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.split_stages import Split, SplitProblem, together_seconds
@@ -33,8 +34,6 @@ from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import ADAM_STATE, Workload
 from whale.profiling.costs import value_bytes
 
-FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
-"""schedules that are the same whatever the stages cost: made once for all drafts"""
 SAME_TIME = 1e-9
 """relative: memory that costs less than this does not limit"""
 
@@ -244,9 +243,19 @@ class _Drafter:
         return nothing, min(fitting, key=lambda each: each.situation.divide(size).slowest_s)
 
     def price(self, choice: Choice) -> _Priced:
-        stages = self._stages(choice)
-        schedule = self._schedule(stages, self.problem.config.num_micro_batch)
-        return _Priced(stages, schedule, self._situation(choice, schedule))
+        """With the fastest schedule, or where memory limits that one, with a schedule made for the memory."""
+        name, count, stages = self.problem.config.schedule, self.problem.config.num_micro_batch, self._stages(choice)
+        costs = self.costs(stages, count)
+        schedule = fastest_schedule(name, self.stage_graph, count, costs)
+        fastest = _Priced(stages, schedule, self._situation(choice, schedule))
+        if name in FIXED_ORDERS or not self.is_limited(fastest):
+            return fastest
+        kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
+        room = [self.workload.room_to_work(part) for part in self.assignment.slices]
+        costs = with_memory(costs, self.device_of_stage, kept, room, fastest.situation, self.problem.largest_micro_batch)
+        schedule = lean_schedule(name, self.stage_graph, count, costs)
+        lean = _Priced(stages, schedule, self._situation(choice, schedule))
+        return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
     def _stages(self, choice: Choice) -> tuple[Stage, ...]:
         problem, workload = self.problem, self.workload
@@ -268,12 +277,6 @@ class _Drafter:
     def costs(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Costs:
         return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
 
-    def _schedule(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Schedule:
-        name = self.problem.config.schedule
-        if name in FIXED_ORDERS:
-            return _fixed_schedule(name, self.stage_graph, num_micro_batch)
-        return scheduling.build(name, self.stage_graph, num_micro_batch, self.costs(stages, num_micro_batch))
-
     def _fits(self, priced: _Priced) -> bool:
         return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
 
@@ -290,7 +293,8 @@ class _Drafter:
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
 
         def situation_with(num_micro_batch: int) -> Situation:
-            return self._situation(choice, self._schedule(priced.stages, num_micro_batch))
+            name = config.schedule if config.schedule in FIXED_ORDERS else "1f1b"  # what others come to where memory is short
+            return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
 
         def recompute_fits() -> bool:
             return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
@@ -382,11 +386,6 @@ class _Drafter:
                 for owner in owners:
                     found[owner] += state.num_bytes
         return found
-
-
-@lru_cache(maxsize=8)
-def _fixed_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int) -> scheduling.Schedule:
-    return scheduling.build(name, graph, num_micro_batch)
 
 
 def _ranks(device: VirtualDevice) -> list[int]:

@@ -122,5 +122,9 @@ class CutProblem:
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:
-    """Micro-batches that a stage keeps, before the schedule is made: 1f1b keeps as many as there are stages from it on."""
-    return min(num_stages - stage, num_micro_batch) if schedule == "1f1b" else num_micro_batch
+    """Micro-batches that a stage keeps at least, before the schedule is made.
+
+    1f1b keeps as many as there are stages from it on. The others can do with as few where memory is short; what they really keep is
+    checked when the schedule is there. Only gpipe always keeps all.
+    """
+    return num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)
