@@ -184,7 +184,7 @@ class Config:
     @property
     def folder(self) -> str | None:
         """The run folder that the script named, else the one of `whale run`."""
-        return self.run_folder or os.environ.get(RUN_FOLDER_VARIABLE)
+        return self.run_folder or os.environ.get(RUN_FOLDER_VARIABLE) or None
 
     @property
     def autocast(self) -> torch.dtype | None:

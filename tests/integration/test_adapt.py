@@ -23,6 +23,7 @@ from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, DeviceKind
 from whale.emulation.pace import Pace
 from whale.planning.adapt import StepTimes, predicted_seconds, rebalance, samples_by_rank
+from whale.runtime.executor import Executor
 from whale.scheduling import Kind
 
 preload("tests.integration.test_adapt")
@@ -195,3 +196,20 @@ def test_a_loader_takes_new_shares_with_its_next_epoch(server: ModelServer) -> N
     losses, shares = server.run(train_with_loader, 2, ADAPT)[0]
     assert losses == pytest.approx(twice.losses, rel=1e-10)
     assert len(set(shares[:NUM_STEPS])) == len(set(shares[NUM_STEPS:])) == 1 and shares[-1][0] > shares[0][0]
+
+
+def steps_that_count(prepared: Prepared) -> int:
+    """Of steps whose programs all run for the first time, each one in the memory of the one before."""
+    with Float64Mode():
+        wh.init(wh.Config({"adapt": "suggest", "adapt_steps": 100}))
+        engine = wh.parallelize(Net(), batches()[0], optimizer=sgd, prepared=prepared)
+        engine.step(batches()[0])
+        assert engine._last_outcome is not None
+        for step in range(1, 20):
+            engine._adapting.after_step(object.__new__(Executor), engine._last_outcome, BATCH_SIZE, step)
+        return len(engine._adapting._own)
+
+
+def test_a_new_program_is_not_taken_for_one_that_is_gone(server: ModelServer) -> None:
+    """Python gives the `id` of an object that is gone to a new one, on some ranks: then they would not meet in the exchange of times."""
+    assert server.run(steps_that_count, 2) == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -218,3 +219,33 @@ def test_ranks_load_what_their_share_needs(cluster: str, tmp_path: Path) -> None
     (tmp_path / "cluster.yaml").write_text(cluster)
     for losses in run_ranks(train_from_loader, 2, str(tmp_path / "cluster.yaml")):
         assert losses == pytest.approx(plain_losses(), rel=1e-12)
+
+
+TIGHT = """
+hosts: [{name: localhost, devices: [{kind: a}, {kind: b}]}]
+kinds:
+  a: {tflop_per_s: 0.03, memory_gb: 0.009, gb_per_s: 10}
+  b: {tflop_per_s: 0.03, memory_gb: 0.007, gb_per_s: 10}
+"""
+
+
+def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
+    """(what rank 0 says about steps of 16, 8, 128, and again 128 samples; how many samples of a micro-batch each rank has room for)"""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("whale").addHandler(handler)
+    wh.init({"cluster": file, "recompute": False, "check_capture": False})
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    engine = wh.parallelize(model, torch.ones(16, 64, 256), optimizer=sgd, loss=mean_square)
+    for size in (16, 8, 128, 128):
+        engine.step(torch.ones(size, 64, 256))
+    return [message for message in messages if "may not fit" in message], [load.most for load in engine.plan.loads()]
+
+
+def test_a_larger_batch_than_planned_is_warned_of_once(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(TIGHT)
+    (told, room), (silent, _) = run_ranks(warnings_of_larger_batches, 2, str(tmp_path / "cluster.yaml"))
+    assert 0 < sum(room) < 128 and len(told) == 1 and not silent
+    assert "a mini-batch of 128 samples may not fit: 2 of 2 devices" in told[0] and f"room for {room[0]}); planned were 16" in told[0]

@@ -65,8 +65,8 @@ def test_a_device_at_half_its_speed_gives_up_samples_and_gets_them_back() -> Non
         5,
     )  # 11 x 1 against 5 x 2; 10 x 1 and 6 x 2 take 12
     assert slow.text == (
-        f"rank 1 ({plan.device_kinds[1]}) ran at 0.67 of its predicted share of the speed in steps 18 to 20 (threshold 0.15): "
-        "samples by rank 8+8 -> 11+5, which makes the slowest device 1.45 times faster"
+        f"rank 1 ({plan.device_kinds[1]}) ran at 0.67 of its predicted share of the speed in the 3 measured steps up to step 20 "
+        "(threshold 0.15): samples by rank 8+8 -> 11+5, which makes the slowest device 1.45 times faster"
     )
     assert slow.plan.decisions[-1].what == "samples by rank from step 21"
     again = rebalance(slow.plan, measured(slow.plan, (1.0, 0.5)), THRESHOLD, last_step=40)

@@ -76,6 +76,13 @@ def test_numbers_become_the_type_of_the_field() -> None:
     assert type(config.num_micro_batch) is int and config.num_micro_batch == 4
 
 
+def test_an_empty_run_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALE_RUN_FOLDER", "")
+    assert Config().folder is None
+    monkeypatch.setenv("WHALE_RUN_FOLDER", "runs/a")
+    assert Config().folder == "runs/a"
+
+
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().seed = 3  # type: ignore[misc]

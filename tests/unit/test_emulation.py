@@ -53,6 +53,7 @@ def test_more_than_one_overrun_in_a_hundred_is_invalid() -> None:
     pace = Pace({late: 0.001, forward(0, 0): 1e-9, idle: 0.0})
     pace.finish(late, time.perf_counter() - 0.5)
     assert (pace.num_overruns, pace.worst_overrun[1], pace.is_valid) == (1, "B1.2", False) and pace.worst_overrun[0] > 0.4
+    assert pace.worst_ratio == pytest.approx(1 + pace.worst_overrun[0] / 0.001)
     pace.finish(idle, time.perf_counter() - 0.5)  # takes no time on the emulated device: nothing to be late for
     assert pace.num_actions == 1
 
@@ -205,6 +206,7 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
     record = {
         "rank": 0, "kind": "V100", "host": "a", "memory_bytes": 1, "peak_bytes": {}, "steps": [[0.0, 2.0], [3.0, 4.0], [5.0, 6.5]],
         "events": [["F0.0", 5.0, 6.0]], "num_actions": 50, "num_overruns": 2, "worst_overrun": [0.03, "F0.1"],
+        "worst_ratio": 3.0,
     }  # fmt: skip
     (tmp_path / "rank_00000.json").write_text(json.dumps(record))
     prediction = {"events": [[["F0.0", 0.0, 1.0]]], "step_s": 1.0, "factor": 7.0, "is_stub": False}
@@ -212,7 +214,7 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
     rehearsal = read_rehearsal(tmp_path)
     assert isinstance(rehearsal, Rehearsal) and rehearsal.step_s == 1.5
     words = _verdict(rehearsal)
-    assert words.startswith("INVALID: 2 of 50 actions (4.0 %)") and "F0.1 on rank 0, 30.0 ms late" in words and "--stretch 14" in words
+    assert words.startswith("INVALID: 2 of 50 actions (4.0 %)") and "F0.1 on rank 0, 30.0 ms late" in words and "--stretch 21" in words
 
 
 def refused(*words: str) -> str:

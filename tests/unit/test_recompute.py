@@ -171,3 +171,16 @@ def test_buffers_are_never_updated_twice() -> None:
             optimizer.step()
         for name, tensor in engine.full_state_dict().items():
             assert torch.allclose(tensor, local.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("num_micro_batch", [1, 2])
+def test_the_plan_says_what_batch_norm_means_with_several_micro_batches(num_micro_batch: int) -> None:
+    """And local training in such micro-batches really is what it says."""
+    with Float64Mode():
+        wh.init(wh.Config({"num_micro_batch": num_micro_batch}))
+        batch = torch.randn(BATCH_SIZE, WIDTH)
+        engine = wh.parallelize(Counted(), batch, optimizer=sgd)
+        expected = sum(Counted()(part).item() / num_micro_batch for part in batch.chunk(num_micro_batch))
+        assert engine.step(batch).loss == pytest.approx(expected, rel=1e-12)
+        said = [note for note in engine.plan.notes if "over each of the 2 micro-batches, not over the whole mini-batch" in note]
+        assert len(said) == num_micro_batch - 1 and all("self.norm(" in note for note in said)

@@ -90,6 +90,7 @@ def test_each_device_has_its_part() -> None:
     assert row(text, "1", "3-4") == "1 3-4 V100-32GB 2+1"
     assert row(text, "1", "1") == "1 1 0 2 P100 4 (2x), 3 (1x) 1.25 TFLOP 999 B 1.50 s"
     assert row(text, "1", "5") == "1 5 P100 3"
+    assert "of a device on average" in " ".join(text.split())
 
 
 def test_crossings_count_bytes_of_the_mini_batch() -> None:
@@ -108,6 +109,7 @@ def test_the_rest_is_there() -> None:
     assert "a note on aten.sort" in text
     picture = scheduling.draw(scheduling.Schedule.from_json(hand_made().schedule), width=130)
     assert all(line in text for line in picture.splitlines())
+    assert "drawn with backward = 2 x forward" in text  # its bubble is another than that of the predicted step
 
 
 def test_a_parameter_of_two_stages_on_one_device_is_no_exact_sum() -> None:

@@ -96,6 +96,35 @@ def test_a_recomputed_region_is_split_too(model: Layers) -> None:
         torch.testing.assert_close(got, expected[name], rtol=1e-12, atol=1e-12)
 
 
+class Unusual(nn.Module):
+    """Legal layers that are not `x @ weight + bias`: all stay whole, but for the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        self.vector, self.one, self.plain = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = aten.addmm.default(self.bias, x.reshape(-1, 8), self.weight, beta=0.5, alpha=2.0)
+        x = aten.addmm.default(self.one, x, self.weight)
+        x = x * aten.linear.default(x, self.vector).unsqueeze(-1) + aten.matmul.default(x, self.vector).unsqueeze(-1)
+        return aten.linear.default(x, self.plain)
+
+
+def test_layers_that_are_not_plain_stay_whole() -> None:
+    model, (x,) = Unusual().double(), inputs(1)
+    model(x).square().sum().backward()
+    expected = gradients(model) | {"x": x.grad}
+    model.zero_grad()
+    deferred, again = Deferred(), x.detach().requires_grad_()
+    result = compile_chunk(symbolic_trace(model), "stage 0", deferred)(again)
+    products = deferred.begin()
+    result.square().sum().backward()  # type: ignore[attr-defined]
+    assert len(products) == 1  # the last layer's
+    run_products(products)
+    torch.testing.assert_close(gradients(model) | {"x": again.grad}, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_an_input_without_gradient_leaves_nothing_to_put_off() -> None:
     weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
     deferred = Deferred()

@@ -34,7 +34,7 @@ def test_pieces_change_the_same_bits_as_the_whole(kind: type[torch.optim.Optimiz
             a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step))
             b.grad = a.grad.clone()
         before = [parameter.detach().clone() for parameter in cut]
-        updates.forget()
+        updates.begin()
         updates.close_stage(7)
         updates.run()
         assert [torch.equal(old, new) for old, new in zip(before, cut, strict=True)] == [True, False, True, False, True]
@@ -45,6 +45,21 @@ def test_pieces_change_the_same_bits_as_the_whole(kind: type[torch.optim.Optimiz
     assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
     assert str(sorted(one.state_dict()["state"].items())) == str(sorted(other.state_dict()["state"].items()))
     assert [len(group["params"]) for group in other.param_groups] == [2, 3]
+
+
+def test_a_stage_that_lends_a_parameter_is_left_to_the_end() -> None:
+    params = parameters()
+    before = [parameter.detach().clone() for parameter in params]
+    updates = StageUpdates(torch.optim.SGD(params, lr=0.1), [Held(str(p), each, (0,), (p,)) for p, each in enumerate(params)])
+    for each in params:
+        each.grad = torch.ones_like(each)
+    updates.begin(lending={1})
+    for stage in range(3):
+        updates.close_stage(stage)
+    updates.run()
+    assert [torch.equal(old, new) for old, new in zip(before, params, strict=True)] == [False, True, False, True, True]
+    updates.finish()
+    assert all(torch.equal(old - 0.1, new) for old, new in zip(before, params, strict=True))
 
 
 def test_not_where_something_needs_all_gradients_or_every_step() -> None:

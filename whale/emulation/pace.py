@@ -30,6 +30,8 @@ class Pace:
     num_overruns: int = 0
     worst_overrun: tuple[float, str] = field(default=(0.0, ""))
     """(seconds, action)"""
+    worst_ratio: float = 1.0
+    """of what an overrun took to its time, the largest: with times so much longer none would have been late"""
     note: Callable[[Action], None] | None = None
     """called for every action, before it is paced: the accounting of memory"""
 
@@ -45,11 +47,12 @@ class Pace:
         if late_s > max(LATE_S, LATE_PART * seconds):
             self.num_overruns += 1
             self.worst_overrun = max(self.worst_overrun, (late_s, str(action)))
+            self.worst_ratio = max(self.worst_ratio, 1 + late_s / seconds)
 
     def forget(self) -> None:
         """Counts from here on."""
         self.num_actions = self.num_overruns = 0
-        self.worst_overrun = (0.0, "")
+        self.worst_overrun, self.worst_ratio = (0.0, ""), 1.0
 
     @property
     def is_valid(self) -> bool:

@@ -43,6 +43,8 @@ class RankRecord:
     num_actions: int
     num_overruns: int
     worst_overrun: tuple[float, str]
+    worst_ratio: float
+    """see `Pace`"""
 
 
 class Recorder:
@@ -87,6 +89,7 @@ class Recorder:
             num_actions=sum(pace.num_actions for pace in self._paces),
             num_overruns=sum(pace.num_overruns for pace in self._paces),
             worst_overrun=max((pace.worst_overrun for pace in self._paces), default=(0.0, "")),
+            worst_ratio=max((pace.worst_ratio for pace in self._paces), default=1.0),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         _write(self._folder / f"rank_{self._rank:05d}.json", asdict(record))

@@ -14,7 +14,9 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.capture.graph import user_line
+from whale.capture.kinds import op_name
 from whale.capture.prepare import Prepared
+from whale.capture.sample_states import CASTS
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import GridGroups
 from whale.lowering.messages import Bridges, build_bridges
@@ -24,6 +26,7 @@ from whale.planning.plan import Plan
 from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
+from whale.profiling.costs import VIEWS
 
 if TYPE_CHECKING:
     from whale.runtime.ranks import Ranks
@@ -86,6 +89,12 @@ class Lowered:
                 reached.add(node)
                 waiting.extend(source for source in node.all_input_nodes if source in self.assignment.gradients)
         return frozenset(str(node.target) for node in reached if node.op == "get_attr")
+
+    @cached_property
+    def lending(self) -> frozenset[int]:
+        """Stages that hand on values which may lie in the memory of a parameter: a slice of it, or one expanded over the samples."""
+        crossings = self.assignment.crossings
+        return frozenset(source for node, source, _ in crossings if self.values[node].batch_dim is None or _is_view_of_parameter(node))
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The graph's placeholders: the whole mini-batch on this device, and the values that need all of it."""
@@ -168,6 +177,12 @@ class Lowered:
             device=self.ranks.device,
             seed_parts=(seed, replica, place if self.plan.virtual_devices[device].grid is None else 0),
         )
+
+
+def _is_view_of_parameter(node: Node) -> bool:
+    while node.all_input_nodes and (op_name(node) in CASTS or f"aten.{op_name(node)}" in VIEWS or op_name(node) == "getitem"):
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
 
 
 def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any) -> Tensor:

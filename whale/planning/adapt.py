@@ -67,8 +67,8 @@ def rebalance(plan: Plan, window: Sequence[StepTimes], threshold: float, last_st
         return None
     speed = sum(1.0 + each[worst] for each in drifts) / len(drifts)
     text = (
-        f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of the speed in steps "
-        f"{last_step - len(window) + 1} to {last_step} (threshold {threshold:g}): samples by rank {_shown(old)} -> {_shown(new)}, "
+        f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of the speed in the "
+        f"{len(window)} measured steps up to step {last_step} (threshold {threshold:g}): samples by rank {_shown(old)} -> {_shown(new)}, "
         f"which makes the slowest device {before_s / after_s:.2f} times faster"
     )
     decision = Decision(f"samples by rank from step {last_step + 1}", _shown(new), text)

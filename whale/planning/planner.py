@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import named_args, op_name
+from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
@@ -140,7 +140,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
         ),
-        notes=(*captured.notes, *draft.split.notes()),
+        notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
@@ -293,6 +293,17 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
                 f"buffer {name} is computed from the samples ({user_line(value)}), so each device would get another value: "
                 f"put this part on one device with one model replica"
             )
+
+
+def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str]:
+    """Where training differs from one step on the whole mini-batch, by definition."""
+    found = [node for node in captured.compute_nodes() if trains_batch_norm(node)]
+    if not found or num_micro_batch == 1:
+        return []
+    return [
+        f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each of the {num_micro_batch} micro-batches, "
+        'not over the whole mini-batch: the same as local training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
+    ]
 
 
 def _schedule_reason(schedule: scheduling.Schedule) -> str:

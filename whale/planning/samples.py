@@ -121,7 +121,8 @@ class SampleMap:
         try:
             return divide(size, self.plan.virtual_devices, loads, self.plan.least_samples)
         except DoesNotFit:
-            # larger than what was planned for: an evaluation, which keeps nothing for backward. Speed alone decides
+            # larger than what was planned for: an evaluation, which keeps nothing for backward, or a training step, of which
+            # `runtime/shapes.py` warns. Speed alone decides
             free = [replace(load, most=UNLIMITED) for load in loads]
             return divide(size, self.plan.virtual_devices, free, self.plan.least_samples)
 

@@ -86,7 +86,7 @@ def _task_graphs(plan: Plan) -> Table:
 
 def _devices(plan: Plan) -> Table:
     """One row for each VirtualDevice in each model replica; the work is the same in all replicas, the share of the samples may differ."""
-    title = "VirtualDevices (each device: samples of a micro-batch, forward FLOP and time of a mini-batch)"
+    title = "VirtualDevices (samples of a micro-batch by device; forward FLOP and time of a mini-batch: of a device on average)"
     table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
     _add_numbers(table, "FLOP", "parameters", "time")
     samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
@@ -208,7 +208,8 @@ class _Picture:
         self.schedule = schedule
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("Schedule (one row for each VirtualDevice of a model replica)", style="bold")
+        title = "Schedule (one row for each VirtualDevice of a model replica, drawn with backward = 2 x forward and free messages)"
+        yield Text(title, style="bold")
         yield Text(draw(self.schedule, width=max(options.max_width, NARROWEST_PICTURE)), no_wrap=True, overflow="ignore")
 
 

@@ -161,7 +161,8 @@ def _verdict(rehearsal: Rehearsal) -> str:
     worst = f"the worst was {action} on rank {rank}, {human_seconds(late_s)} late"
     if rehearsal.is_valid:
         return f"valid: {counted}; {worst}"
+    enough = rehearsal.factor * max(record.worst_ratio for record in rehearsal.records)
     return (
         f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too slow or too busy for these times: "
-        f"stretch them more (--stretch {2 * rehearsal.factor:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
+        f"stretch them more (--stretch {enough:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
     )

@@ -7,6 +7,7 @@ a rank that waits for a slow one is not slow. A step whose program was just made
 from __future__ import annotations
 
 import logging
+from weakref import WeakSet
 
 from whale.capture.kinds import trains_batch_norm
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
@@ -25,7 +26,8 @@ class Adapting:
         self.num_rebalanced = 0
         self._own: list[tuple[int, float]] = []
         """(samples of the mini-batch, seconds of this rank) of the steps since the last exchange"""
-        self._known_executors: set[int] = set()
+        self._known_executors: WeakSet[Executor] = WeakSet()
+        """those that ran before; not by `id`, which a later executor may get again, on one rank and not on the other"""
         self._suggested: tuple[int, ...] | None = None
         self.is_on = self._config.adapt != "off" and self._ranks.is_distributed and self._can_measure()
 
@@ -45,8 +47,8 @@ class Adapting:
         """The plan to follow from the next step on, when it is a new one; the same on all ranks. `step`: the one that is over."""
         if not self.is_on:
             return None
-        if id(executor) not in self._known_executors:
-            self._known_executors.add(id(executor))
+        if executor not in self._known_executors:
+            self._known_executors.add(executor)
             return None
         self._own.append((batch_size, outcome.compute_s))
         if len(self._own) < self._config.adapt_steps:

@@ -103,7 +103,8 @@ class Engine:
         executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
-        updates = self._updater.begin(self._held) if emulation is None else None  # emulated updates take their time at the end
+        is_real = emulation is None  # emulated updates take their time at the end
+        updates = self._updater.begin(self._held, lowered.lending) if is_real else None
         outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
         waiting = time.perf_counter()

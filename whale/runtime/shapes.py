@@ -24,6 +24,7 @@ from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
+from whale.planning.samples import SampleMap
 from whale.runtime.executor import Executor
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
@@ -142,11 +143,26 @@ class Shapes:
             is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
             schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
+            if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
+                _warn_of_memory(job.plan, batch_size)
             compiles = job.config.compile and is_training
             self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles)
             if job.emulation is not None:
                 self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]
+
+
+def _warn_of_memory(plan: Plan, batch_size: int) -> None:
+    """A mini-batch to train on that is larger than the planned one may need more memory than a device has."""
+    loads, most = plan.loads(), map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank())
+    full = [(rank, number) for rank, number in enumerate(most) if number > loads[rank].most]
+    if full:
+        rank, number = full[0]
+        logger.warning(
+            "a mini-batch of %d samples may not fit: %d of %d devices get more than their memory was planned for (rank %d: %d samples of a "
+            "micro-batch, room for %d); planned were %d. Give wh.parallelize a sample batch of the largest size, or more micro-batches",
+            *(batch_size, len(full), plan.num_devices, rank, number, loads[rank].most, plan.batch_size),
+        )
 
 
 def largest_micro_batches(plan: Plan, batch_size: int) -> int:

@@ -6,7 +6,8 @@ puts the other product off, into the list of its micro-batch; `run_products` doe
 else in the chunk (norms, attention, embeddings) is differentiated as always. No walk over the autograd graph: what is put off was known
 when the chunk was compiled.
 
-Where the input of a layer needs no gradient, or its weight is no parameter but computed, the layer stays as it is.
+Where the input of a layer needs no gradient, its weight is no parameter but computed, or it is no plain layer (a weight that is a vector,
+a bias that is broadcast, `addmm` with factors), the layer stays as it is.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
     """For each operation that can be split, the function that stands in for it, with the same arguments."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _is_split(x, weight, bias):
+        if _is_split(x, weight, bias) and _is_layer(weight, bias, 0):
             return _Linear.apply(deferred, x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
         return F.linear(x, weight, bias)
 
-    def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if _is_split(x, weight, bias) and bias.ndim == 1:
+    def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if _is_split(x, weight, bias) and _is_layer(weight, bias, 1) and beta == alpha == 1:
             return _Linear.apply(deferred, x, weight.detach().t(), bias, weight)  # type: ignore[no-any-return, no-untyped-call]
-        return torch.addmm(bias, x, weight)
+        return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
 
     def matmul(x: Tensor, weight: Tensor) -> Tensor:
-        if _is_split(x, weight, None) and weight.ndim == 2 and x.ndim >= 2:
+        if _is_split(x, weight, None) and _is_layer(weight, None, 1) and x.ndim >= 2:
             return _Linear.apply(deferred, x, weight.detach().t(), None, weight)  # type: ignore[no-any-return, no-untyped-call]
         return torch.matmul(x, weight)
 
@@ -103,6 +104,11 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
 def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     own_bias = bias is None or bias.is_leaf
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and weight.is_leaf and own_bias
+
+
+def _is_layer(weight: Tensor, bias: Tensor | None, output_dim: int) -> bool:
+    """Whether the weight is a matrix and the bias, if any, has a number for each output: nothing is broadcast."""
+    return weight.ndim == 2 and (bias is None or bias.shape == weight.shape[output_dim : output_dim + 1])
 
 
 def _per_dim(setting: Any, num_dims: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 Only where nothing needs all gradients first: no clipping, no loss scale, and `"on_nonfinite": "continue"` (other values look at the loss
 and the gradient norm of the whole model before any weight changes). Parameters that other stages or ranks hold too wait for the end of
-the step.
+the step, and so do those of a stage that lends a parameter: hands on a slice of it, say, which lies in its memory, and which a weight
+product of a later stage may still have to read.
 
 The optimizer stays one object with one state. Each call of its `step()` sees only some of its parameters, which comes to the same bits
 where it treats every parameter by itself. That is known of torch's own classes below and of no other, and it does not hold for hooks
@@ -53,6 +54,7 @@ class StageUpdates:
                 own.setdefault(parameter.stages[0], []).append(id(parameter.tensor))
         self._of_stage = {stage: frozenset(parameters) for stage, parameters in own.items()}
         self._done: set[int] = set()
+        self._lending: Collection[int] = ()
         self.ready: list[int] = []
         """stages whose gradients are final, and which are not updated yet"""
 
@@ -61,9 +63,14 @@ class StageUpdates:
         """Whether the step of this optimizer may be taken in pieces."""
         return type(optimizer) in BY_PARAMETER and not needs_all_gradients(config) and not has_step_hooks(optimizer)
 
+    def begin(self, lending: Collection[int] = ()) -> None:
+        """A step begins; one that failed may have left something behind. `lending`: stages that are left to the end (`Lowered.lending`)."""
+        self._lending = lending
+        self._forget()
+
     def close_stage(self, stage: int) -> None:
         """All gradients of the stage are final on this rank."""
-        if stage in self._of_stage:
+        if stage in self._of_stage and stage not in self._lending:
             self.ready.append(stage)
 
     def run(self) -> None:
@@ -76,10 +83,9 @@ class StageUpdates:
     def finish(self) -> None:
         """The end of a step: all that is left."""
         self._step({id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._done)
-        self.forget()
+        self._forget()
 
-    def forget(self) -> None:
-        """A step begins; one that failed may have left something behind."""
+    def _forget(self) -> None:
         self._done.clear()
         self.ready.clear()
 

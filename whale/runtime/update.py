@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,14 @@ class Updater:
         self._config, self._ranks = config, ranks
         self._by_stage: StageUpdates | None = None
 
-    def begin(self, held: Sequence[Held]) -> StageUpdates | None:
+    def begin(self, held: Sequence[Held], lending: Collection[int]) -> StageUpdates | None:
         """Start of a step: what updates each stage as soon as it may be; None where all must be updated at the end."""
         if self.optimizer is None or not StageUpdates.possible(self.optimizer, self._config):
             self._by_stage = None
-        elif self._by_stage is None:
+            return None
+        if self._by_stage is None:
             self._by_stage = StageUpdates(self.optimizer, held)
-        else:
-            self._by_stage.forget()
+        self._by_stage.begin(lending)
         return self._by_stage
 
     @staticmethod
