@@ -250,7 +250,7 @@ def embeddings(cutting: Cutting) -> Iterator[tuple[str, float]]:
     table, tokens = numbers(11, 3), torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
     part, first = cutting.part(table, 0), cutting.bounds(11)[0]
     for padding in (-1, 4):
-        expected, result = torch.embedding(table, tokens, padding), ops.embedding(part, tokens, first, padding)
+        expected, result = torch.embedding(table, tokens, padding), ops.embedding(part, tokens, first, len(table), padding)
         total = sum_of_parts(result.detach(), cutting)
         gradient = numbers(2, 5, 3, seed=3).detach()
         (wanted,), (got,) = torch.autograd.grad(expected, table, gradient), torch.autograd.grad(result, part, gradient)

@@ -139,6 +139,7 @@ def test_nested_split() -> None:
             pass
 
     assert_says(message_of(nested), "split(2) is opened inside split(4)", "do not nest")
+    assert "set_default_strategy" not in message_of(nested)  # which refuses split
 
 
 def test_more_devices_than_classes_is_allowed_and_said() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import EXACT_FLOAT64, Float64Mode, run_loss
@@ -18,9 +19,11 @@ from tests.split_oracle import run_sharded, whole_program
 from tests.zoo import CASES
 from whale import api
 from whale.capture.batch import read_batch
+from whale.capture.kinds import op_name
 from whale.planning.split_stages import grid_shapes
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
+from whale.sharding.operation import SAME
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
@@ -125,3 +128,96 @@ def test_another_number_of_samples_runs_with_the_same_choices() -> None:
         other = small("gpt", number) if number > 1 else None
         if other is not None:
             Subject(planned.space, other.weights, other.inputs, other.loss, other.gradients).check(sharding, number)
+
+
+class Between(nn.Module):
+    """Something between two linear layers, x [samples, LENGTH, 5]."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(self.between(self.up(x))), y)
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda h: h * F.pad(h, (0, 0, 1, -1)),
+    "new_full": lambda h: h * h.new_full((h.shape[0], 1, 1), 2.0),
+    "new_zeros": lambda h: torch.cat([h.new_zeros(h.shape[0], 1, 8), h[:, :-1]], 1),
+    "diff": lambda h: torch.diff(h, dim=1, prepend=h[:, :1]),
+    "narrow": lambda h: torch.narrow(h, 2, 0, 8) * torch.narrow(h, 0, 0, h.shape[0]),
+    "repeat_interleave": lambda h: torch.repeat_interleave(h, 2, dim=1, output_size=2 * h.shape[1])[:, ::2],
+}
+
+
+def _rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(num_samples, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_every_way_to_cut_an_operation(name: str) -> None:
+    subject = _subject(Between(BETWEEN[name]).double(), _rows())
+    program = subject.space.program
+    nodes = [node for node in subject.space.operations if op_name(node) == name]
+    assert nodes
+    for node in nodes:
+        for option in subject.space.options[node]:
+            space = Space(program)
+            space.options[node] = (option,)
+            replace(subject, space=space).check(solve(program, Grid(1, 2, 1), NUM_SAMPLES, BY_BYTES, space=space), NUM_SAMPLES)
+
+
+def test_channels_are_dropped_as_one() -> None:
+    subject = _subject(Between(lambda h: F.dropout1d(h * 1.0, 0.5, training=True) * 0.0).double(), _rows())
+    (node,) = [node for node in subject.space.operations if op_name(node) == "feature_dropout"]
+    assert {option.outputs[0] for option in subject.space.options[node]} == {0, 1, SAME}
+
+
+class Average(nn.Module):
+    """A buffer follows the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.relu(self.up(x))
+        loss = F.mse_loss(self.down(h - self.average), y)
+        self.average.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
+        return loss
+
+
+class Copies(nn.Module):
+    """The matrix of its expert is copied for every row; numbers below 0 count from the last expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.experts = nn.Linear(5, 6), nn.Parameter(torch.randn(4, 7, 6) / 3)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return torch.bmm(self.experts[numbers], self.up(x).unsqueeze(-1)).square().mean()
+
+
+GRIDS = ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2))
+
+
+def test_a_buffer_that_follows_the_batch() -> None:
+    subject = _subject(Average().double(), _rows())
+    for shape in GRIDS:
+        subject.check(solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space), NUM_SAMPLES)
+
+
+def test_numbers_of_experts_are_read_as_indices() -> None:
+    subject = _subject(Copies().double(), (_rows()[0][:, 0], torch.tensor([0, -1, 3, -4, -2])))
+    assert any(op_name(node) == "expert_mm" for node in subject.space.operations)
+    for shape in GRIDS:
+        sharding = solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space)
+        subject.check(sharding, NUM_SAMPLES)
+        wrong = [subject.inputs[0], torch.tensor([0, 1, 2, 3, 4]), *subject.inputs[2:]]
+        with pytest.raises(IndexError, match="4 is out of bounds"):
+            run_sharded(subject.space, sharding, NUM_SAMPLES, subject.weights, wrong)

@@ -60,10 +60,8 @@ class Scope:
     def __enter__(self) -> Scope:
         if _open_scopes:
             outer = _open_scopes[-1].strategy
-            raise ValueError(
-                f"{self.strategy} is opened inside {outer}: scopes do not nest. Close the outer `with` first, or make the outer one the "
-                f"default with wh.set_default_strategy(wh.{outer})"
-            )
+            default = f", or make the outer one the default with wh.set_default_strategy(wh.{outer})" if outer.kind == "replicate" else ""
+            raise ValueError(f"{self.strategy} is opened inside {outer}: scopes do not nest. Close the outer `with` first{default}")
         self._exit = contextlib.ExitStack()
         if _forward_marks is None:
             mark = Mark(("construction", next(_construction_marks)), self.strategy)

@@ -7,6 +7,8 @@ more, and copied weights are large. This pass gives both the same form, in the o
     y = grouped_mm(x[order], weight, ends) ... y[inverse of order]   ->   expert_mm(x, weight, expert of each row)             (1)
     bmm(weight[expert of each row], x)                               ->   expert_mm(x, weight, expert of each row)             (2)
 
+In (2) the numbers are read as indexing does: negative ones count from the end, others outside are an error.
+
 In (1) whatever stands between must treat rows one by one; where something else reads sorted rows, the graph stays as it is.
 """
 
@@ -86,9 +88,10 @@ def use_expert_mm(graph: Graph) -> int:
     for node in list(graph.nodes):
         if op_name(node) in ("sort", "argsort") and _is_plain_sort(node):
             _Sorted(graph, node).take_out()
+    numbers: dict[tuple[Node, int], Node] = {}
     for node in list(graph.nodes):
         if op_name(node) == "bmm":
-            _use_no_copies(graph, node)
+            _use_no_copies(graph, node, numbers)
     remove_dead(graph)
     return sum(op_name(node) == "expert_mm" for node in graph.nodes)
 
@@ -276,8 +279,8 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _use_no_copies(graph: Graph, node: Node) -> None:
-    """Line (2): a product of one row for each of the copied matrices."""
+def _use_no_copies(graph: Graph, node: Node, numbers: dict[tuple[Node, int], Node]) -> None:
+    """Line (2): a product of one row for each of the copied matrices. `numbers`: those of the experts that products before have read."""
     left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else (node, node)
     for copies, x, row_dim in ((left, right, 2), (right, left, 1)):
         if not _copies_matrices(copies) or not _is_one(x.meta["val"].shape[row_dim]):
@@ -285,7 +288,10 @@ def _use_no_copies(graph: Graph, node: Node) -> None:
         weight, (experts,) = argument(copies, "self"), argument(copies, "indices")
         has_rows = op_name(x) == "unsqueeze" and argument(x, "dim") % 3 == row_dim
         rows = x.args[0] if has_rows else _insert(graph, node, aten.squeeze.dim, (x, row_dim))
-        product = _insert(graph, node, expert_mm_op(), (rows, weight, experts, row_dim == 2))
+        read = experts, weight.meta["val"].shape[0]
+        if read not in numbers:
+            numbers[read] = _read_numbers(graph, node, *read)
+        product = _insert(graph, node, expert_mm_op(), (rows, weight, numbers[read], row_dim == 2))
         for user in list(node.users):
             if op_name(user) == "squeeze" and argument(user, "dim") in (row_dim, row_dim - 3):
                 user.replace_all_uses_with(product)
@@ -294,6 +300,14 @@ def _use_no_copies(graph: Graph, node: Node) -> None:
             node.replace_all_uses_with(_insert(graph, node, aten.unsqueeze.default, (product, row_dim)))
         graph.erase_node(node)
         return
+
+
+def _read_numbers(graph: Graph, node: Node, experts: Node, num_experts: int) -> Node:
+    """`arange(num_experts)[experts]`: from 0 on, with torch's error for those that do not exist."""
+    numbers = experts.meta["val"]
+    with numbers.fake_mode:
+        every = _insert(graph, node, aten.arange.default, (num_experts,), {"dtype": numbers.dtype, "device": numbers.device})
+    return _insert(graph, node, aten.index.Tensor, (every, [experts]))
 
 
 def _copies_matrices(node: Node) -> bool:

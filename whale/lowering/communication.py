@@ -205,9 +205,9 @@ def _class_loss(special: Special, around: RealCommunication) -> Callable[..., An
 
 
 def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    first = around.first_of(special, 0, 0)
+    first, num_rows = around.first_of(special, 0, 0), special.inputs[0].shape[0]
     return _by_name(
-        special.node, lambda given: sharded_ops.embedding(given["weight"], given["indices"], first, int(given["padding_idx"]))
+        special.node, lambda given: sharded_ops.embedding(given["weight"], given["indices"], first, num_rows, int(given["padding_idx"]))
     )
 
 

@@ -59,7 +59,7 @@ class Under:
 def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, groups: Groups) -> Tensor:
     """x [..., K], weight [N, K], bias [N], each this place's part; the result in the layout of `plan.y`. Bias is cut like the result."""
     result: Tensor = _ShardedLinear.apply(x, weight, plan, groups)  # type: ignore[no-untyped-call]
-    return result if bias is None else result + bias
+    return result if bias is None else result + bias.to(result.dtype)
 
 
 class _ShardedLinear(torch.autograd.Function):
@@ -73,13 +73,14 @@ class _ShardedLinear(torch.autograd.Function):
         else:
             whole_x = pending_x.wait()
             product = F.linear(whole_x, whole_w)
-        ctx.plan, ctx.groups = plan, groups
-        ctx.save_for_backward(*((whole_x, whole_w) if plan.keep else (x, weight)))
+        ctx.plan, ctx.groups, ctx.dtypes = plan, groups, (x.dtype, weight.dtype)
+        ctx.save_for_backward(*((whole_x.to(product.dtype), whole_w.to(product.dtype)) if plan.keep else (x, weight)))
         return run(product, plan.y.forward, groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         plan, groups = ctx.plan, ctx.groups
+        of_x, of_w = ctx.dtypes  # under autocast wider than those of the products
         x, weight = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         pending_y = Under(gradients[0], plan.y.backward, groups)
@@ -88,11 +89,11 @@ class _ShardedLinear(torch.autograd.Function):
         dy = pending_y.wait()
         pending_dx = pending_dw = None
         if again_w is not None:
-            pending_dx = Under(torch.matmul(dy, again_w.wait()), plan.x.backward, groups)
+            pending_dx = Under(torch.matmul(dy, again_w.wait().to(dy.dtype)).to(of_x), plan.x.backward, groups)
         if again_x is not None:
-            rows = again_x.wait()
+            rows = again_x.wait().to(dy.dtype)
             product = _rows(dy).t() @ _rows(rows)
-            pending_dw = Under(product, plan.weight.backward, groups)
+            pending_dw = Under(product.to(of_w), plan.weight.backward, groups)
         dx = pending_dx.wait() if pending_dx is not None else None
         dw = pending_dw.wait() if pending_dw is not None else None
         return dx, dw, None, None
@@ -118,7 +119,8 @@ class _Chunks:
     def products(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(x gathered, its product with the weight)"""
         whole = self.x.new_empty(self.num_devices, *self.x.shape)
-        result = self.x.new_empty(self.num_devices, *self.x.shape[:-1], weight.shape[0])
+        dtype = F.linear(self.x[:0], weight).dtype  # another one under autocast
+        result = self.x.new_empty(self.num_devices, *self.x.shape[:-1], weight.shape[0], dtype=dtype)
         first = 0
         for room, work in self.arriving:
             if work is not None:

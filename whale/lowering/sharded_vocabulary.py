@@ -25,13 +25,16 @@ NONE, MEAN, SUM = 0, 1, 2
 """reductions, as aten numbers them"""
 
 
-def embedding(weight: Tensor, indices: Tensor, first: int, padding_idx: int = -1) -> Tensor:
-    """Rows of a table of which this device has those from `first` on; zero for all others: a partial sum over the line."""
+def embedding(weight: Tensor, indices: Tensor, first: int, num_embeddings: int, padding_idx: int = -1) -> Tensor:
+    """Rows of a table of which this device has those from `first` on; zero for all others: a partial sum over the line. Numbers outside
+    the whole table are an error, as in one device's table."""
     num_rows = weight.shape[0]
     here = (indices >= first) & (indices < first + num_rows)
+    wrong = _is_outside(indices, num_embeddings)
+    _check("a token", indices, wrong, num_embeddings)
     if num_rows == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()  # zero, with a history
-    local = torch.where(here, indices - first, 0)
+    local = torch.where(here | wrong, indices - first, 0)
     padding = padding_idx - first if first <= padding_idx < first + num_rows else -1
     return torch.embedding(weight, local, padding) * here.unsqueeze(-1).to(weight.dtype)
 
@@ -123,9 +126,11 @@ class _Rows:
             self.own = self.probabilities.sum(1)
             return
         counted = labels != classes.ignore_index
+        wrong = counted & _is_outside(labels, classes.num_classes)
+        _check("a label", labels, wrong, classes.num_classes)
         here = counted & (labels >= classes.first) & (labels < classes.first + self.num_here)
         self.counted, self.here = counted.to(values.dtype), here.to(values.dtype)
-        self.local = torch.where(here, labels - classes.first, 0).unsqueeze(1)
+        self.local = torch.where(here | wrong, labels - classes.first, 0).unsqueeze(1)
         if weight is not None:
             self.own = self._at_target(weight.expand_as(values))
 
@@ -174,6 +179,16 @@ class _Rows:
             result -= flat if self.weight is None else flat * self.weight
         if self.num_here:
             result.scatter_add_(1, self.local, ((self.smoothing - 1) * self._target_here()).unsqueeze(1))
+
+
+def _is_outside(numbers: Tensor, stop: int) -> Tensor:
+    return (numbers < 0) | (numbers >= stop)
+
+
+def _check(what: str, numbers: Tensor, is_wrong: Tensor, stop: int) -> None:
+    """A GPU is not waited for: there, a lookup outside of the own part stops it, as it does in torch."""
+    if numbers.device.type == "cpu" and is_wrong.any():
+        raise IndexError(f"{what} is {int(numbers[is_wrong][0])}: only 0 to {stop - 1} exist. Check the batch")
 
 
 def _exponentials(values: Tensor) -> tuple[Tensor, Tensor]:

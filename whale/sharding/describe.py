@@ -15,8 +15,9 @@ from whale.sharding.dims import Value
 from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Cut, Layout
-from whale.sharding.operation import PARTIAL, SAME, Option, Placement
-from whale.sharding.rules_products import TRAVEL
+from whale.sharding.operation import PARTIAL, RULES, SAME, Option, Placement
+from whale.sharding.rules_elementwise import class_loss, pointwise_loss
+from whale.sharding.rules_products import TRAVEL, embedding
 from whale.sharding.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.space import Space, numel_bytes
 
@@ -35,6 +36,8 @@ WORDS = {
     TRAVEL: "by experts, tokens by all-to-all",
 }
 """options in words; others are named by their dim"""
+TOLD = (embedding, class_loss, pointwise_loss)
+"""rules of operations that the plan lists although they neither multiply nor, often, send: whether they are cut is what a user asks"""
 
 
 def describe(solver: Solver, seconds: float) -> Sharding:
@@ -49,9 +52,9 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         choices[index[node]] = tuple(chosen[axis].name if axis in chosen else "" for axis in AXES)  # type: ignore[assignment]
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
         cost = solver.terms.node_costs[node]
-        if cost.flop or sent.get(node):
+        if cost.flop or sent.get(node) or RULES.get(op_name(node)) in TOLD:
             operations.append(ShardedOperation(index[node], what, _pattern(space, node, chosen), sent.get(node, 0.0)))
-        if cost.output_bytes > _itemsize(node) and len(space.options[node]) == 1 and grid.axes:
+        if cost.output_bytes > _itemsize(node) and not any(option.is_cut for option in space.options[node]) and grid.axes:
             replicated.append(what)
     stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
     return Sharding(

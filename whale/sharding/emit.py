@@ -208,8 +208,8 @@ class _Emitter:
 
     def _reduced_first(self, value: Value, source: Layout, placements: Mapping[str, Placement]) -> Layout | None:
         """The layout between, where one axis adds up and another gathers: terms that are not yet added up would be sent to everyone."""
-        adds = [axis for axis in source.partial if isinstance(placements[axis], int)]
-        gathers = {axis: dim for dim, axes in enumerate(source.axes) for axis in axes if placements[axis] == SAME}
+        adds = [axis for axis in source.partial if isinstance(placements.get(axis, SAME), int)]
+        gathers = {axis: dim for dim, axes in enumerate(source.axes) for axis in axes if placements.get(axis, SAME) == SAME}
         if not adds or not gathers or prod(source.shape) <= TWO_STEPS_FROM:
             return None
         return self.layout(value, {**placements, **gathers})

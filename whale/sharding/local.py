@@ -14,7 +14,7 @@ from whale.capture.kinds import op_name
 from whale.compat import schema
 from whale.sharding.operation import Shape, Shapes, dims_of_argument
 from whale.sharding.rules_products import POOLINGS
-from whale.sharding.rules_views import RESHAPES
+from whale.sharding.rules_views import CREATORS, EXPANDS, RESHAPES, SPLITS
 
 aten = torch.ops.aten
 SUM = 2
@@ -33,11 +33,15 @@ def local_call(
     if shapes is not None:
         if name in RESHAPES.split():
             return graph.call_function(aten.reshape.default, (positional[0], list(shapes[0])))
-        if name in ("expand", "expand_as", "broadcast_to"):
+        if name in EXPANDS.split():
             return graph.call_function(aten.expand.default, (positional[0], list(shapes[0])))
-        if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        if name in SPLITS.split():
             dim = dims_of_argument(node, "dim", len(shapes[0]))[0]
             return graph.call_function(aten.split_with_sizes.default, (positional[0], [shape[dim] for shape in shapes], dim))
+        if name in CREATORS.split():
+            return graph.call_function(node.target, (positional[0], list(shapes[0]), *positional[2:]), keywords)  # type: ignore[arg-type]
+        if node.target is aten.repeat_interleave.self_int:
+            return graph.call_function(aten.repeat_interleave.self_int, positional, {**keywords, "output_size": None})
         if name == "type_as":
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
         if name.startswith("conv"):

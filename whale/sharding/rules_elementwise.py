@@ -49,10 +49,17 @@ def _keeps_precision(op: Operation) -> bool:
     return bool(before.is_floating_point and torch.promote_types(before, after) == after)
 
 
-@rule("dropout native_dropout feature_dropout alpha_dropout bernoulli")
+@rule("dropout native_dropout alpha_dropout bernoulli")
 def dropout(op: Operation) -> list[Option]:
     labels = letters("d", len(op.outputs[0]))
     return labelled(op, [labels], [labels] * len(op.outputs)) + partial_options(op, [])
+
+
+@rule("feature_dropout")
+def feature_dropout(op: Operation) -> list[Option]:
+    """Channels are dropped as one: only samples and channels may be cut."""
+    labels: list[Label] = [label if dim < 2 else None for dim, label in enumerate(letters("d", len(op.outputs[0])))]
+    return labelled(op, [labels], [labels])
 
 
 @rule("to _to_copy type_as contiguous clone detach alias lift_fresh_copy positive zeros_like ones_like full_like empty_like")

@@ -13,6 +13,10 @@ from whale.capture.kinds import op_name
 from whale.sharding.operation import PRIME, Label, Operation, Option, Shape, dims_of, labelled, letters, partial_options, rule
 
 RESHAPES = "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze unsqueeze"
+EXPANDS = "expand expand_as broadcast_to"
+SPLITS = "split split_with_sizes chunk tensor_split"
+CREATORS = "new_zeros new_ones new_full new_empty"
+"""their second argument is a size"""
 PERMUTES = "transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT adjoint"
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims apart"""
@@ -100,7 +104,7 @@ def permute(op: Operation) -> list[Option]:
     return labelled(op, [labels], [[labels[dim] for dim in permutation(op.node)]]) + partial_options(op, [{0}])
 
 
-@rule("expand expand_as broadcast_to")
+@rule(EXPANDS)
 def expand(op: Operation) -> list[Option]:
     """A dim that is expanded may be cut: every device repeats what it needs."""
     labels = letters("d", len(op.outputs[0]))
@@ -114,7 +118,7 @@ def along_dim(op: Operation) -> list[Option]:
     shape = op.shapes[0]
     named = "dims" if "dims" in op._defaults else "dim"
     whole = set(dims_of(op, len(shape), "dimension" if op.name == "unfold" else named))
-    if op.name in ("slice", "narrow") and shape == op.outputs[0]:
+    if op.name == "slice" and shape == op.outputs[0]:
         whole = set()
     labels: list[Label] = [None if dim in whole else f"d{dim}" for dim in range(len(shape))]
     drops = op.name in ("select", "unbind")
@@ -125,12 +129,14 @@ def along_dim(op: Operation) -> list[Option]:
     if op.name in ("select_scatter", "slice_scatter"):
         part = [label for dim, label in enumerate(labels) if not (op.name == "select_scatter" and dim in whole)]
         sources.append(part)
+    if len(sources) != len(op.inputs):
+        return []  # `diff` with something in front
     options = labelled(op, sources, [result] * len(op.outputs))
     linear = op.name in ("slice", "narrow", "select", "unbind", "roll", "flip", "cumsum", "diff")
     return options + (partial_options(op, [{0}]) if linear else [])
 
 
-@rule("split split_with_sizes chunk tensor_split")
+@rule(SPLITS)
 def split(op: Operation) -> list[Option]:
     """Parts of one size can be cut alike: the whole dim is then cut in each of its segments."""
     shape = op.shapes[0]
@@ -184,8 +190,10 @@ def repeat(op: Operation) -> list[Option]:
 
 @rule("pad constant_pad_nd")
 def pad(op: Operation) -> list[Option]:
-    """Whole where something is added at the edge."""
-    labels: list[Label] = [f"d{dim}" if size == op.shapes[0][dim] else None for dim, size in enumerate(op.outputs[0])]
+    """Whole where something is added at an edge or taken away there. `pad` has two numbers for each dim, the last dim first."""
+    edges, rank = op.argument("pad"), len(op.outputs[0])
+    alone = [all(edge == 0 for edge in edges[2 * place : 2 * place + 2]) for place in reversed(range(rank))]
+    labels: list[Label] = [f"d{dim}" if unchanged else None for dim, unchanged in enumerate(alone)]
     return labelled(op, [labels], [labels])
 
 

@@ -1,0 +1,49 @@
+"""Operations of `split` that contain communication, as one device sees them: what they refuse, and their precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whale.lowering.lines import Line
+from whale.lowering.sharded_linear import LinearPlan, sharded_linear
+from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
+from whale.sharding.describe import layout_of
+from whale.sharding.exchange_steps import ExchangePlan
+
+ALONE = Line(1, 0, None)
+FIRST, HERE, NUM_CLASSES = 2, 3, 7
+"""this device has the classes 2, 3 and 4 of 7"""
+
+
+def _loss(labels: list[int]) -> Tensor:
+    return cross_entropy(torch.randn(len(labels), HERE), torch.tensor(labels), None, SUM, -100, 0.0, NUM_CLASSES, FIRST, ALONE)
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 100])
+def test_numbers_that_do_not_exist_are_refused_by_every_device(wrong: int) -> None:
+    assert _loss([0, 2, 6, -100]).isfinite()
+    with pytest.raises(IndexError, match=f"label is {wrong}: only 0 to 6"):
+        _loss([0, wrong, -100])
+    table = torch.randn(HERE, 4)
+    assert embedding(table, torch.tensor([0, 3, 6]), FIRST, NUM_CLASSES)[1].equal(table[1])
+    with pytest.raises(IndexError, match=f"token is {wrong}: only 0 to 6"):
+        embedding(table, torch.tensor([0, wrong]), FIRST, NUM_CLASSES)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_linear_layer_under_autocast(keep: bool) -> None:
+    layout = layout_of((), {})
+    nothing = ExchangePlan(layout, layout, (), ())
+    plan = LinearPlan(nothing, nothing, nothing, keep=keep)
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True) for shape in ((5, 6), (7, 6), (7,))]
+    results = []
+    for run in (F.linear, lambda x, weight, bias: sharded_linear(x, weight, bias, plan, {})):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(*tensors)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), tensors)))
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
