@@ -120,7 +120,7 @@ def test_parameter_written_in_no_grad_is_refused_with_its_line() -> None:
             m.scale.mul_(0.5)
         return h * m.scale
 
-    with pytest.raises(ValueError, match=r"`aten.mul_.Tensor`.*test_clean_buffers.py:\d+: .*p_scale"):
+    with pytest.raises(ValueError, match=r"`aten.mul_.Tensor`.*clean_graphs.py:\d+: .*p_scale"):
         Clean(Case(function), (SAMPLE,))
 
 
