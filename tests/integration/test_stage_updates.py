@@ -85,6 +85,6 @@ def train_lender(on_nonfinite: str) -> tuple[dict[str, Tensor], list[int]]:
 def test_a_stage_that_hands_on_a_slice_of_a_parameter_is_updated_at_the_end() -> None:
     (expected, _), _ = run_ranks(train_lender, 2, "stop")
     (got, lending), _ = run_ranks(train_lender, 2, "continue")
-    assert lending == [0]
+    assert 0 in lending  # the planner decides how far it is handed on
     for name, weight in expected.items():
         assert torch.equal(got[name], weight), name
