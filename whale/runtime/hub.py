@@ -312,10 +312,10 @@ class Hub:
 
 def _open_server(is_local: bool) -> socket.socket:
     if is_local:
-        return socket.create_server(("127.0.0.1", 0), backlog=4096)
+        return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", 0), backlog=4096)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def print_message(text: str) -> None:

@@ -16,7 +16,7 @@ which is more where messages are slow and micro-batches few.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from whale.scheduling.action import Edge, StageGraph
 
@@ -70,9 +70,6 @@ class Costs:
             return 0.0
         times = self.gradient_message_s if gradient and self.gradient_message_s is not None else self.message_s
         return times.get(edge, 0.0)
-
-    def without_cap(self) -> Costs:
-        return replace(self, memory_cap=None)
 
     def require_fit(self, graph: StageGraph) -> None:
         """Refuse costs for other stages or devices, and caps below one micro-batch."""

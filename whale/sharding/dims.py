@@ -11,7 +11,7 @@ other, or whose sizes are not multiples of them, is never cut. In a class of sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd
@@ -166,8 +166,3 @@ class Granules:
             unit = at_prime // (PRIME * found.segments)
             return Cut(size // (found.segments * unit), unit, found.segments)
         return Cut(found.count, size // (found.segments * found.count), found.segments)
-
-
-def cuts_of(granules: Granules, values: Iterable[Value], num_samples: int) -> Mapping[Value, tuple[Cut, ...]]:
-    """Of many values at once."""
-    return {value: granules.cuts(value, num_samples) for value in values}
