@@ -20,7 +20,7 @@ from whale.capture.losses import NotAdditive
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, chunk_counts, cut_into_chunks
-from whale.planning.cuts import Floats, NoRoom
+from whale.planning.cuts import Floats
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
@@ -28,12 +28,13 @@ from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
-from whale.planning.shares import DoesNotFit, check_batch
+from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import Placement, place
+from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
 from whale.profiling.costs import value_bytes
 from whale.simulation.simulate import simulate
@@ -46,17 +47,15 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
     check_names(captured, config.recompute)
-    width = _width(problem)
-    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
-    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+    workload = _workload(problem)
     drafts, errors = [], []
-    for order in device_orders(problem.cluster, width, config.dtype):
+    for order in _orders(problem):
         try:
             drafts.append(_draft(problem, workload, order))
-        except (DoesNotFit, NoRoom) as error:
+        except DoesNotFit as error:
             errors.append(error)
     if not drafts:
-        raise errors[0]
+        raise _advised(errors[0], problem, workload)
     model = fingerprint(captured)
     if len(drafts) == 1:
         return _plan(problem, workload, drafts[0], model), drafts[0].assignment
@@ -70,6 +69,35 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     best = drafts[steps.index(min(steps))]
     why = "a simulated step: " + ", ".join(f"{draft.order.name} {step_s:.4g} s" for draft, step_s in zip(drafts, steps, strict=True))
     return _plan(problem, workload, best, model, why), best.assignment
+
+
+def _workload(problem: Problem) -> Workload:
+    captured, config = problem.captured, problem.config
+    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem))
+    return Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+
+
+def _orders(problem: Problem) -> tuple[Order, ...]:
+    return device_orders(problem.cluster, _width(problem), problem.config.dtype)
+
+
+def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:
+    """The refusal with what would fit."""
+    if not isinstance(error, NoRoom):
+        return error  # it says so itself
+
+    def fits(changed: Problem) -> bool:
+        # the size of micro-batches makes no difference to what a sample takes
+        known = workload if changed.batch_size == problem.batch_size else _workload(changed)
+        for order in _orders(changed):
+            try:
+                _draft(changed, known, order)
+            except ValueError:  # memory, or a number that does not go
+                continue
+            return True
+        return False
+
+    return DoesNotFit(f"{error}. {ways_out(problem, fits, error.is_over_full)}")
 
 
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:

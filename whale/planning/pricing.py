@@ -150,7 +150,8 @@ def update_seconds(trained_bytes: int, num_parameters: int, optimizer_ratio: flo
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
     """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
-    share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
+    num_sharing = plan.num_devices if plan.config.get("colocate") else plan.num_replicas  # as the planner counts them
+    share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
