@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.cluster.network import Link
@@ -67,7 +67,7 @@ def stage_program(
     )
 
 
-def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
+def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
     asked: dict[int, dict[GridShape | None, str]] = {}
     summa: dict[int, str] = {}
@@ -78,13 +78,6 @@ def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskG
             if strategy.method == "summa":
                 summa.setdefault(device, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
-    shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
-    if asked and shared is not None and placement.num_replicas > 1:
-        raise ValueError(
-            f"the loss is not a sum over samples ({user_line(shared)}), and its sums over the batch cannot be shared between "
-            f"{placement.num_replicas} model replicas that are split: split over more devices, so that there is one replica, or set "
-            f'"loss_per_micro_batch": true'
-        )
     for index, shapes in asked.items():
         given = [shape for shape in shapes if shape is not None]
         if len(given) > 1:
