@@ -173,16 +173,20 @@ def test_split_around_an_operation_whose_shape_depends_on_data() -> None:
     assert_says(message, "the shape of `index` depends on what the tensors hold", "test_bad_input.py", "torch.where(mask, x, 0)")
 
 
-def test_a_loss_that_is_no_sum_on_several_split_replicas() -> None:
+def test_a_loss_that_is_no_sum_is_exact_with_one_micro_batch_and_said() -> None:
     class Spread(Net):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             out = self.head(torch.tanh(self.layers[0](x)))
             return (out.mean(0) * out.square().mean(0)).sum()
 
     model = wh.annotate(Spread(), {"*": wh.split(2)})
-    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4, config={"colocate": True}))
-    assert_says(message, "not a sum over samples", "2 model replicas that are split", "one replica", '"loss_per_micro_batch": true')
-    assert wh.plan(model, make_batch(), cluster=2).num_replicas == 1
+    plan = wh.plan(model, make_batch(), cluster=4, config={"colocate": True})
+    assert plan.num_replicas == 2
+    assert any("not a sum over samples" in note and "all-reduced inside the forward" in note for note in plan.notes)
+    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4, config={"colocate": True, "num_micro_batch": 2}))
+    assert_says(message, "test_bad_input.py", 'Set "num_micro_batch" to 1', '"loss_per_micro_batch": true')
+    plan = wh.plan(model, make_batch(), cluster=4, config={"colocate": True, "num_micro_batch": 2, "loss_per_micro_batch": True})
+    assert any(note.startswith("loss_per_micro_batch: the loss") for note in plan.notes)
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_said() -> None:

@@ -26,8 +26,9 @@ from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
 from whale.planning.schedules import FIXED_ORDERS, fastest_schedule, fixed_schedule, lean_schedule, with_memory
 from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
+from whale.planning.split import Split
 from whale.planning.split_memory import grid_memory, repeated_part
-from whale.planning.split_stages import Split, SplitProblem, together_seconds
+from whale.planning.split_stages import SplitProblem, together_seconds
 from whale.planning.stages import assign_stages, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice

@@ -106,7 +106,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    placement = with_grids(captured, placement, task_graphs)
+    placement = with_grids(placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)

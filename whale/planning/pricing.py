@@ -135,7 +135,7 @@ def sums_inside(operations: Sequence[Node], ranks: Sequence[int], network: Netwo
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)
         forward += number
         backward += min(number, 1) + number * (node in again)
-    one_s = sum_seconds(0.0, ranks, network)[0] if forward else 0.0
+    one_s = sum_seconds(0.0, 1, ranks, network)[0] if forward else 0.0
     return StageTimes(Seconds(0.0, forward * one_s), Seconds(0.0, backward * one_s), Seconds(0.0))
 
 

@@ -236,8 +236,8 @@ class _Emitter:
         ]
         self._autocast(node.meta.get("autocast"))
         results = self._local(node, chosen or {}, sources)
-        if "all_reduce" in node.meta and chosen:
-            results = self._over_replicas(node, chosen, results)
+        if "all_reduce" in node.meta:
+            results = self._over_replicas(node, chosen or {}, results)
         results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
         held = node.meta.get("val")
         if not isinstance(held, list | tuple):
