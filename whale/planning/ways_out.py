@@ -30,7 +30,7 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
 
     `is_over_full`: weights and the like alone are too much, so that only more stages can help.
     """
-    kinds = (_Changes.stages, _Changes.devices)
+    kinds: tuple[Callable[[_Changes], str | None], ...] = (_Changes.stages, _Changes.devices)
     if not is_over_full:
         kinds = (_Changes.recompute, _Changes.micro_batches, *kinds, _Changes.batch)
     found = [change(_Changes(problem, fits)) for change in kinds]
