@@ -109,7 +109,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
         plan_of(devices(10**5, 10**5))
     text = str(error.value)
     assert "rank 0 (k0) has 0.1 MB and needs 0.103 MB before the first sample" in text or "before the first sample" in text
-    assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text and '"num_task_graph"' in text
+    assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text
+    assert text.endswith('What would fit: "num_task_graph": 2 instead of 1: 2 stages x 1 model replica on the same devices')
+    plan_of(devices(10**5, 10**5), num_task_graph=2)
     needed = 1e-6 * plan_of(devices(10**9, 10**9)).memory[0].static_bytes
     found = re.search(r"([\d.]+) MB are missing there, ([\d.]+) MB on 2 devices together: .*offloading", text)
     assert found is not None, text
@@ -133,6 +135,34 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
     plan_of(devices(*[memory] * (2 + more)))
     with pytest.raises(DoesNotFit):
         plan_of(devices(*[memory] * (1 + more)))
+
+
+@pytest.mark.parametrize(("room", "refusal"), [(0.9, "a micro-batch of 256 samples does not fit"), (0.35, "no cut into 2 stages fits")])
+def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, refusal: str) -> None:
+    """2 stages x 2 replicas with room for a part of their samples."""
+    shape = {"num_micro_batch": 2, "num_task_graph": 2}
+    free = plan_of(devices(*[10**9] * 4), 512, **shape).memory[0]
+    memory = int(free.static_bytes + room * 128 * free.sample_bytes)
+    with pytest.raises(DoesNotFit, match=f"{refusal}.* What would fit: ") as error:
+        plan_of(devices(*[memory] * 4), 512, **shape)
+    text = str(error.value)
+    micro_batches = re.search(r'"num_micro_batch": (\d+) instead of 2', text)
+    batch = re.search(r"a batch of (\d+) instead of 512", text)
+    more = re.search(r'(\d+) more devices like rank 0 \(k0\) and "num_task_graph": (\d+)', text)
+    assert micro_batches is not None and batch is not None and ('"recompute": "auto"' in text, more is not None) == (room > 0.5, room > 0.5)
+    trials: list[Callable[[int], Plan]] = [  # by how much less than offered
+        lambda less: plan_of(devices(*[memory] * 4), 512, **{**shape, "num_micro_batch": int(micro_batches[1]) - less}),
+        lambda less: plan_of(devices(*[memory] * 4), int(batch[1]) + 2 * less, **shape),
+    ]
+    if more is not None:
+        number, stages = int(more[1]), int(more[2])
+        assert number == 2 * (stages - 2)  # in both replicas
+        trials.append(lambda less: plan_of(devices(*[memory] * (4 + number - 2 * less)), 512, **{**shape, "num_task_graph": stages - less}))
+        plan_of(devices(*[memory] * 4), 512, **shape, recompute="auto")
+    for trial in trials:
+        trial(0)
+        with pytest.raises(DoesNotFit):
+            trial(1)
 
 
 def test_cuts_follow_speed() -> None:

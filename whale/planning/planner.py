@@ -18,7 +18,6 @@ from whale.capture.losses import NotAdditive
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
-from whale.planning.cuts import NoRoom
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
@@ -26,12 +25,13 @@ from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
-from whale.planning.shares import DoesNotFit, check_batch
+from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import place
+from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
 from whale.simulation.simulate import simulate
 
@@ -43,17 +43,15 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
     check_names(captured, config.recompute)
-    width = _width(problem)
-    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
-    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+    workload = _workload(problem)
     drafts, errors = [], []
-    for order in device_orders(problem.cluster, width, config.dtype):
+    for order in _orders(problem):
         try:
             drafts.append(_draft(problem, workload, order))
-        except (DoesNotFit, NoRoom) as error:
+        except DoesNotFit as error:
             errors.append(error)
     if not drafts:
-        raise errors[0]
+        raise _advised(errors[0], problem, workload)
     model = fingerprint(captured)
     if len(drafts) == 1:
         return _plan(problem, workload, drafts[0], model), drafts[0].assignment
@@ -69,13 +67,42 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     return _plan(problem, workload, best, model, why), best.assignment
 
 
+def _workload(problem: Problem) -> Workload:
+    captured, config = problem.captured, problem.config
+    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem))
+    return Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+
+
+def _orders(problem: Problem) -> tuple[Order, ...]:
+    return device_orders(problem.cluster, _width(problem), problem.config.dtype)
+
+
+def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:
+    """The refusal with what would fit."""
+    if not isinstance(error, NoRoom):
+        return error  # it says so itself
+
+    def fits(changed: Problem) -> bool:
+        # the size of micro-batches makes no difference to what a sample takes
+        known = workload if changed.batch_size == problem.batch_size else _workload(changed)
+        for order in _orders(changed):
+            try:
+                _draft(changed, known, order)
+            except ValueError:  # memory, or a number that does not go
+                continue
+            return True
+        return False
+
+    return DoesNotFit(f"{error}. {ways_out(problem, fits, error.is_over_full)}")
+
+
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     """The best number of chunks for this order of the devices; raises where memory is too small."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    placement = with_grids(captured, placement, task_graphs)
+    placement = with_grids(placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
