@@ -165,7 +165,7 @@ class ChunkCuts:
 
     def _work(self, stages: Floats) -> Floats:
         """Of every VirtualDevice."""
-        work: Floats = np.bincount(self.devices, weights=stages)
+        work: Floats = np.bincount(self.devices, weights=stages).astype(np.float64)
         return work
 
 
