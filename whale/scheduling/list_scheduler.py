@@ -33,8 +33,8 @@ PASS_SHARE, PASS_VISITS = 0.65, 5
 """this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
 LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 5, 120, 6, 3000
 NUM_STARTS, MANY_EXCHANGES = 4, 600
-LIGHT, NUM_LIGHT = (0.75, 0.6, 0.5), 3
-"""parts of their time that weight parts are taken for, and how many of the best policies are tried so"""
+LIGHT, NUM_LIGHT, LIGHT_SHARE = (0.75, 0.6, 0.5), 3, 12
+"""parts of their time that weight parts are taken for, and how many of the best policies are tried so: at most one in so many"""
 NEAR = 1e-9
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """of passes that start from known orders: their keys are good enough to place weight parts too"""
@@ -132,7 +132,7 @@ class Search:
     def light_passes(self) -> None:
         """The best policies once more, with shorter weight parts."""
         problem, costs = self.problem, self.problem.costs
-        best = sorted(self.split_passes, key=lambda each: each[:2])[: min(NUM_LIGHT, self.num_passes // 4)]
+        best = sorted(self.split_passes, key=lambda each: each[:2])[: min(NUM_LIGHT, self.num_passes // LIGHT_SHARE)]
         for part in LIGHT:
             light = replace(costs, weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s))
             shorter = Problem(problem.graph, light, problem.num_micro_batch)
