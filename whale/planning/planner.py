@@ -18,7 +18,7 @@ from whale.capture.losses import NotAdditive
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
-from whale.planning.describe import describe_task_graphs, holders, tie_decisions
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
@@ -162,6 +162,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
+            *update_decisions(config, len(draft.stages)),
         ),
         notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
