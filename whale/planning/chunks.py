@@ -165,8 +165,7 @@ class ChunkCuts:
 
     def _work(self, stages: Floats) -> Floats:
         """Of every VirtualDevice."""
-        work: Floats = np.bincount(self.devices, weights=stages).astype(np.float64)
-        return work
+        return np.bincount(self.devices, weights=stages).astype(np.float64)
 
 
 def schedule_costs(
