@@ -134,7 +134,8 @@ def from_cuts(
     if step_of is not None and num_moves_of is not None and (tries := num_moves_of(*stages_and_crossings(cuts.starts))):
         starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), lambda starts: step_of(*stages_and_crossings(starts)), tries)
         moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
-        cuts = replace(cuts, starts=starts, reason=f"{cuts.reason}; then {moved} cuts were moved, for a shorter step")
+        if moved:
+            cuts = replace(cuts, starts=starts, reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step")
     bounds = [*cuts.starts, len(activations)]
     of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
