@@ -171,6 +171,21 @@ def test_cuts_follow_speed() -> None:
     assert [stage.forward_flop for stage in plan.stages] == [4 * 2 * 16 * WIDTH * WIDTH, 2 * 2 * 16 * WIDTH * WIDTH]
 
 
+def test_cuts_of_a_wave_count_messages_where_they_are() -> None:
+    """Two devices, one twice as fast, 12 layers, and a message that takes as long as half a layer of the slow one. The wave turns on the
+    slow device, where nothing is sent: every chunk has one message, so the layers follow the speed alone. Counted at the turn as well,
+    the message would take layers from the slow device."""
+    layer_flop, sent_bytes = 2 * 16 * WIDTH * WIDTH, 16 * WIDTH * 4
+    kinds = [DeviceKind("fast", 2e6, 10**9, 1e18), DeviceKind("slow", 1e6, 10**9, 1e18)]
+    link = Link(sent_bytes / (0.5 * layer_flop / kinds[1].flop_per_s), 0.0)
+    pair = Cluster(tuple(Device(i, f"host{i}", 0, kind) for i, kind in enumerate(kinds)), link, link)
+    config = {"num_micro_batch": 4, "num_task_graph": 2, "schedule": "wave", "num_waves": 1}
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    plan = wh.plan(model, torch.randn(16, WIDTH), loss=lambda out, _: out.sum(), cluster=pair, config=config)
+    assert [stage.virtual_device for stage in plan.stages] == [0, 1, 1, 0]
+    assert [stage.forward_flop / layer_flop for stage in plan.stages] == [4, 2, 2, 4]
+
+
 def test_cuts_follow_memory() -> None:
     """Equal speed, but the first device has room for two layers only."""
     layer = (WIDTH * WIDTH + WIDTH) * 4 * 4  # with gradient and two states

@@ -6,10 +6,8 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch.fx import Node
 
@@ -20,9 +18,8 @@ from whale.capture.losses import NotAdditive
 from whale.names import count
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
-from whale.planning.chunks import ACTION_S, chunk_counts, cut_into_chunks
-from whale.planning.cuts import Floats
-from whale.planning.describe import describe_task_graphs, holders, tie_decisions
+from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
@@ -34,10 +31,9 @@ from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
-from whale.planning.virtual_devices import Placement, place
+from whale.planning.virtual_devices import place
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
-from whale.profiling.costs import value_bytes
 from whale.simulation.simulate import simulate
 
 SAMPLES = "samples by rank"
@@ -116,7 +112,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     operations = live_operations(captured)
     task_graphs, why = _task_graphs(problem, workload, operations, order)
     placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    placement = with_grids(captured, placement, task_graphs)
+    placement = with_grids(placement, task_graphs)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
@@ -127,8 +123,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
             if num_chunks == 1:
                 drafts[num_chunks] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
             else:
-                times, crossing_s = _stage_times(problem, workload, placement), _crossing_seconds(problem)
-                chunks, over = cut_into_chunks(operations, problem.kinds, placement, num_chunks, config, times, crossing_s)
+                chunks, over = ChunkCuts(workload, cluster, placement, num_chunks, config).cut(operations, problem.kinds)
                 drafts[num_chunks] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
             if not drafts:
@@ -177,6 +172,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
+            *update_decisions(config, len(draft.stages)),
         ),
         notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
@@ -195,32 +191,6 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
             on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages], draft.regions),
         ),
     )
-
-
-def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> Callable[[Sequence[Node], Sequence[int]], Floats]:
-    """Seconds of operations for a mini-batch, (VirtualDevices, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
-    kinds = [device.kind for device in problem.cluster.devices]
-
-    def times(operations: Sequence[Node], virtual_devices: Sequence[int]) -> Floats:
-        rows = {}
-        for index in set(virtual_devices):
-            ranks = [rank for replica in placement.virtual_devices[index].ranks for rank in replica]
-            row = np.zeros(len(operations))
-            for kind in {kinds[rank] for rank in ranks}:
-                alone = np.array(workload.forward_seconds(operations, kind))
-                number = sum(kinds[rank] == kind for rank in ranks)
-                row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
-            rows[index] = 1.0 / row
-        return np.array([rows[index] for index in virtual_devices])
-
-    return times
-
-
-def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
-    """Of sending a value for a mini-batch over the slower kind of link that the cluster has."""
-    cluster, symbol = problem.cluster, problem.captured.batch_symbol
-    link = cluster.intra_host if len(cluster.hosts) == 1 else cluster.inter_host
-    return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
 
 
 def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:

@@ -9,7 +9,7 @@ Both are taken to be affine in the samples: from the cost model at two sizes, an
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
+from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 from whale.scheduling import Action
@@ -133,6 +134,24 @@ class Workload:
         backwards = [backward_seconds(cost, form.backward_factors, kind, self.dtype) for cost in costs]
         return StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards, strict=True)))
 
+    def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes | None:
+        """What a batch norm takes more with the statistics of all devices than with those of one; None where that was not measured."""
+        if BATCH_NORM_OVER_DEVICES not in curves(kind):
+            return None
+        form = self._forms[batch_norm]
+        few, many = (replace(cost, operation=BATCH_NORM_OVER_DEVICES) for cost in (form.few, form.many))
+        return self._times_of_form(form._replace(few=few, many=many), kind) - self._times_of_nodes(kind)[batch_norm]
+
+    def accumulate_seconds(self, part: StageSlice, kind: DeviceKind) -> Seconds:
+        """Adding the gradients of a micro-batch to those before it: two are read and one is written. Only where additions were measured."""
+        one_by_one = (measured_seconds(kind, "aten.add", 0.0, 3.0 * num_bytes, False) or 0.0 for num_bytes in self.trained_bytes(part))
+        return Seconds(0.0, sum(one_by_one))
+
+    def trained_bytes(self, part: StageSlice) -> list[int]:
+        """Of each parameter of a stage that gets a gradient."""
+        states = [self.captured.state[str(node.target)] for node in part.state]
+        return [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+
     def _line(self, few_s: float, many_s: float) -> Seconds:
         """Through the times of two numbers of samples."""
         if self.batch_size == self._few:
@@ -173,8 +192,7 @@ class Workload:
 
     def room_to_work(self, part: StageSlice) -> int:
         """Bytes beside the samples that a backward works with: a gradient is made before it is added to the one that is there."""
-        states = [self.captured.state[str(node.target)] for node in part.state]
-        trained = [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+        trained = self.trained_bytes(part)
         return max(trained, default=0) + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * sum(trained))
 
     @cached_property
