@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/planning.py` finds its neighbours, too
 
@@ -48,8 +48,8 @@ def cluster_of(kinds: dict[str, int]) -> wh.Cluster:
 def gpt(cluster: wh.Cluster | int, num_stages: int, num_replicas: int) -> dict[str, Any]:
     start = time.perf_counter()
     with torch.device("meta"):
-        config = transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
-        model = transformers.GPT2LMHeadModel(config)
+        config = GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
+        model = GPT2LMHeadModel(config)
     words = torch.zeros(NUM_MICRO_BATCH * num_replicas, LENGTH, dtype=torch.long)
     settings = {"num_task_graph": num_stages, "num_micro_batch": NUM_MICRO_BATCH}
     plan = wh.plan(model, {"input_ids": words, "labels": words}, cluster=cluster, config=settings)
@@ -77,8 +77,8 @@ def gpt_on_three_kinds() -> dict[str, Any]:
 def split_gpt() -> dict[str, Any]:
     """The grid is chosen among all of so many devices."""
     with torch.device("meta"):
-        config = transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
-        model = wh.annotate(transformers.GPT2LMHeadModel(config), {"*": wh.split(SPLIT_DEVICES)})
+        config = GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
+        model = wh.annotate(GPT2LMHeadModel(config), {"*": wh.split(SPLIT_DEVICES)})
     words = torch.zeros(NUM_MICRO_BATCH, LENGTH, dtype=torch.long)
     cluster, settings = cluster_of({"A100-80GB": SPLIT_DEVICES}), {"num_micro_batch": NUM_MICRO_BATCH}
     plan, seconds, in_all = _after_capture(model, words, cluster, settings)
@@ -89,7 +89,7 @@ def split_gpt() -> dict[str, Any]:
 
 def bert() -> dict[str, Any]:
     with torch.device("meta"):
-        model = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16))
+        model = BertForMaskedLM(BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16))
     words = torch.zeros(64, 128, dtype=torch.long)
     settings = {"num_task_graph": 4, "num_micro_batch": 8}
     plan, seconds, in_all = _after_capture(model, words, cluster_of(MIXED_CLUSTER), settings)

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 from whale import cli_plans
 from whale.cli_plans import FAILED
 from whale.cli_plans import stop as _stop
+from whale.names import count
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
@@ -356,7 +357,8 @@ def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
     except ValueError as error:
         _stop(f"whale run: {error}")
     if num_ranks is not None and num_ranks > here:
-        _stop(f"whale run: -n {num_ranks}: {file} gives this host {here} devices; ask for at most {here} or add devices to the file")
+        given = f"{file} gives this host {count(here, 'device')}"
+        _stop(f"whale run: -n {num_ranks}: {given}; ask for at most {here} or add devices to the file")
     os.environ[CLUSTER_VARIABLE] = str(file.absolute())
     return num_ranks or here
 

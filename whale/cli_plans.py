@@ -108,8 +108,11 @@ def print_plan(made: Plan, name: str = "the plan") -> None:
 
 
 def require_folder(path: Path | None, option: str) -> None:
+    """Refuses a file that could not be written, before anything is computed for it."""
     if path is not None and not path.absolute().parent.is_dir():
         stop(f"{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        stop(f"{option} {path}: is a folder; give a file")
 
 
 def stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import whale as wh
 from whale.cli import app
 from whale.report.svg import text_width
-from whale.report.units import human_bytes, human_seconds
+from whale.report.units import human_bytes, human_rate, human_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAPTOP_WIDTH = 1366
@@ -151,7 +151,7 @@ def test_the_commands_tell_step_devices_and_memory(folder: Path) -> None:
     timeline = predicted(folder)
     for file in ("plan.txt", "simulate.txt"):
         text = " ".join((folder / file).read_text().split())
-        assert f"Predicted step {human_seconds(timeline['step_s'])}, {timeline['samples_per_s']:.4g} samples/s" in text
+        assert f"Predicted step {human_seconds(timeline['step_s'])}, {human_rate(timeline['samples_per_s'])} samples/s" in text
         assert " ".join(timeline["limit"].split()) in text
         for device in timeline["devices"]:
             assert f"{human_seconds(device['busy_s'])} ({100 * device['busy_s'] / timeline['step_s']:.0f} %)" in text
@@ -162,9 +162,11 @@ def test_simulate_and_compare_refuse_what_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     for command in (["simulate", "plan.json"], ["compare", "plan.json", "plan.json"]):
         result = CliRunner().invoke(app, [command[0], *(str(tmp_path / name) for name in command[1:])])
-        assert result.exit_code == 2 and "is not a plan" in result.stderr
+        assert result.exit_code == 2 and "is not a plan of `whale plan --save`" in result.stderr
     result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "no" / "trace.json")])
     assert result.exit_code == 2 and "there is no folder" in result.stderr
+    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--json", str(tmp_path)])
+    assert result.exit_code == 2 and "is a folder; give a file" in result.stderr
 
 
 def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> None:

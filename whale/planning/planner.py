@@ -15,6 +15,7 @@ from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
+from whale.names import count
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
@@ -35,6 +36,8 @@ from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
 from whale.simulation.simulate import simulate
 
+SAMPLES = "samples by rank"
+"""what the decision on shares is called"""
 MOST_ACTIONS = 10_000
 """orders of devices are compared by simulation if their steps have at most so many actions, else by the slowest device"""
 
@@ -59,12 +62,19 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         best = min(drafts, key=lambda draft: draft.slowest_s)
         times = ", ".join(f"{draft.order.name} {draft.slowest_s:.4g} s" for draft in drafts)
         why = f"the slowest device for one micro-batch: {times}"
-        return _plan(problem, workload, best, model, why), best.assignment
+        return _with_order(_plan(problem, workload, best, model), best, why), best.assignment
     plans = [_plan(problem, workload, draft, model) for draft in drafts]
     steps = [simulate(plan).gradients_s for plan in plans]
-    best = drafts[steps.index(min(steps))]
+    fastest = steps.index(min(steps))
     why = "a simulated step: " + ", ".join(f"{draft.order.name} {step_s:.4g} s" for draft, step_s in zip(drafts, steps, strict=True))
-    return _plan(problem, workload, best, model, why), best.assignment
+    return _with_order(plans[fastest], drafts[fastest], why), drafts[fastest].assignment
+
+
+def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
+    """The plan with the reason for its order of devices, which stands before the samples that follow from it."""
+    place = next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
+    decisions = (*plan.decisions[:place], Decision("order of devices", draft.order.name, why), *plan.decisions[place:])
+    return replace(plan, decisions=decisions)
 
 
 def _workload(problem: Problem) -> Workload:
@@ -108,26 +118,26 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
     drafts: dict[int, Draft] = {}
-    for count in chunk_counts(config, len(placement.virtual_devices)):
+    for num_chunks in chunk_counts(config, len(placement.virtual_devices)):
         try:
-            if count == 1:
-                drafts[count] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
+            if num_chunks == 1:
+                drafts[num_chunks] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
             else:
-                chunks, over = ChunkCuts(workload, cluster, placement, count, config).cut(operations, problem.kinds)
-                drafts[count] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
+                chunks, over = ChunkCuts(workload, cluster, placement, num_chunks, config).cut(operations, problem.kinds)
+                drafts[num_chunks] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
             if not drafts:
                 raise
             break  # "auto": more chunks than the model has points, or than memory has room for
     if len(drafts) == 1:
         return next(iter(drafts.values()))
-    best = min(drafts, key=lambda count: drafts[count].predicted_s)
-    compared = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in drafts.items())
+    best = min(drafts, key=lambda number: drafts[number].predicted_s)
+    compared = ", ".join(f"{number}: {each.predicted_s:.4g} s" for number, each in drafts.items())
     why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
     return replace(drafts[best], why_chunks=why)
 
 
-def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_order: str = "") -> Plan:
+def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
@@ -158,7 +168,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
             *draft.split.decisions,
-            *_balance_decisions(problem, draft, why_order),
+            *_balance_decisions(problem, draft),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
@@ -183,14 +193,9 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
     )
 
 
-def _balance_decisions(problem: Problem, draft: Draft, why_order: str) -> list[Decision]:
+def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """Why unlike devices do what they do."""
-    found = [Decision("order of devices", draft.order.name, why_order)] if why_order else []
-    if not problem.cluster.is_uniform:
-        size = problem.largest_micro_batch
-        choice, why = explain_shares(draft.situation, size)
-        found.append(Decision("samples by rank", choice, why))
-    return found
+    return [] if problem.cluster.is_uniform else [Decision(SAMPLES, *explain_shares(draft.situation, problem.largest_micro_batch))]
 
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -306,7 +311,8 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
 
 def _schedule_reason(schedule: scheduling.Schedule) -> str:
     return (
-        f"{schedule.num_micro_batch} micro-batches over {schedule.stage_graph.num_stages} stages; proved complete and free of deadlock; "
+        f"{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
+        f"proved complete and free of deadlock; "
         f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )
 

@@ -22,6 +22,9 @@ from whale.planning.drafts import Problem
 OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
 """for each kind of change: so many operations are drafted in all, with at least so many tries"""
 
+FIRST_PART = 8
+"""of a batch that is first tried to leave out"""
+
 Fits = Callable[[Problem], bool]
 
 
@@ -30,12 +33,15 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
 
     `is_over_full`: weights and the like alone are too much, so that only more stages can help.
     """
-    kinds: tuple[Callable[[_Changes], str | None], ...] = (_Changes.stages, _Changes.devices)
+    more = {"more stages": _Changes.stages, "more devices": _Changes.devices}
     if not is_over_full:
-        kinds = (_Changes.recompute, _Changes.micro_batches, *kinds, _Changes.batch)
-    found = [change(_Changes(problem, fits)) for change in kinds]
+        first = {"recompute": _Changes.recompute, "more micro-batches": _Changes.micro_batches}
+        more = {**first, **more, "a smaller batch": _Changes.batch}
+    found = [change(_Changes(problem, fits)) for change in more.values()]
     offered = "; ".join(way for way in found if way is not None)
-    return f"What would fit: {offered}" if offered else "Nothing helped that was tried, one by one: it takes devices with more memory"
+    if offered:
+        return f"What would fit: {offered}"
+    return f"No change helps that was tried ({', '.join(more)}, one at a time): it takes devices with more memory"
 
 
 @dataclass
@@ -88,7 +94,7 @@ class _Changes:
         """In steps of one sample for each micro-batch."""
         now, count = self.problem.batch_size, self.problem.config.num_micro_batch
         largest = (now - 1) // count  # samples of a micro-batch
-        found = self._smallest(-1, largest - 1, lambda less: self._try(batch_size=(largest - less) * count))
+        found = self._smallest(-1, largest - 1, lambda less: self._try(batch_size=(largest - less) * count), 1 + largest // FIRST_PART)
         return None if found is None else f"a batch of {(largest - found) * count} instead of {now}"
 
     @property
@@ -96,9 +102,9 @@ class _Changes:
         """Then the model's own scopes say what its stages are."""
         return bool(self.problem.marks) or self.problem.default_strategy is not None
 
-    def _smallest(self, low: int, most: int, fits: Callable[[int], bool]) -> int | None:
-        """The smallest number above `low` that fits, as far as tries go; more is taken to fit better."""
-        step, high = 1, None
+    def _smallest(self, low: int, most: int, fits: Callable[[int], bool], step: int = 1) -> int | None:
+        """The smallest number above `low` that fits, as far as tries go; more is taken to fit better. `step`: the first one."""
+        high: int | None = None
         while high is None and low < most and self.tries_left:
             number = min(low + step, most)
             low, high = (low, number) if fits(number) else (number, None)

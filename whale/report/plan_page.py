@@ -13,7 +13,7 @@ from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, sa
 from whale.report.page_style import STYLE
 from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
 from whale.report.plan_table import summary
-from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import Timeline
 
@@ -48,7 +48,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
 def _facts(timeline: Timeline) -> str:
     facts = (
         ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
-        ("samples/s", number("samples_per_s", timeline.samples_per_s, f"{timeline.samples_per_s:.4g}")),
+        ("samples/s", number("samples_per_s", timeline.samples_per_s, human_rate(timeline.samples_per_s))),
         ("bubble: devices compute nothing", number("bubble", timeline.bubble, f"{timeline.bubble:.1%}")),
         _fullest(timeline),
     )
