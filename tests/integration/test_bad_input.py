@@ -162,27 +162,42 @@ def test_summa_beside_a_grid_that_it_cannot_use() -> None:
     assert_says(message, "wh.split(4, method='summa') on layers", "wh.split(4, grid=(1, 4, 1)) on head", "(2, 2, 1)")
 
 
-def test_split_around_an_operation_whose_shape_depends_on_data() -> None:
+PICKS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "mask": (lambda x: x[x.sum(-1) > 0], "`x[mask]`", "torch.where(mask, x, 0).sum()"),
+    "nonzero": (lambda x: x[(x.sum(-1) > 0).nonzero().squeeze(-1)], "`nonzero`", "keep the mask instead of its indices"),
+    "where": (lambda x: x[torch.where(x.sum(-1) > 0)[0]], "`where`", "keep the mask instead of its indices"),
+    "unique": (lambda x: x * torch.unique(x.round()).sum(), "`unique`", "one_hot"),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_split_around_an_operation_whose_shape_depends_on_data(name: str) -> None:
+    pick, operation, way_out = PICKS[name]
+
     class Picks(Net):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             with wh.split(2):
-                x = torch.tanh(self.layers[0](x))
-                return self.head(x[x.sum(-1) > 0]).square().sum()
+                return self.head(pick(torch.tanh(self.layers[0](x)))).square().sum()
 
     message = message_of(lambda: wh.plan(Picks(), make_batch(), cluster=2))
-    assert_says(message, "the shape of `index` depends on what the tensors hold", "test_bad_input.py", "torch.where(mask, x, 0)")
+    line = pick.__code__.co_firstlineno
+    assert_says(message, f"the shape of {operation} depends on what the tensors hold", f"test_bad_input.py:{line}", way_out)
 
 
-def test_a_loss_that_is_no_sum_on_several_split_replicas() -> None:
+def test_a_loss_that_is_no_sum_is_exact_with_one_micro_batch_and_said() -> None:
     class Spread(Net):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             out = self.head(torch.tanh(self.layers[0](x)))
             return (out.mean(0) * out.square().mean(0)).sum()
 
     model = wh.annotate(Spread(), {"*": wh.split(2)})
-    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4, config={"colocate": True}))
-    assert_says(message, "not a sum over samples", "2 model replicas that are split", "one replica", '"loss_per_micro_batch": true')
-    assert wh.plan(model, make_batch(), cluster=2).num_replicas == 1
+    plan = wh.plan(model, make_batch(), cluster=4, config={"colocate": True})
+    assert plan.num_replicas == 2
+    assert any("not a sum over samples" in note and "all-reduced inside the forward" in note for note in plan.notes)
+    message = message_of(lambda: wh.plan(model, make_batch(), cluster=4, config={"colocate": True, "num_micro_batch": 2}))
+    assert_says(message, "test_bad_input.py", 'Set "num_micro_batch" to 1', '"loss_per_micro_batch": true')
+    plan = wh.plan(model, make_batch(), cluster=4, config={"colocate": True, "num_micro_batch": 2, "loss_per_micro_batch": True})
+    assert any(note.startswith("loss_per_micro_batch: the loss") for note in plan.notes)
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_said() -> None:

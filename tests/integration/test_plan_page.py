@@ -36,6 +36,8 @@ wh.parallelize(torch.nn.Sequential(*layers), torch.randn(32, 64), loss=lambda ou
 CLUSTER = """
 hosts: [{name: big, kind: V100-16GB, count: 4}, {name: "a host with quite a <long> name", kind: P100, count: 4}]
 """
+NUM_NUMBERS = 3 + 8 * (2 + 3 + 5 + 2)
+"""step, samples/s, bubble; for each of 8 devices samples, FLOP, busy, wait, idle, five classes of memory, their sum and the capacity"""
 OVERLAPS = """
 <script>
 const shown = [...document.querySelectorAll('h1, h2, p, td, th, .fact, svg text')].map(e => [e, e.getBoundingClientRect()]);
@@ -59,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "cluster.yaml").write_text(CLUSTER)
     files = ["--cluster", str(folder / "cluster.yaml"), "--save", str(folder / "plan.json"), "--html", str(folder / "page.html")]
+    files += ["--json", str(folder / "figures.json")]
     made = CliRunner().invoke(app, ["plan", str(folder / "train.py"), *files])
     assert made.exit_code == 0, made.output
     (folder / "plan.txt").write_text(made.output)
@@ -69,8 +72,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicted(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(wh.simulate(wh.Plan.load(folder / "plan.json")).to_json()))
+    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return found
+
+
+def test_the_json_holds_the_timeline_and_what_each_device_does(folder: Path) -> None:
+    found, plan = predicted(folder), wh.Plan.load(folder / "plan.json")
+    timeline = json.loads(json.dumps(wh.simulate(plan).to_json()))
+    assert {key: found[key] for key in timeline if key != "devices"} == {key: timeline[key] for key in timeline if key != "devices"}
+    for device, simulated in zip(found["devices"], timeline["devices"], strict=True):
+        assert {key: device[key] for key in simulated} == simulated
+        assert device["stages"] == list(plan.stages_of_rank(device["rank"])) and device["shard"] is None
+        assert sum(device["samples_of_micro_batches"]) == device["samples"]
+    assert sum(device["samples"] for device in found["devices"]) == 2 * plan.batch_size  # each sample passes both stages
+    assert sum(device["forward_flop"] for device in found["devices"]) == pytest.approx(sum(stage.forward_flop for stage in plan.stages))
+    assert [stage["ranks"] for stage in found["stages"]] == [list(plan.ranks_of_stage(stage.index)) for stage in plan.stages]
+    again = CliRunner().invoke(app, ["simulate", str(folder / "plan.json"), "--json", str(folder / "again.json")])
+    assert again.exit_code == 0 and json.loads((folder / "again.json").read_text()) == found
 
 
 def check_numbers(page: str, expected: dict[str, Any]) -> int:
@@ -89,8 +107,7 @@ def check_numbers(page: str, expected: dict[str, Any]) -> int:
 
 
 def test_every_number_of_the_page_is_the_jsons(folder: Path) -> None:
-    # step, samples/s, bubble; for each of 8 devices busy, wait, idle, and five classes of memory, their sum and the capacity
-    assert check_numbers((folder / "page.html").read_text(), predicted(folder)) == 3 + 8 * (3 + 5 + 2)
+    assert check_numbers((folder / "page.html").read_text(), predicted(folder)) == NUM_NUMBERS
 
 
 def test_the_page_needs_nothing_from_elsewhere(folder: Path) -> None:
@@ -191,4 +208,4 @@ def test_a_browser_shows_the_page_without_errors_or_overlaps(folder: Path, tmp_p
     found = json.loads(html.unescape(match[1]))
     assert found["width"] >= LAPTOP_WIDTH - 20 and found["needed"] <= found["width"] and found["number"] > 100
     assert found["overlaps"] == []
-    assert check_numbers(shown.stdout, predicted(folder)) == 3 + 8 * (3 + 5 + 2)
+    assert check_numbers(shown.stdout, predicted(folder)) == NUM_NUMBERS

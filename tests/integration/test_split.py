@@ -93,6 +93,22 @@ class Images(nn.Module):
         return F.cross_entropy(self.head(hidden), labels)
 
 
+class Balanced(nn.Module):
+    """A loss that is no sum over samples, as mixtures of experts have it: products of batch means, one of them of the inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, NUM_CLASSES), nn.Linear(WIDTH, HIDDEN)
+        self.head = nn.Linear(HIDDEN, NUM_CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        wish = self.gate(x).softmax(-1)
+        chosen = F.one_hot(wish.argmax(-1), NUM_CLASSES).to(x.dtype).mean(0)
+        there = F.one_hot(labels, NUM_CLASSES).to(x.dtype).mean(0)
+        loss = F.cross_entropy(self.head(F.gelu(self.up(x))) * wish, labels)
+        return loss + (wish.mean(0) * (chosen + 2 * there)).sum()
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -143,6 +159,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "chain": (Chain, vectors),
     "shared bias": (SharedBias, vectors),
     "images": (Images, vectors),
+    "balanced": (Balanced, vectors),
     "gpt2": (gpt2, tokens),
     "wide mixtral": (wide_mixtral, tokens),
 }
@@ -186,6 +203,7 @@ CASES = [
     Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
     Case("classifier", 2, everything(2, (1, 2, 1)), kinds=("P100", "V100-32GB")),  # uneven shards
     Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
+    Case("balanced", 4, everything(2), {"colocate": True}),  # 2 model replicas
     Case("gpt2", 2, everything(2)),
 ]
 SLOW_CASES = [
@@ -201,6 +219,9 @@ SLOW_CASES = [
     Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
+    Case("balanced", 6, everything(2, (1, 1, 2)), {"colocate": True}),
+    Case("balanced", 8, everything(4, (2, 2, 1)), {"colocate": True}),
+    Case("balanced", 8, {"gate": ("split", 2, None), "up|head": ("split", 2, None)}),
     Case("shared bias", 4, {"table|a": ("split", 2, None), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
     Case("shared bias", 3, {"table|a": ("replicate", 1), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
     Case("images", 3, {"conv|norm": ("replicate", 3), "hidden|head": ("split", 3, None)}),

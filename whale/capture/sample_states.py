@@ -190,6 +190,8 @@ POSITION_KEEPERS = CASTS | VIEWS | PERMUTES | EXPANDS | names_of("add sub mul re
 
 
 def is_pointwise(node: Node) -> bool:
+    if isinstance(node.meta.get("val"), list | tuple):
+        return False  # `torch.where(mask)` gives indices
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node) in POINTWISE_TOO
 
 

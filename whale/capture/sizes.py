@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.kinds import op_name
 
 
 def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:
@@ -61,6 +62,19 @@ def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node
     return result
 
 
+_MASKED = "keep the full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+_COUNTED = "count into a shape that is known: `F.one_hot(x, num_values).sum(0)`"
+_WAYS_OUT = {
+    "nonzero": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
+    "nonzero_numpy": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
+    "where": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
+    "repeat_interleave": "say how long the result is (`output_size=`), a number that does not depend on the batch's values",
+    "bincount": _COUNTED,
+    "unique": _COUNTED,
+}
+"""by operation; others pick entries by a mask"""
+
+
 def refuse_unknown_sizes(captured: CapturedGraph) -> None:
     """A plan needs every shape as an expression of the batch size; the rows that a mask picks are known only when the batch is there."""
     for node in captured.compute_nodes():
@@ -68,9 +82,11 @@ def refuse_unknown_sizes(captured: CapturedGraph) -> None:
         for value in values if isinstance(values, (tuple, list)) else (values,):
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             if any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {captured.batch_symbol} for size in sizes):
+                name = op_name(node).strip("_0123456789")
+                said = "x[mask]" if name == "index" else name
                 raise ValueError(
-                    f"the shape of `{node.name}` depends on what the tensors hold ({user_line(node)}), and a plan needs every shape. Keep "
-                    f"the full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+                    f"the shape of `{said}` depends on what the tensors hold ({user_line(node)}), and a plan, with `split` or without, "
+                    f"needs every shape. Way out: {_WAYS_OUT.get(name, _MASKED)}"
                 )
 
 

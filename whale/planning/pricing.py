@@ -137,7 +137,7 @@ def sums_inside(
     found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
     if network.all_reduce is None or len(ranks) < 2:
         return found
-    one_s = sum_seconds(0.0, ranks, network)[0]
+    one_s = sum_seconds(0.0, 1, ranks, network)[0]
     for node in part.operations:
         is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)
@@ -166,7 +166,8 @@ def update_seconds(trained_bytes: int, shared_bytes: int, num_parameters: int, o
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
     """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
-    share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
+    num_sharing = plan.num_devices if plan.config.get("colocate") else plan.num_replicas  # as the planner counts them
+    share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)

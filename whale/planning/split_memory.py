@@ -20,7 +20,8 @@ from whale.planning.figures import Seconds, StageFigures, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
-from whale.planning.split_stages import Split, together_seconds
+from whale.planning.split import Split
+from whale.planning.split_stages import together_seconds
 from whale.planning.workload import Workload
 from whale.profiling.saved import Kept
 from whale.sharding.grid import AXES
@@ -45,13 +46,7 @@ def grid_memory(
     all_kept = [workload.saved.total(split.spaces[stage].program.operations, (), again.get(stage, {})) for stage in stages]
     working = max(0.0, whole.sample_bytes - sum(flying * each.sample_bytes for flying, each in zip(in_flight, all_kept, strict=True)))
     found = []
-    for place in range(grid.num_devices):
-        parameters = trainable = 0
-        for name, layout in {name: layout for stage in stages for name, layout in split.shardings[stage].stored.items()}.items():
-            state = workload.captured.state[name]
-            num_bytes = layout.local_count(grid, place) * state.dtype.itemsize
-            parameters += num_bytes
-            trainable += num_bytes if state.trainable else 0
+    for parameters, trainable in split.held_bytes(stages):
         found.append(
             replace(
                 whole,

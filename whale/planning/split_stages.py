@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 from torch.fx import Node
 
-from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.cluster.network import Link
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Decision
+from whale.planning.split import Split
 from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
-from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space, StageProgram
@@ -68,7 +67,7 @@ def stage_program(
     )
 
 
-def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskGraphs) -> Placement:
+def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
     """VirtualDevices of `split` TaskGraphs get a grid: the one that was asked for, else a line, until a better one is chosen."""
     asked: dict[int, dict[GridShape | None, str]] = {}
     summa: dict[int, str] = {}
@@ -79,13 +78,6 @@ def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskG
             if strategy.method == "summa":
                 summa.setdefault(device, f"wh.{strategy} on {label}")
     devices = list(placement.virtual_devices)
-    shared = next((node for node in captured.compute_nodes() if "all_reduce" in node.meta), None)
-    if asked and shared is not None and placement.num_replicas > 1:
-        raise ValueError(
-            f"the loss is not a sum over samples ({user_line(shared)}), and its sums over the batch cannot be shared between "
-            f"{placement.num_replicas} model replicas that are split: split over more devices, so that there is one replica, or set "
-            f'"loss_per_micro_batch": true'
-        )
     for index, shapes in asked.items():
         given = [shape for shape in shapes if shape is not None]
         if len(given) > 1:
@@ -101,38 +93,6 @@ def with_grids(captured: CapturedGraph, placement: Placement, task_graphs: TaskG
         sizes = given[0] if given else (1, devices[index].num_devices, 1)
         devices[index] = replace(devices[index], grid=Grid(*sizes))
     return replace(placement, virtual_devices=tuple(devices))
-
-
-@dataclass(frozen=True)
-class Split:
-    """The stages on grids of one draft."""
-
-    placement: Placement
-    """with the grids that were chosen"""
-    shardings: Mapping[int, Sharding]
-    """by stage"""
-    spaces: Mapping[int, Space]
-    num_samples: int
-    """of a replica in the largest micro-batch"""
-    decisions: tuple[Decision, ...] = ()
-
-    def records(self) -> tuple[StageSharding, ...]:
-        return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))
-
-    def gathering_again(self) -> Split:
-        """The same with less kept for backward: what is gathered in forward is gathered once more there."""
-        shardings = {
-            stage: replace(each, keeps_gathered=False, seconds=each.seconds + each.gathered.seconds)
-            for stage, each in self.shardings.items()
-        }
-        saved = max(each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes for each in self.shardings.values())
-        more_s = sum(each.gathered.seconds for each in self.shardings.values())
-        why = f"memory asks for it, or the config: saves up to {saved / 1e9:.3g} GB on a device for {more_s:.3g} s more a micro-batch"
-        decision = Decision("gathered tensors", "gathered again in backward", why)
-        return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
-
-    def notes(self) -> list[str]:
-        return [note for stage, sharding in sorted(self.shardings.items()) for note in _notes(stage, sharding)]
 
 
 @dataclass(frozen=True)
@@ -364,21 +324,3 @@ def grid_shapes(num_devices: int, is_flat: bool = False) -> list[GridShape]:
         if num_devices // x % y == 0 and (x <= y or not is_flat)
     ]
     return sorted(shapes, key=lambda shape: (shape != (1, num_devices, 1), shape))
-
-
-def _notes(stage: int, sharding: Sharding) -> list[str]:
-    """What a user should know of one stage."""
-    found = [f"stage {stage}: {note}" for note in sharding.notes]
-    if sharding.replicated:
-        shown = ", ".join(dict.fromkeys(sharding.replicated))
-        found.append(f"stage {stage} runs {len(sharding.replicated)} operations whole on every device of its grid: {shown}")
-    few: dict[tuple[int, int], list[str]] = {}
-    for name, layout in sharding.stored.items():
-        for cut, axes in zip(layout.cuts, layout.axes, strict=True):
-            parts = prod(sharding.grid.size(axis) for axis in axes)
-            if cut.count < parts:
-                few.setdefault((cut.count, parts), []).append(name)
-    for (count, parts), names in few.items():
-        more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
-        found.append(f"stage {stage}: {names[0]}{more} can be cut into {count} parts only, for {parts} devices: some hold none of it")
-    return found

@@ -1,6 +1,6 @@
 """A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens from disk.
 
-Every predicted number stands in an element with `data-key` (its place in the JSON of the timeline) and `data-value` (what is there).
+Every predicted number stands in an element with `data-key` (its place in `plan_json`) and `data-value` (what is there).
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def _work(plan: Plan, timeline: Timeline) -> str:
     for device in timeline.devices[:SHOWN_DEVICES]:
         own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
         samples = sum(counts[device.rank])
+        flop = forward_flop(plan, own, samples)
         times = (("busy_s", device.busy_s), ("wait_s", device.wait_s), ("idle_s", timeline.idle_s(device.rank)))
         rows.append(
             [
@@ -79,8 +80,8 @@ def _work(plan: Plan, timeline: Timeline) -> str:
                 escape(f"{device.kind} on {device.host}"),
                 escape(f"stage {ranges([stage.index for stage in own])}"),
                 escape(layers_of(own) if len(plan.stages) > 1 else "all"),
-                str(samples),
-                human_flop(forward_flop(plan, own, samples)),
+                number(f"{key}.samples", samples, str(samples)),
+                number(f"{key}.forward_flop", flop, human_flop(flop)),
                 *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),
             ]
         )

@@ -82,10 +82,11 @@ def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
     """Of the gradients of all parameters over the devices that hold the same parts, for one micro-batch."""
     grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
     trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
-    total = 0.0
-    for (layout, size), number in Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained).items():
-        along = sum((grid.size(axis) - 1) / grid.size(axis) / costs.rate(axis) for axis in layout.same_on(grid))
-        total += number * 2 * size * layout.largest_count(grid) * along if along else 0.0
+    alike = Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained)
+    total = sum(
+        number * solver.terms.sum_seconds(size * layout.largest_count(grid), layout.same_on(grid))
+        for (layout, size), number in alike.items()
+    )
     return total / costs.num_micro_batch
 
 

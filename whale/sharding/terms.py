@@ -149,11 +149,15 @@ class Terms:
                 sizes = tuple(self.grid.size(axis) for axis in ORDER if placements.get(axis) == dim)
                 held *= largest_share(cut.count, sizes) if sizes else 1.0
             result[number] = held * self.costs.memory_price * self.costs.state_per_weight
-            for axis, placement in placements.items():
-                size = self.grid.size(axis)
-                if placement == SAME and trained and size > 1:
-                    result[number] += 2 * held * (size - 1) / size / self.costs.rate(axis) / self.costs.num_micro_batch
+            if trained:
+                same = [axis for axis, placement in placements.items() if placement == SAME]
+                result[number] += self.sum_seconds(held, same) / self.costs.num_micro_batch
         return result
+
+    def sum_seconds(self, num_bytes: float, axes: Sequence[str]) -> float:
+        """Of gradients over all places that differ along these axes: one ring, as slow as the slowest of its links."""
+        size = prod(self.grid.size(axis) for axis in axes)
+        return 2 * num_bytes * (size - 1) / size / min(self.costs.rate(axis) for axis in axes) if size > 1 else 0.0
 
     # -------------------------------------------------------------------------------------------------------------- exchanges
 

@@ -1,8 +1,8 @@
 """Gradient sums take the time of a ring over the slowest link of their group.
 
-A ring of k devices that sums n bytes sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps:
+A ring of k devices that sums n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps a bucket:
 
-    T = 2 (k - 1) (n / k / rate + latency).                                                    (1)
+    T = 2 (k - 1) (n / k / rate + b latency).                                                  (1)
 
 The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs. Bucket i is ready at
 t - d + d i / b and takes T / b, so that the last one is there at
@@ -25,12 +25,12 @@ from whale.planning.figures import Figures
 from whale.planning.plan import Plan
 
 
-def ring_s(num_bytes: float, links: Sequence[Link], num_devices: int) -> float:
+def ring_s(num_bytes: float, links: Sequence[Link], num_devices: int, num_buckets: int = 1) -> float:
     """Line (1) over the slowest of these links."""
     if num_devices < 2:
         return 0.0
     rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
-    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + latency)
+    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + num_buckets * latency)
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def sums_of(plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
         for ranks in state.groups(plan.ranks_of_stage):
             if len(ranks) > 1 and state.trained_bytes:
                 size = bucket_size(state.trained_bytes, bucket_bytes)
-                seconds, leaving = sum_seconds(state.trained_bytes, ranks, figures.network)
-                cards = tuple((host, factor * time) for host, time in leaving)
                 num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+                seconds, leaving = sum_seconds(state.trained_bytes, num_buckets, ranks, figures.network)
+                cards = tuple((host, factor * time) for host, time in leaving)
                 found.append(Sum(state.stages, ranks, factor * seconds, num_buckets, cards))
     return found
 
 
-def sum_seconds(num_bytes: float, ranks: Sequence[int], network: Network) -> tuple[float, list[tuple[str, float]]]:
+def sum_seconds(num_bytes: float, num_buckets: int, ranks: Sequence[int], network: Network) -> tuple[float, list[tuple[str, float]]]:
     """Line (1) for these ranks, or what was measured, where a sum was; and (host, seconds on its card) where the ring leaves a host."""
     pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
     links = [network.link(a, b) for a, b in pairs]
@@ -79,4 +79,4 @@ def sum_seconds(num_bytes: float, ranks: Sequence[int], network: Network) -> tup
     leaving = [
         (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s) for a, b in pairs if network.hosts[a] != network.hosts[b]
     ]
-    return ring_s(num_bytes, links, len(ranks)), leaving
+    return ring_s(num_bytes, links, len(ranks), num_buckets), leaving

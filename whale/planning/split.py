@@ -1,0 +1,83 @@
+"""The stages on grids of one draft: their shardings, what each place holds, and what the plan says of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from whale.planning.plan import Decision
+from whale.planning.virtual_devices import Placement
+from whale.sharding.layout import Layout
+from whale.sharding.record import StageSharding
+from whale.sharding.sharding import Sharding
+from whale.sharding.space import Space
+
+
+@dataclass(frozen=True)
+class Split:
+    """The stages on grids of one draft."""
+
+    placement: Placement
+    """with the grids that were chosen"""
+    shardings: Mapping[int, Sharding]
+    """by stage"""
+    spaces: Mapping[int, Space]
+    num_samples: int
+    """of a replica in the largest micro-batch"""
+    decisions: tuple[Decision, ...] = ()
+    _held: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict, repr=False, compare=False)
+    """what `held_bytes` has found"""
+
+    def held_bytes(self, stages: Sequence[int]) -> list[tuple[int, int]]:
+        """By place of a grid with these stages: (bytes of parameters, those of them that are trained). Parameters that lie alike, which are
+        most of those of equal layers, are looked at once."""
+        known = self._held.get(tuple(stages))
+        if known is None:
+            alike: Counter[tuple[Layout, int, bool]] = Counter()
+            state = self.spaces[stages[0]].program.captured.state
+            for name, layout in {name: layout for stage in stages for name, layout in self.shardings[stage].stored.items()}.items():
+                alike[layout, state[name].dtype.itemsize, state[name].trainable] += 1
+            grid, known = self.shardings[stages[0]].grid, []
+            for place in range(grid.num_devices):
+                held = [(number * size * layout.local_count(grid, place), trained) for (layout, size, trained), number in alike.items()]
+                known.append((sum(number for number, _ in held), sum(number for number, trained in held if trained)))
+            self._held[tuple(stages)] = known
+        return known
+
+    def records(self) -> tuple[StageSharding, ...]:
+        return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))
+
+    def gathering_again(self) -> Split:
+        """The same with less kept for backward: what is gathered in forward is gathered once more there."""
+        shardings = {
+            stage: replace(each, keeps_gathered=False, seconds=each.seconds + each.gathered.seconds)
+            for stage, each in self.shardings.items()
+        }
+        saved = max(each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes for each in self.shardings.values())
+        more_s = sum(each.gathered.seconds for each in self.shardings.values())
+        why = f"memory asks for it, or the config: saves up to {saved / 1e9:.3g} GB on a device for {more_s:.3g} s more a micro-batch"
+        decision = Decision("gathered tensors", "gathered again in backward", why)
+        return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
+
+    def notes(self) -> list[str]:
+        return [note for stage, sharding in sorted(self.shardings.items()) for note in _notes(stage, sharding)]
+
+
+def _notes(stage: int, sharding: Sharding) -> list[str]:
+    """What a user should know of one stage."""
+    found = [f"stage {stage}: {note}" for note in sharding.notes]
+    if sharding.replicated:
+        shown = ", ".join(dict.fromkeys(sharding.replicated))
+        found.append(f"stage {stage} runs {len(sharding.replicated)} operations whole on every device of its grid: {shown}")
+    few: dict[tuple[int, int], list[str]] = {}
+    for name, layout in sharding.stored.items():
+        for cut, axes in zip(layout.cuts, layout.axes, strict=True):
+            parts = prod(sharding.grid.size(axis) for axis in axes)
+            if cut.count < parts:
+                few.setdefault((cut.count, parts), []).append(name)
+    for (count, parts), names in few.items():
+        more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
+        found.append(f"stage {stage}: {names[0]}{more} can be cut into {count} parts only, for {parts} devices: some hold none of it")
+    return found
