@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
-from benchmarks.side_by_side import Side, alternate, run_ranks, say
+from benchmarks.side_by_side import Side, alternate, run_ranks, say, wait_for_quiet
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
@@ -124,7 +124,8 @@ def measure_case(case: Case, before: wh.Cluster, measure_again: Callable[[], wh.
     gc.collect()  # what is left of the case before must not be freed while this one is recorded
     wh.init({**case.config, "check_capture": False})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        batch, model = case.batch(), case.build()
+        batch = {name: tensor.clone() for name, tensor in case.batch().items()}  # in torch's memory, wherever it came from
+        model = case.build()
         engine = wh.parallelize(model, batch, optimizer=make_optimizer, cluster=before)
         del model
         for _ in range(2):
@@ -159,10 +160,15 @@ def run() -> list[Found]:
     """On every rank."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # by which devices of the cluster are matched
     ranks = Ranks("cpu")
-    cluster = measure(ranks, lambda what: None)
+
+    def calibrate() -> wh.Cluster:
+        wait_for_quiet()
+        return measure(ranks, lambda what: None)
+
+    cluster = calibrate()
     results = []
     for case in CASES:
-        found, cluster = measure_case(case, cluster, lambda: measure(ranks, lambda what: None))
+        found, cluster = measure_case(case, cluster, calibrate)
         results.append(found)
         steps = " and ".join(f"{seconds * 1e3:.1f}" for seconds in found.predicted_s)
         memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(found.predicted_bytes, found.measured_bytes, strict=True))

@@ -15,6 +15,7 @@ from whale.cluster.file import loads
 from whale.planning.balance import device_orders
 from whale.planning.plan import Plan
 from whale.planning.shares import DoesNotFit
+from whale.planning.workload import INSIDE_OPERATIONS
 from whale.report.device_table import samples_by_rank
 
 WIDTH, NUM_LAYERS = 32, 6
@@ -79,6 +80,17 @@ def test_predicted_memory_is_what_autograd_and_optimizer_keep(optimizer: object,
     assert memory.buffer_bytes == 16 * WIDTH * 4 + 8  # the mini-batch, and the number of samples that the mean divides by
     working = 2 * WIDTH * 4  # two of the largest result
     assert 16 * (memory.sample_bytes - working) == kept_by_eager(16)
+
+
+def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> None:
+    """100 wide, then six layers 50 wide: two gradients of 100 come when 300 numbers were let go, so two of 50 at the end need most."""
+    narrow = [layer for _ in range(5) for layer in (torch.nn.Linear(50, 50), torch.nn.ReLU())]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 100), torch.nn.ReLU(), torch.nn.Linear(100, 50), torch.nn.ReLU(), *narrow)
+    figures = wh.plan(model, torch.randn(8, 4), loss=lambda output, batch: output.sum(), cluster=1).figures
+    assert figures is not None
+    (stage,) = figures.stages
+    assert stage.kept_sample_bytes == 4 * (100 + 6 * 50)
+    assert stage.working_sample_bytes == pytest.approx(2 * 50 * 4 + INSIDE_OPERATIONS * stage.kept_sample_bytes)
 
 
 def test_early_stages_keep_more_micro_batches() -> None:

@@ -19,6 +19,7 @@ from whale.planning.assignment import carries_gradient
 from whale.profiling import operations
 from whale.profiling.calibration import measured_seconds, update_costs
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
+from whale.profiling.steady import steady_seconds
 from whale.runtime.ranks import Ranks
 
 POINTS = (
@@ -103,7 +104,8 @@ def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch
     monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
     monkeypatch.setattr(operations, "TURNS_S", 1e-3)
     points = operations.measure_operations(Ranks("cpu"))
-    assert [point.name for point in points] == [trial.name for width in (8, 32) for trial in operations.trials("cpu", width)]
+    found = sorted((point.name, point.work) for point in points)
+    assert found == sorted((trial.name, trial.work) for width in (8, 32) for trial in operations.trials("cpu", width))
     assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
     # the work of a linear layer is what torch itself counts
     x, w = torch.ones(32, 32), torch.ones(32, 32)
@@ -121,3 +123,12 @@ def test_plans_of_measured_devices_take_their_times() -> None:
     # 100 samples: 2 * 100 * 100 * 50 FLOP, and the square and sum of 100 x 50 numbers
     product = measured_seconds(MEASURED, "aten.linear", 1e6, 1.0, False)
     assert product is not None and forward.of(100) > product == pytest.approx(1e-4)
+
+
+def test_a_neighbour_that_stays_counts_and_one_that_passes_by_does_not() -> None:
+    alone = [1e-3] * 600
+    assert steady_seconds(alone) == pytest.approx(1e-3)
+    # every tenth call loses the core for 10 ms: twice the time in the long run, which no median of single calls shows
+    assert steady_seconds([1.1e-2 if i % 10 == 5 else 1e-3 for i in range(600)]) == pytest.approx(2e-3, rel=0.1)
+    assert steady_seconds([*alone, *[1e-2] * 30, *alone]) == pytest.approx(1e-3)  # 300 ms of another job
+    assert steady_seconds([1e-3, 3e-3]) == pytest.approx(2e-3)  # too short for a stretch

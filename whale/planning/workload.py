@@ -20,6 +20,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
+from whale.profiling.backward_room import COPIES, room_beside_kept
 from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
@@ -28,8 +29,6 @@ from whale.scheduling.check import Held, peak_of_order
 
 ADAM_STATE = 2.0
 """optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two averages"""
-WORKING_COPIES = 2
-"""while an operation runs backward there are a gradient that comes in and one that goes out, about as large as its result"""
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,11 @@ class Workload:
         return self._times_of_form(form._replace(few=few, many=many), kind) - self._times_of_nodes(kind)[batch_norm]
 
     def accumulate_seconds(self, part: StageSlice, kind: DeviceKind) -> Seconds:
-        """Adding the gradients of a micro-batch to those before it: two are read and one is written. Only where additions were measured."""
-        one_by_one = (measured_seconds(kind, "aten.add", 0.0, 3.0 * num_bytes, False) or 0.0 for num_bytes in self.trained_bytes(part))
+        """Adding the gradients of a micro-batch to those before it, which are read and written; the new ones are still in the caches.
+
+        Only where additions were measured.
+        """
+        one_by_one = (measured_seconds(kind, "aten.add", 0.0, 2.0 * num_bytes, False) or 0.0 for num_bytes in self.trained_bytes(part))
         return Seconds(0.0, sum(one_by_one))
 
     def trained_bytes(self, part: StageSlice) -> list[int]:
@@ -168,9 +170,13 @@ class Workload:
         later = [(node, source) for node in operations if (source := split_input(node, self.gradients)) is not None]
         inputs = self.saved.results(source for _, source in later)
         gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
-        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
-        working = WORKING_COPIES * max(differentiable, default=0) / self.batch_size
+        working = room_beside_kept(operations, self.gradients, self.saved) if not regions else self._room_of_any_operation(operations)
         return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working + again.sample_bytes, again.fixed_bytes)
+
+    def _room_of_any_operation(self, operations: Sequence[Node]) -> float:
+        """Bytes for each sample, where what is kept is not let go one by one: regions are computed again on the way."""
+        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
+        return COPIES * max(differentiable, default=0) / self.batch_size
 
     def memory(self, slices: Sequence[StageSlice], stages: Mapping[int, StageBytes], order: tuple[Action, ...]) -> DeviceMemory:
         """Of a device that runs these slices in this order of actions; capacity is left at 0. `stages`: by their number."""

@@ -5,6 +5,7 @@ size take turns, forwards first and then backwards, as in a step of a model:
 
     F a, F b, F c, ..., B c, B b, B a, and again
 
+Those of transformers are one model and those of convolutional networks another, so that no more lies between two calls than does there.
 Alone in a loop an operation finds its data and even its own code in the caches, and is up to four times faster than in a model. What the
 autograd engine itself takes to start is measured with backwards that do nothing, and taken off; what it takes for each node belongs to
 the operation.
@@ -26,12 +27,15 @@ from torch import Tensor
 from whale.cluster.kinds import OperationPoint
 from whale.lowering.collectives import batch_norm_over_devices
 from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES
+from whale.profiling.steady import steady_seconds
 from whale.runtime.ranks import Ranks
 
-TURNS_S = 1.0
-"""how long the operations of one size take turns"""
+TURNS_S = 0.5
+"""how long the operations of one size and one kind of model take turns"""
 FEWEST_TURNS = 4
-TURNS_TOGETHER = 15
+OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", "max_pool2d", "relu", "sum"})
+"""what networks with convolutions are made of; all other operations are those of transformers"""
+TURNS_TOGETHER = 11
 """of operations in which ranks wait for each other"""
 ROUND_S = 0.02
 """how long one round of a point is repeated"""
@@ -117,14 +121,18 @@ def measure_operations(ranks: Ranks) -> tuple[OperationPoint, ...]:
     points: list[OperationPoint] = []
     for width in WIDTHS[torch.device(ranks.device).type]:
         chosen = trials(ranks.device, width)
-        points += _in_turns(chosen, ranks) if ranks.device == "cpu" else _alone(chosen, ranks)
+        if ranks.device == "cpu":
+            points += _in_turns([trial for trial in chosen if trial.name not in OF_CONVOLUTIONS], ranks)
+            points += _in_turns([trial for trial in chosen if trial.name in OF_CONVOLUTIONS], ranks)
+        else:
+            points += _alone(chosen, ranks)
         if ranks.is_distributed:
             points.append(_over_devices(chosen, ranks))
     return tuple(points)
 
 
 def _in_turns(chosen: Sequence[Trial], ranks: Ranks) -> list[OperationPoint]:
-    """Medians of each operation, all stretched by what a whole turn takes on average: a busy neighbour takes the core for a few
+    """Medians of each operation, all stretched by what whole turns take in the long run: a busy neighbour takes the core for a few
     milliseconds now and then, which no single operation shows."""
     leaf = _leaf(ranks.device, 1)
     chosen = [*chosen, *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS))]
@@ -136,7 +144,7 @@ def _in_turns(chosen: Sequence[Trial], ranks: Ranks) -> list[OperationPoint]:
     while len(turns) < FEWEST_TURNS or time.perf_counter() - begin < TURNS_S:  # a slow rank is not waited for: all go on computing
         turns.append(_turn(chosen, gradients))
     forward, backward = ([statistics.median(turn[side][place] for turn in turns) for place in range(len(chosen))] for side in (0, 1))
-    stretch = statistics.fmean(sum(turn[0]) + sum(turn[1]) for turn in turns) / (sum(forward) + sum(backward))
+    stretch = steady_seconds([sum(turn[0]) + sum(turn[1]) for turn in turns]) / (sum(forward) + sum(backward))
     start_s = _start_s(*backward[-2:])
     return [
         OperationPoint(trial.name, trial.work, stretch * forward[place], stretch * max(LEAST_S, backward[place] - start_s))

@@ -5,7 +5,6 @@ Many parameters at once, as in a model: more bytes than the caches hold, so that
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import torch
@@ -13,11 +12,13 @@ import torch.distributed as dist
 
 from whale.cluster.kinds import OperationPoint
 from whale.profiling.calibration import WITH_TWO_STATES, WITHOUT_STATE
+from whale.profiling.steady import steady_seconds
 from whale.runtime.ranks import Ranks
 
 WIDTHS = {"cpu": ((16, 32), (1024, 8)), "cuda": ((64, 32), (8192, 2))}
 """(rows and columns of a parameter, number of parameters)"""
-NUM_ROUNDS = 10
+TRIAL_S = 0.3
+"""how long each is repeated"""
 
 
 def measure_updates(ranks: Ranks) -> tuple[OperationPoint, ...]:
@@ -34,15 +35,14 @@ def measure_updates(ranks: Ranks) -> tuple[OperationPoint, ...]:
 
 
 def _step_s(optimizer: torch.optim.Optimizer, ranks: Ranks) -> float:
-    """The mean of several steps: what a busy neighbour takes away belongs to it."""
     optimizer.step()  # makes its state
-    found = []
-    for _ in range(NUM_ROUNDS):
-        if ranks.is_distributed:
-            dist.barrier()
+    if ranks.is_distributed:
+        dist.barrier()
+    found: list[float] = []
+    while sum(found) < TRIAL_S:
         start = time.perf_counter()
         optimizer.step()
         if ranks.device != "cpu":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
-    return statistics.fmean(found)
+    return steady_seconds(found)
