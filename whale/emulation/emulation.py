@@ -99,8 +99,8 @@ class Emulation:
 
     def _place_weights(self, own_stages: Sequence[int]) -> Memory:
         """All ranks refuse together what does not fit from the start."""
-        shared, error = shared_bytes(self.full_plan, self.figures, own_stages), None
-        memory = Memory(self.cluster.devices[self.ranks.rank], self.figures, own_stages, shared)
+        figures, error = self.figures.on(self.ranks.rank), None
+        memory = Memory(self.cluster.devices[self.ranks.rank], figures, own_stages, shared_bytes(self.full_plan, figures, own_stages))
         try:
             memory.place_weights()
         except EmulatedOutOfMemory as problem:
