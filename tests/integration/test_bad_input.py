@@ -144,10 +144,17 @@ def test_nested_split() -> None:
 
 def test_more_devices_than_classes_is_allowed_and_said() -> None:
     """16 devices along an axis, weights with 8 rows and columns, and a batch of 8."""
-    plan = wh.plan(wh.annotate(Net(), {"*": wh.split(16, grid=(1, 16, 1))}), make_batch(), cluster=16)
+    model = wh.annotate(Net(), {"*": wh.split(16, grid=(1, 16, 1))})
+    plan = wh.plan(model, make_batch(), cluster=16)
     said = [note for note in plan.notes if "layers.0.weight" in note]
     assert len(said) == 1
     assert_says(said[0], "stage 0", "can be cut into 8 parts only, for 16 devices", "some hold none of it")
+    (sharding,) = plan.shardings
+    whole = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if not sharding.stored[name].is_cut)
+    cut = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if sharding.stored[name].is_cut)
+    held = [device.peak_bytes["weights"] for device in wh.simulate(plan).devices]
+    assert held[-1] == whole and sum(held) == 16 * whole + cut  # each device's own figure
+    assert sharding.work[0] > sharding.work[-1] == 0
 
 
 def test_two_grids_for_the_same_devices() -> None:

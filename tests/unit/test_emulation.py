@@ -76,6 +76,7 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
     fast, slow = Link(100.0, 0.1), Link(10.0, 0.5)
     # 4 devices: 6 steps of a quarter of 80 bytes, 2 s each, and 0.5 s of latency each
     assert ring_s(80, [fast, slow, fast, fast], 4) == pytest.approx(6 * (2 + 0.5))
+    assert ring_s(80, [fast, slow, fast, fast], 4, num_buckets=3) == pytest.approx(6 * (2 + 3 * 0.5))  # each bucket goes its own steps
     assert ring_s(80, [fast], 1) == 0
 
 

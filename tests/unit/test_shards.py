@@ -131,18 +131,18 @@ def test_replicas_share_samples_by_the_slowest_device_of_their_grid(plan: Plan) 
 
 
 def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -> None:
-    operations = [ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6) for n in range(2)]
-    operations.append(ShardedOperation(2, "head: linear", "row over x", 0.0))
+    why = "next best is row over y: 2 ms more"
+    operations = [ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6, why=why) for n in range(2)]
+    operations.append(ShardedOperation(2, "model: cross_entropy_loss", "by classes over x", 0.0, 2e6, "the only way"))
     sharding = replace(
         plan.shardings[0], operations=tuple(operations), sent_bytes=6e6, num_samples=6, replicated=("blocks.0: sort", "blocks.1: sort")
     )
     console = Console(width=160, record=True, file=io.StringIO())
     print_plan(replace(plan, shardings=(sharding,), figures=None), console)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; 6.00 MB in all)" in lines
-    why = "least time of the whole stage; 50% of its bytes go to bring the inputs here"
+    assert "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; 8.00 MB in all)" in lines
     assert f"blocks.*.up: linear 2 column over y 3.00 MB {why}" in lines
-    assert "head: linear 1 row over x - its inputs already lie so: nothing is sent" in lines
+    assert "model: cross_entropy_loss 1 by classes over x 2.00 MB the only way" in lines  # what it tells others is sent, too
     assert "on every device whole, for want of a rule: blocks.*: sort" in lines and "1 of 1 parameters are cut" in lines
     assert any("6 together" in line for line in lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import product
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx import Node
 
 import whale as wh
 from tests.split_oracle import Nothing, local_weights, whole_program
@@ -25,6 +27,7 @@ from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.exchange_plan import plan_exchange
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
+from whale.sharding.reasons import with_reasons
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
@@ -195,3 +198,46 @@ def test_three_of_many_equal_layers_say_it_all(shape: tuple[int, int, int]) -> N
 def layers_space() -> Space:
     layout, tensors = read_batch((torch.zeros(4, LENGTH, dtype=torch.long),))
     return Space(whole_program(api._prepare(Layers(7), layout, tensors, None, wh.Config(), "cpu")))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1)])
+def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(shape: tuple[int, int, int]) -> None:
+    """Against solving again with everything else as it was, for every other option of the operation."""
+    space, grid, costs = space_of(2), Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
+    chosen = solve(space.program, grid, SAMPLES, costs, space=space, every_layer=True)
+    reasons = {each.node: each.why for each in with_reasons(space, chosen, SAMPLES, costs).operations}
+    nodes = list(space.program.captured.graph.nodes)
+    compared = 0
+    for index, why in reasons.items():
+        found = re.fullmatch(r"next best is (.*): ([0-9.]+) (s|ms|us) more.*", why)
+        if found is None or compared == 4:
+            continue
+        compared += 1
+        more = min(_pinned(space, chosen, nodes[index], names, grid, costs) for names in _one_axis_changed(space, chosen, index, grid))
+        assert float(found[2]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[3]] == pytest.approx(more - chosen.seconds, rel=0.01)
+    assert compared == 4
+
+
+def _one_axis_changed(space: Space, chosen: Sharding, index: int, grid: Grid) -> list[tuple[str, str, str]]:
+    names, node = chosen.choices[index], list(space.program.captured.graph.nodes)[index]
+    return [
+        (*names[:place], option.name, *names[place + 1 :])  # type: ignore[misc]
+        for place, axis in enumerate("xyz")
+        for option in (space.axis_options(node, axis) if axis in grid.axes else ())
+        if option.name != names[place]
+    ]
+
+
+def _pinned(space: Space, chosen: Sharding, node: Node, names: tuple[str, str, str], grid: Grid, costs: GridCosts) -> float:
+    """Seconds of the stage when this operation does so and all others as chosen."""
+    pinned = Space(space.program)
+    nodes = list(space.program.captured.graph.nodes)
+    wanted = {nodes[index]: choice for index, choice in chosen.choices.items()} | {node: names}
+    pinned.joint_options = lambda each, axes, _: [  # type: ignore[method-assign]
+        tuple(next(o for o in pinned.options[each] if o.name == wanted[each]["xyz".index(axis)]) for axis in axes)
+    ]
+    own = {each: number for number, each in enumerate(pinned.operations)}
+    pinned.signatures = lambda *_: own  # type: ignore[method-assign]  # operations alike would all do as the first of them
+    if node in (each for each in space.operations if space.is_product(each)) and grid.gx > 1 and len(set(names[:2])) == 1:
+        return float("inf")  # x and y cut different dims of a weight
+    return solve(space.program, grid, SAMPLES, costs, space=pinned, every_layer=True).seconds

@@ -100,8 +100,9 @@ class Emulation:
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
         """All ranks refuse together what does not fit from the start."""
-        shared, error = shared_bytes(self.full_plan, self.figures, own_stages), None
-        memory = Memory(self.cluster.devices[self.ranks.rank], self.figures, own_stages, shared, bucket_bytes)
+        figures, error = self.figures.on(self.ranks.rank), None
+        shared = shared_bytes(self.full_plan, figures, own_stages)
+        memory = Memory(self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes)
         try:
             memory.place_weights()
         except EmulatedOutOfMemory as problem:

@@ -6,7 +6,7 @@ Times are affine in the samples of a micro-batch, bytes as well. No torch here: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.cluster.network import Network
 
@@ -90,6 +90,13 @@ class StateFigures:
     buffer_bytes: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
     """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold everything"""
+    part_bytes: tuple[tuple[int, int], ...] = ()
+    """of each part: bytes of weights, and those of them that get gradients"""
+
+    def on(self, rank: int) -> StateFigures:
+        """What this rank holds of it; some may hold nothing where there are more devices than heads, say."""
+        own = [held for ranks, held in zip(self.parts, self.part_bytes) if rank in ranks]
+        return replace(self, weight_bytes=own[0][0], trained_bytes=own[0][1]) if own else self
 
     def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold the same, and sum its gradients."""
@@ -113,3 +120,7 @@ class Figures:
     """of the mini-batch, which every device gets"""
     overlaps: bool = True
     """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""
+
+    def on(self, rank: int) -> Figures:
+        """With the states that this rank holds."""
+        return replace(self, states=tuple(state.on(rank) for state in self.states))

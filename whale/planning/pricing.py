@@ -45,13 +45,22 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class Held:
+    """A parameter that a grid cuts."""
+
+    part_bytes: tuple[int, ...]
+    """of each part; equal parts are one"""
+    parts: Parts
+
+
+@dataclass(frozen=True)
 class OnGrids:
     """What a grid changes."""
 
     stages: Mapping[int, Callable[[StageFigures], StageFigures]] = field(default_factory=dict)
     """figures of a stage, from those that it would have on devices which share its samples"""
-    weights: Mapping[str, tuple[int, Parts]] = field(default_factory=dict)
-    """bytes of the largest part of a parameter, and who holds which part"""
+    weights: Mapping[str, Held] = field(default_factory=dict)
+    """of parameters that are cut"""
 
 
 def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> int:
@@ -193,32 +202,43 @@ def _as_before(known: StageFigures, _: StageFigures) -> StageFigures:
 
 def sharded_weights(
     captured: CapturedGraph, layouts: Mapping[str, Layout], holders: Mapping[str, tuple[int, ...]], devices: Mapping[int, VirtualDevice]
-) -> dict[str, tuple[int, Parts]]:
+) -> dict[str, Held]:
     """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
-    found: dict[str, tuple[int, Parts]] = {}
+    found: dict[str, Held] = {}
+    known: dict[tuple[Layout, int], tuple[list[tuple[int, ...]], list[int]]] = {}
     for name, layout in layouts.items():
-        grid = devices[holders[name][0]].grid
+        device = devices[holders[name][0]]
+        grid, key = device.grid, (layout, device.index)
         if grid is None or not layout.sharded:
             continue  # whole everywhere
-        same = dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices))
+        if key not in known:
+            same = list(dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices)))
+            known[key] = same, [layout.local_count(grid, line[0]) for line in same]
+        same, counts = known[key]
         members = [ranks for stage in holders[name] for ranks in devices[stage].ranks]
         parts = tuple(tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same)
-        found[name] = (layout.largest_count(grid) * captured.state[name].dtype.itemsize, parts)
+        found[name] = Held(tuple(count * captured.state[name].dtype.itemsize for count in counts), parts)
     return found
 
 
 def _states(
-    captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, Parts]]
+    captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]], weights: Mapping[str, Held]
 ) -> tuple[StateFigures, ...]:
     states: dict[tuple[tuple[int, ...], Parts], StateFigures] = {}
     for name, stages in holders.items():
         tensor = captured.state[name]
-        num_bytes, parts = weights.get(name, (tensor.num_bytes, ()))
-        key = (stages, parts)
-        known = states.get(key, StateFigures(stages, parts=parts))
+        held = weights.get(name, Held((tensor.num_bytes,), ()))
+        key = (stages, held.parts)
+        known = states.get(key, StateFigures(stages, parts=held.parts, part_bytes=((0, 0),) * len(held.parts)))
         if tensor.kind == "parameter":
-            trained = known.trained_bytes + num_bytes * tensor.trainable
-            states[key] = replace(known, weight_bytes=known.weight_bytes + num_bytes, trained_bytes=trained)
+            most, trained = max(held.part_bytes), int(tensor.trainable)
+            added = zip(known.part_bytes, held.part_bytes)
+            states[key] = replace(
+                known,
+                weight_bytes=known.weight_bytes + most,
+                trained_bytes=known.trained_bytes + most * trained,
+                part_bytes=tuple((before + more, before_trained + more * trained) for (before, before_trained), more in added),
+            )
         else:
-            states[key] = replace(known, buffer_bytes=known.buffer_bytes + num_bytes)
+            states[key] = replace(known, buffer_bytes=known.buffer_bytes + tensor.num_bytes)
     return tuple(states.values())

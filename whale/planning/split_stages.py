@@ -25,6 +25,7 @@ from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
+from whale.sharding.reasons import with_reasons
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space, StageProgram
@@ -141,12 +142,19 @@ class SplitProblem:
                 tried = [self._try(alike, grid, SHORT_OF_MEMORY) for grid in self._promising(alike, grids, SHORT_OF_MEMORY)]
                 fitting = [each for each in tried if self._fits(each)] or [min(tried, key=self._weight_bytes)]
             best = min(fitting or tried, key=lambda each: each.seconds)
-            shardings |= best.shardings
+            shardings |= self._with_reasons(best)
             for device in best.devices:
                 devices[device.index] = device
             decisions.append(_decision(best, tried, len(grids)))
         placement = replace(self.placement, virtual_devices=tuple(devices))
         return Split(placement, shardings, self._spaces, self.num_samples, tuple(decisions))
+
+    def _with_reasons(self, best: _Tried) -> dict[int, Sharding]:
+        costs = {device.index: self._costs(device, best.grid) for device in best.devices}
+        return {
+            stage: with_reasons(self._spaces[stage], sharding, self.num_samples, costs[self.device_of_stage[stage]])
+            for stage, sharding in best.shardings.items()
+        }
 
     def _is_flat(self, devices: Sequence[VirtualDevice]) -> bool:
         """Whether every VirtualDevice lies on one host in each replica, so that x and y are alike."""

@@ -41,7 +41,7 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
             ranges([stage.index for stage in own]),
             layers_of(own),
             str(sum(counts[device.rank])),
-            human_flop(forward_flop(plan, own, sum(counts[device.rank]))),
+            human_flop(forward_flop(plan, device.rank, own, sum(counts[device.rank]))),
             *(f"{human_seconds(seconds)} ({_percent(seconds, timeline.step_s)})" for seconds in shares),
         )
     return _more(table, len(timeline.devices))
@@ -67,16 +67,16 @@ def samples_by_rank(plan: Plan) -> list[list[int]]:
     return SampleMap(plan, plan.batch_size, plan.num_micro_batch).num_by_rank()
 
 
-def forward_flop(plan: Plan, stages: Sequence[Stage], num_samples: int) -> float:
-    """Of so many samples on these stages."""
-    flop = sum(stage.forward_flop / _num_sharers(plan, stage) for stage in stages)
+def forward_flop(plan: Plan, rank: int, stages: Sequence[Stage], num_samples: int) -> float:
+    """Of so many samples on these stages of a rank. Devices of a grid do the work for a sample together, each its part."""
+    work = {sharding.stage: sharding.work for sharding in plan.shardings}
+    place = plan.place_of_rank(rank)[2]
+    flop = 0.0
+    for stage in stages:
+        device = plan.virtual_devices[stage.virtual_device]
+        even = 1 / device.num_devices if device.grid is not None else 1.0
+        flop += stage.forward_flop * (work[stage.index][place] if work.get(stage.index) else even)
     return flop * num_samples / plan.batch_size
-
-
-def _num_sharers(plan: Plan, stage: Stage) -> int:
-    """Devices of a grid do the work for a sample together."""
-    device = plan.virtual_devices[stage.virtual_device]
-    return device.num_devices if device.grid is not None else 1
 
 
 def layers_of(stages: Sequence[Stage]) -> str:

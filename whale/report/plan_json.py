@@ -8,6 +8,7 @@ from typing import Any
 from whale.planning.plan import Plan
 from whale.report.device_table import forward_flop, layers_of, samples_by_rank
 from whale.report.plan_table import summary
+from whale.sharding.record import StageSharding
 from whale.simulation.simulate import figures_in
 from whale.simulation.timeline import Timeline
 
@@ -27,8 +28,19 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "network": asdict(figures_in(plan).network),
         "task_graphs": [asdict(part) for part in plan.task_graphs],
         "stages": [{**asdict(stage), "ranks": list(plan.ranks_of_stage(stage.index))} for stage in plan.stages],
+        "shardings": [_sharding(each) for each in plan.shardings],
         "decisions": [asdict(decision) for decision in plan.decisions],
         "notes": list(plan.notes),
+    }
+
+
+def _sharding(sharding: StageSharding) -> dict[str, Any]:
+    """A stage on a grid: every operation with its pattern, bytes and reason."""
+    names = ("stage", "num_samples", "seconds", "sent_bytes", "keeps_gathered", "replicated")
+    return {
+        **{name: getattr(sharding, name) for name in names},
+        "operations": [asdict(operation) for operation in sharding.operations],
+        "parameters": {name: asdict(stored) for name, stored in sharding.stored.items()},
     }
 
 
@@ -47,7 +59,7 @@ def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
                 "samples": sum(samples),
                 "samples_of_micro_batches": samples,
                 "shard": None if device.grid is None else {"grid": device.grid.name, "place": place, "of": device.num_devices},
-                "forward_flop": forward_flop(plan, own, sum(samples)),
+                "forward_flop": forward_flop(plan, rank, own, sum(samples)),
             }
         )
     return found

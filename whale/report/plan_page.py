@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from whale.planning.plan import Plan
+from whale.report import sharding_table
 from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, samples_by_rank
 from whale.report.page_style import STYLE
 from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
 from whale.report.plan_table import summary
 from whale.report.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
+from whale.sharding.record import StageSharding
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import Timeline
 
@@ -28,6 +30,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
         _section("Memory at its fullest moment", memory_picture(timeline)),
         _section("Devices", _work(plan, timeline)),
         _section("Memory in numbers", _memory(timeline)),
+        *(_section(sharding_table.title(plan, sharding), _sharding(sharding)) for sharding in plan.shardings),
         _section("Why", _decisions(plan)),
     ]
     if plan.notes:
@@ -72,7 +75,7 @@ def _work(plan: Plan, timeline: Timeline) -> str:
     for device in timeline.devices[:SHOWN_DEVICES]:
         own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
         samples = sum(counts[device.rank])
-        flop = forward_flop(plan, own, samples)
+        flop = forward_flop(plan, device.rank, own, samples)
         times = (("busy_s", device.busy_s), ("wait_s", device.wait_s), ("idle_s", timeline.idle_s(device.rank)))
         rows.append(
             [
@@ -97,6 +100,14 @@ def _memory(timeline: Timeline) -> str:
         capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
         rows.append([str(device.rank), escape(device.kind), *parts, total, number(f"{key}.memory_bytes", device.memory_bytes, capacity)])
     return _table(("rank", "device"), (*CLASSES, "in all", "capacity"), rows, len(timeline.devices))
+
+
+def _sharding(sharding: StageSharding) -> str:
+    """The operations of a stage on a grid, and what is stored how."""
+    shown = sharding_table.rows(sharding)
+    rows = [[escape(cell) for cell in (what, pattern, why, times, sent)] for what, times, pattern, sent, why in shown]
+    table = _table(("operation", "pattern", "why"), ("times", "sent each"), rows, 0)
+    return table + "".join(f'<p class="weak">{escape(remark)}</p>' for remark in sharding_table.remarks(sharding))
 
 
 def _decisions(plan: Plan) -> str:

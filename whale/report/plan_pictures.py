@@ -135,7 +135,9 @@ def _stage_cell(
     drawing.box(x, y, wide, high, fill, line=line, radius=6, title=", ".join(f"rank {r}: {s}" for r, s in zip(ranks, shares, strict=True)))
     drawing.text(x + 9, y + 18, shortened(f"rank {ranges(ranks)}", 12, wide - 14), bold=True)
     drawing.text(x + 9, y + 36, shortened(", ".join(f"{n} x {k}" if n > 1 else k for k, n in kinds.items()), 11, wide - 14), 11, fill=WEAK)
-    each = f"{sum(shares)} of {size} samples" if len(ranks) == 1 else f"{'+'.join(map(str, shares))} of {size} samples"
+    grid = plan.virtual_devices[plan.place_of_rank(ranks[0])[0]].grid
+    each = f"{sum(shares) if grid is not None else '+'.join(map(str, shares))} of {size} samples"
+    each += f" together, on a grid {grid.name}" if grid is not None else ""
     drawing.text(x + 9, y + 54, shortened(each, 12, wide - 14))
 
 

@@ -1,11 +1,12 @@
 """How the operations of each stage on a grid are sharded: pattern, bytes, why, and what runs whole on every device.
 
-Layers that are alike are one row: `h.*.mlp.up: linear`, with their number.
+Layers that are alike are one row: `h.*.mlp.up: linear`, with their number. The page of a plan shows the same rows.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,11 +16,12 @@ from rich.text import Text
 from whale.planning.plan import Plan
 from whale.report.units import human_bytes
 from whale.sharding.record import StageSharding
-from whale.sharding.sharding import ShardedOperation
 
 SHOWN_ROWS = 24
 SHOWN_NAMES = 8
-Key = tuple[str, str, float]
+COLUMNS = ("operation", "times", "pattern", "sent each", "why")
+Row = tuple[str, str, str, str, str]
+"""a text for each of COLUMNS"""
 
 
 def sharding_tables(plan: Plan) -> RenderableType | None:
@@ -30,56 +32,52 @@ def sharding_tables(plan: Plan) -> RenderableType | None:
 
 
 def _stage(plan: Plan, sharding: StageSharding) -> list[RenderableType]:
-    grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
-    assert grid is not None
-    title = (
-        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for {sharding.num_samples} samples, forward and backward; "
-        f"{human_bytes(sharding.sent_bytes)} in all)"
-    )
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
+    table = Table(title=title(plan, sharding), title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
     table.show_edge = table.pad_edge = False
-    for name in ("operation", "times", "pattern", "sent each", "why"):
+    for name in COLUMNS:
         is_number = name in ("times", "sent each")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    rows = _rows(sharding)
-    for (what, pattern, sent), times in list(rows.items())[:SHOWN_ROWS]:
-        table.add_row(*map(Text, (what, str(times), pattern, human_bytes(sent) if sent else "-", _why(sent, sharding.sent_bytes))))
-    if len(rows) > SHOWN_ROWS:
-        table.add_row(f"... {len(rows) - SHOWN_ROWS} more")
-    return [table, *_stored(sharding), *_whole(sharding)]
+    found = rows(sharding)
+    for row in found[:SHOWN_ROWS]:
+        table.add_row(*map(Text, row))
+    if len(found) > SHOWN_ROWS:
+        table.add_row(f"... {len(found) - SHOWN_ROWS} more")
+    return [table, *(Text(f"  {remark}") for remark in remarks(sharding))]
 
 
-def _rows(sharding: StageSharding) -> dict[Key, int]:
+def title(plan: Plan, sharding: StageSharding) -> str:
+    grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
+    assert grid is not None
+    total = sharding.sent_bytes + sum(operation.told_bytes for operation in sharding.operations)
+    return (
+        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for {sharding.num_samples} samples, forward and backward; "
+        f"{human_bytes(total)} in all)"
+    )
+
+
+def rows(sharding: StageSharding) -> list[Row]:
     """Operations in order, those of like layers together."""
-    found: dict[Key, int] = {}
-    for operation in sharding.operations:
-        key = (_layer_free(operation), operation.pattern, operation.sent_bytes)
-        found[key] = found.get(key, 0) + 1
+    found: Counter[tuple[str, str, float, str]] = Counter()
+    for each in sharding.operations:
+        found[_layer_free(each.what), each.pattern, each.sent_bytes + each.told_bytes, each.why] += 1
+    return [
+        (what, str(times), pattern, human_bytes(sent) if sent else "-", why) for (what, pattern, sent, why), times in found.items()
+    ]
+
+
+def remarks(sharding: StageSharding) -> list[str]:
+    """What is stored how, and what runs whole."""
+    cut = [name for name, stored in sharding.stored.items() if stored.is_cut]
+    gathered = [name for name in cut if sharding.stored[name].stored]
+    before_use = f", {len(gathered)} of them gathered before use" if gathered else ""
+    found = [f"{len(cut)} of {len(sharding.stored)} parameters are cut{before_use}"]
+    names = list(dict.fromkeys(map(_layer_free, sharding.replicated)))
+    if names:
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        found.append(f"on every device whole, for want of a rule: {', '.join(names[:SHOWN_NAMES])}{more}")
     return found
 
 
-def _layer_free(operation: ShardedOperation) -> str:
+def _layer_free(what: str) -> str:
     """`transformer.h.3.mlp: addmm` -> `transformer.h.*.mlp: addmm`."""
-    return re.sub(r"(?<=\.)\d+(?=[.:])", "*", operation.what)
-
-
-def _why(sent: float, total: float) -> str:
-    """The choice is made for the whole stage at once; what it costs here says what was traded."""
-    if not sent:
-        return "its inputs already lie so: nothing is sent"
-    return f"least time of the whole stage; {sent / total:.0%} of its bytes go to bring the inputs here" if total else ""
-
-
-def _stored(sharding: StageSharding) -> list[RenderableType]:
-    cut = [name for name, stored in sharding.stored.items() if stored.is_cut]
-    gathered = [name for name in cut if sharding.stored[name].stored]
-    text = f"  {len(cut)} of {len(sharding.stored)} parameters are cut"
-    return [Text(text + (f", {len(gathered)} of them gathered before use" if gathered else ""))]
-
-
-def _whole(sharding: StageSharding) -> list[RenderableType]:
-    if not sharding.replicated:
-        return []
-    names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=[.:])", "*", name) for name in sharding.replicated))
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return [Text(f"  on every device whole, for want of a rule: {', '.join(names[:SHOWN_NAMES])}{more}")]
+    return re.sub(r"(?<=\.)\d+(?=[.:])", "*", what)

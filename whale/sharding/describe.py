@@ -53,7 +53,8 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
         cost = solver.terms.node_costs[node]
         if cost.flop or sent.get(node) or RULES.get(op_name(node)) in TOLD:
-            operations.append(ShardedOperation(index[node], what, _pattern(space, node, chosen), sent.get(node, 0.0)))
+            told = solver.terms.told_bytes(node, chosen)
+            operations.append(ShardedOperation(index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told))
         if cost.output_bytes > _itemsize(node) and not any(option.is_cut for option in space.options[node]) and grid.axes:
             replicated.append(what)
     stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
@@ -67,6 +68,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         sum_seconds=_sum_seconds(solver, stored),
         sent_bytes=sum(sent.values()),
         weight_bytes=_most_stored(solver, stored),
+        work=_work(solver),
         gathered=_gathered(solver),
     )
 
@@ -88,6 +90,28 @@ def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
         for (layout, size), number in alike.items()
     )
     return total / costs.num_micro_batch
+
+
+def _work(solver: Solver) -> tuple[float, ...]:
+    """By place, its part of the FLOP of all operations: a device without a head, say, does nothing of the attention."""
+    space, grid = solver.space, solver.grid
+    flop: dict[tuple[tuple[Cut, tuple[str, ...]], ...], float] = {}
+    for node in space.operations:
+        cuts: dict[str, tuple[Cut, list[str]]] = {}
+        chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
+        for axis in (axis for axis in ORDER if axis in chosen and chosen[axis].is_cut):
+            if chosen[axis].name not in cuts:
+                value, dim = solver.terms.cut_value(node, chosen[axis])
+                cuts[chosen[axis].name] = space.granules.cuts(value, solver.num_samples)[dim], []
+            cuts[chosen[axis].name][1].append(axis)
+        key = tuple((cut, tuple(axes)) for cut, axes in cuts.values())
+        flop[key] = flop.get(key, 0.0) + solver.terms.node_costs[node].flop
+    total = sum(flop.values())
+    by_place = []
+    for place in range(grid.num_devices) if total else ():
+        parts = ((Layout(tuple(cut for cut, _ in key), tuple(axes for _, axes in key)), number) for key, number in flop.items())
+        by_place.append(sum(number * part.local_count(grid, place) / max(1, prod(part.shape)) for part, number in parts) / total)
+    return tuple(by_place)
 
 
 def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:
@@ -176,7 +200,7 @@ def _gathered(solver: Solver) -> Gathered:
     return Gathered(per_sample, fixed, seconds)
 
 
-def _pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
+def pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
     """`column over y, by samples over z`."""
     said: dict[str, list[str]] = {}
     for axis in AXES:

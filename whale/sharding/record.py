@@ -57,6 +57,8 @@ class StageSharding:
     """predicted for one micro-batch, forward and backward"""
     sent_bytes: float = 0.0
     """by one device in that time"""
+    work: tuple[float, ...] = ()
+    """by place, its part of the stage's FLOP"""
     num_samples: int = 0
     """of a model replica in the micro-batch that it was chosen for"""
     keeps_gathered: bool = True
@@ -75,6 +77,7 @@ class StageSharding:
             replicated=sharding.replicated,
             seconds=sharding.seconds - sharding.sum_seconds,
             sent_bytes=sharding.sent_bytes,
+            work=sharding.work,
             num_samples=num_samples,
             keeps_gathered=sharding.keeps_gathered,
             notes=sharding.notes,

@@ -21,6 +21,10 @@ class ShardedOperation:
     """`column over y, by samples over z`"""
     sent_bytes: float
     """by one device, for its inputs: forward and backward of one micro-batch"""
+    told_bytes: float = 0.0
+    """by one device inside the operation: maxima and sums of rows over a dim that is cut"""
+    why: str = ""
+    """what the next best pattern would cost, or what left no choice"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Sharding:
     """by one device in that time"""
     weight_bytes: float = 0.0
     """stored by the device that stores most"""
+    work: tuple[float, ...] = ()
+    """by place, its part of the stage's FLOP; the parts of operations that several places do are more than 1 together"""
     gathered: Gathered = Gathered()
     keeps_gathered: bool = True
     """gathered tensors are kept for backward; otherwise they are gathered again there"""

@@ -25,10 +25,8 @@ MOST_SHARING = 3
 """readers of one value whose shared exchanges are counted together"""
 MOST_ENTRIES = 400_000
 """of one table of readers"""
-ROW_SUMS = 2
-"""numbers that a norm or a loss over a cut dim exchanges for each row, each way"""
-TALKING = ("norm", "softmax", "class loss", "batch norm")
-"""local forms of operations that exchange such numbers"""
+ROW_NUMBERS = {"norm": 4, "softmax": 3, "class loss": 2, "batch norm": 4}
+"""local forms of operations that work over a cut dim: numbers that a device tells each of the others for a row, forward and backward"""
 
 Choice = Option | Placement
 """on one axis: the option of an operation, or how something stored or received lies"""
@@ -80,27 +78,44 @@ class Terms:
                 continue
             along.setdefault(option.name, []).append(self.grid.size(axis))
             if option.name not in counts:
-                values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
-                value, dim = next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
-                if option.apart:  # the work is where the experts are
-                    value, dim = values[option.apart[0]], option.inputs[option.apart[0]]  # type: ignore[assignment]
+                value, dim = self.cut_value(node, option)
                 counts[option.name] = self.space.granules.cuts(value, self.num_samples)[dim].count
         return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
+
+    def cut_value(self, node: Node, option: Option) -> tuple[Value, int]:
+        """A tensor of an operation that an option cuts, and the dim: its granules are those of the work."""
+        values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
+        if option.apart:  # the work is where the experts are
+            return values[option.apart[0]], option.inputs[option.apart[0]]  # type: ignore[return-value]
+        return next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
 
     def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
         """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of SUMMA."""
         if panels := self.panel_bytes(node, options):
             messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
             return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
-        axes = [axis for axis, option in options.items() if option.local in TALKING]
-        if not axes:
+        told = self._told(node, options)
+        if not told:
             return self.travel(node, options)
-        first = self.space.operations[node].inputs[0].meta["val"]
+        return sum(2 * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in told.items())
+
+    def told_bytes(self, node: Node, options: Mapping[str, Option]) -> float:
+        """What one device tells the others inside an operation: maxima and sums of rows."""
+        return sum(self._told(node, options).values())
+
+    def _told(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
+        """The same by axis."""
+        axes = [axis for axis, option in options.items() if option.local in ROW_NUMBERS]
+        if not axes:
+            return {}
+        first, local = self.space.operations[node].inputs[0].meta["val"], options[axes[0]].local
         shape = self.shapes.of(first)
-        width = shape[-1] if options[axes[0]].local != "batch norm" else prod(shape) // max(shape[1], 1)
+        width = shape[-1] if local != "batch norm" else prod(shape) // max(shape[1], 1)
+        if local == "class loss":
+            width = shape[1]
         rows = prod(shape) / max(width, 1) * first.dtype.itemsize
         rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
-        return sum(2 * (self.costs.latency_s + 2 * ROW_SUMS * rows / self.costs.rate(axis)) for axis in axes)
+        return {axis: ROW_NUMBERS[local] * rows * (self.grid.size(axis) - 1) for axis in axes}
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""

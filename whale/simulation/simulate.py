@@ -87,7 +87,8 @@ class _Simulation:
     def _rank(self, rank: int) -> _Rank:
         device, replica, _ = self.plan.place_of_rank(rank)
         own = self.plan.stages_of_rank(rank)
-        account = Account(self.figures, own, shared_bytes(self.plan, self.figures, own), self.bucket_bytes)
+        figures = self.figures.on(rank)
+        account = Account(figures, own, shared_bytes(self.plan, figures, own), self.bucket_bytes)
         return _Rank(rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account)
 
     def run(self) -> Timeline:
