@@ -115,7 +115,10 @@ class Terms:
             width = shape[1]
         rows = prod(shape) / max(width, 1) * first.dtype.itemsize
         rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
-        return {axis: ROW_NUMBERS[local] * rows * (self.grid.size(axis) - 1) for axis in axes}
+        number = ROW_NUMBERS[local] * rows
+        if local == "batch norm":  # a sum like that of gradients, not a message to each of the others
+            return {axis: 2 * number * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
+        return {axis: number * (self.grid.size(axis) - 1) for axis in axes}
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
