@@ -93,6 +93,19 @@ def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> 
     assert stage.working_sample_bytes == pytest.approx(2 * 50 * 4 + INSIDE_OPERATIONS * stage.kept_sample_bytes)
 
 
+def test_an_update_that_needs_more_than_the_backward_counts() -> None:
+    """One large weight and few samples: AdamW's two copies of it are more than the gradient that a backward works with."""
+
+    def plan(memory: int) -> Plan:
+        return wh.plan(nn.Linear(512, 512, bias=False), torch.randn(2, 512), loss=lambda y, batch: y.sum(), cluster=devices(memory))
+
+    needed = wh.simulate(plan(10**9)).devices[0].peak_total_bytes
+    assert needed > 6 * 512 * 512 * 4  # weight, gradient, two averages, two copies
+    assert wh.simulate(plan(int(needed) + 1)).devices[0].peak_total_bytes == needed
+    with pytest.raises(DoesNotFit, match="before the first sample"):
+        plan(int(needed) - 1)
+
+
 def test_early_stages_keep_more_micro_batches() -> None:
     plan = plan_of(devices(10**9, 10**9, 10**9), num_micro_batch=4, num_task_graph=3)
     value = WIDTH * 4

@@ -113,15 +113,15 @@ def refuse_unless_it_fits(
     """
     full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
     if full:
-        rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
+        rank = max(full, key=lambda each: situation.memory[each].least_bytes - situation.memory[each].capacity_bytes)
         memory = situation.memory[rank]
         parts = (
             f"{in_gb(memory.parameter_bytes)} parameters, {in_gb(memory.gradient_bytes)} gradients, "
-            f"{in_gb(memory.optimizer_bytes)} optimizer state, {in_gb(memory.buffer_bytes)} buffers and mini-batch"
+            f"{in_gb(memory.optimizer_bytes)} optimizer state, {in_gb(memory.buffer_bytes)} buffers and mini-batch, the rest room to work"
         )
         raise NoRoom(
             f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {in_gb(memory.capacity_bytes)} and needs "
-            f"{in_gb(memory.static_bytes)} before the first sample ({parts}). {_missing(situation)}",
+            f"{in_gb(memory.least_bytes)} before the first sample ({parts}). {_missing(situation)}",
             is_over_full=True,
         )
     if situation.fits(batch_size, num_micro_batch):
@@ -140,7 +140,7 @@ def refuse_unless_it_fits(
 
 def _missing(situation: Situation) -> str:
     """How much is missing in all, and what would have to lie elsewhere."""
-    over = [memory.static_bytes - memory.capacity_bytes for memory in situation.memory]
+    over = [memory.least_bytes - memory.capacity_bytes for memory in situation.memory]
     short = [each for each in over if each > 0]
     ranks = f"{len(short)} device{'s' * (len(short) > 1)}"
     return (
