@@ -162,6 +162,19 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
         plan_of(devices(*[memory] * (1 + more)))
 
 
+def test_devices_beside_one_that_was_alone_are_counted_with_buckets_on_all() -> None:
+    """Where gradients are summed with others, a device has less room than alone."""
+    free = plan_of(devices(10**9), 260).memory[0]
+    memory = int(free.static_bytes + free.gradient_bytes + 110 * free.sample_bytes)
+    with pytest.raises(DoesNotFit) as error:
+        plan_of(devices(memory), 260)
+    found = re.search(r"(\d+) more devices? like rank 0", str(error.value))
+    assert found is not None, str(error.value)
+    plan_of(devices(*[memory] * (1 + int(found[1]))), 260)
+    with pytest.raises(DoesNotFit):
+        plan_of(devices(*[memory] * int(found[1])), 260)
+
+
 @pytest.mark.parametrize(("room", "refusal"), [(0.9, "a micro-batch of 256 samples does not fit"), (0.35, "no cut into 2 stages fits")])
 def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, refusal: str) -> None:
     """2 stages x 2 replicas with room for a part of their samples."""

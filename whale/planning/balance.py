@@ -176,14 +176,19 @@ def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_
     )
     if smaller is not None:
         ways.append(f"a batch of {smaller} instead of {batch_size}")
-    rooms = [max(0, memory.most_samples()) for memory in situation.memory]
-    size = max(micro_batch_sizes(batch_size, num_micro_batch))
-    best = max(range(len(rooms)), key=rooms.__getitem__)
-    if rooms[best]:
-        missing = -(-(size - sum(rooms)) // rooms[best])
-        if missing > 0:
-            ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
+    ways += _more_devices(situation, max(micro_batch_sizes(batch_size, num_micro_batch)))
     return ways
+
+
+def _more_devices(situation: Situation, size: int) -> list[str]:
+    """How many, to share a micro-batch of that size. A device that was alone then sums its gradients with others, in buckets."""
+    memories = situation.memory
+    if len(memories) == 1:
+        memories = tuple(memory.with_shared(memory.gradient_bytes) for memory in memories)
+    rooms = [max(0, memory.most_samples()) for memory in memories]
+    best = max(range(len(rooms)), key=rooms.__getitem__)
+    missing = -(-(size - sum(rooms)) // rooms[best]) if rooms[best] else 0
+    return [f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})"] if missing > 0 else []
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
