@@ -143,6 +143,18 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert [float(each) for each in found.groups()] == pytest.approx([needed - 0.1, 2 * (needed - 0.1)], rel=0.01)
 
 
+def test_a_model_that_does_not_fit_on_one_device_is_offered_a_second_one() -> None:
+    memory = int(0.7 * plan_of(devices(10**9)).memory[0].least_bytes)
+    with pytest.raises(DoesNotFit, match=r'What would fit: 1 more device like rank 0 .k0. and "num_task_graph": 2$'):
+        plan_of(devices(memory))
+    plan_of(devices(memory, memory), num_task_graph=2)
+
+
+def test_only_what_was_tried_is_said_to_be_tried() -> None:
+    with pytest.raises(DoesNotFit, match=r"No change helps that was tried \(more stages, one at a time\)"):
+        plan_of(devices(10**3, 10**3))  # without stages there is no number of devices that could help
+
+
 def test_every_way_out_works_and_one_less_does_not() -> None:
     free = plan_of(devices(10**9, 10**9)).memory[0]
     memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
