@@ -70,6 +70,19 @@ def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, flo
     assert max(device.peak_total_bytes for device in wh.simulate(smaller).devices) <= room
 
 
+def plan_of_linears(cluster: Cluster, name: str) -> wh.Plan:
+    """Between its two parts a split backward of the last one keeps its input and a gradient, twice of what a whole one has kept."""
+    model, batch = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES))), torch.randn(16, 64 * NUM_TOKENS, WIDTH)
+    config = {"num_task_graph": NUM_DEVICES, "num_micro_batch": 8, "recompute": False, "schedule": name}
+    return wh.plan(model, batch, loss=lambda output, batch: output.sum(), cluster=cluster, config=config)
+
+
+def test_the_planner_counts_split_backwards_as_the_simulation_does() -> None:
+    split = plan_of_linears(devices(PLENTY), "zero-bubble")
+    for device, memory in zip(wh.simulate(split).devices, split.memory, strict=True):
+        assert device.peak_total_bytes <= memory.total_bytes(2) + 1  # up to rounding
+
+
 def test_memory_too_small_for_1f1b_is_refused(plain: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"no cut into 4 stages fits|does not fit"):
         predicted(0.7 * plain[1], schedule="auto")
