@@ -26,6 +26,8 @@ from whale.simulation.times import Times
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """of plans whose config does not say"""
+ROUNDING = 1e-12
+"""a message that comes later than a rank by this part of the time comes with it: else stretched times would show other waits"""
 MessageKey = tuple[Edge, int, bool, int]
 """edge, micro-batch, gradient, rank that receives"""
 
@@ -163,7 +165,7 @@ class _Simulation:
             self.waiting[key] = state
             return False
         there = max(self.arrivals.get(key, ()), default=now)
-        if there > now:
+        if there > now * (1 + ROUNDING):
             state.waits_since = now if state.waits_since is None else state.waits_since
             heapq.heappush(self.queue, (there, state.rank))
             return False
