@@ -8,11 +8,9 @@
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +23,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/busy_core.py` finds its neighbours, too
 
 import whale as wh
-from benchmarks.side_by_side import Claim, report, run_ranks, say
+from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from whale.planning.adapt import samples_by_rank
 from whale.profiling.profile_command import profile_ranks
 
 NUM_RANKS, WIDTH, NUM_LAYERS, BATCH_SIZE = 2, 768, 8, 768
 TARGET, CEILING = 1.25, 1.5
-NUM_ROUNDS, STEPS_PER_BLOCK, WARM_UP = 12, 2, 2
+NUM_ROUNDS, STEPS_PER_BLOCK, WARM_UP, LIMIT_S = 12, 2, 2, 60.0
 BUSY_STEPS, MOST_FREE_STEPS = 12, 60
 ADAPT = {"adapt": "on", "adapt_steps": 4, "adapt_threshold": 0.1}
 NEAR_EVEN = 0.1
@@ -97,7 +95,7 @@ def measure(folder: str) -> dict[str, Any]:
         even, planned = make_engine(None), make_engine(str(path))
         shares = samples_by_rank(planned.plan, BATCH_SIZE)
         say(f"planned shares {shares}")
-        times = alternate({"even": even, "planned": planned})
+        times = compare({"even": even, "planned": planned}, process)
         adapting = make_engine(str(path), **ADAPT)
         for step in range(BUSY_STEPS):
             adapting.step(batch(step))
@@ -107,9 +105,8 @@ def measure(folder: str) -> dict[str, Any]:
         steps_until_even = follow(adapting)
     rates = [round(device.kind.rate("fp32") / 1e9, 1) for device in cluster.devices]
     return {
-        "ratio": statistics.median(a / b for a, b in zip(times["even"], times["planned"], strict=True)),
-        "even ms": round(statistics.median(times["even"]) * 1e3, 1),
-        "planned ms": round(statistics.median(times["planned"]) * 1e3, 1),
+        "ratio": times.ratio("even", "planned"),
+        **times.details(),
         "profiled GFLOP/s": rates,
         "planned shares": shares,
         "shares while busy": while_busy,
@@ -118,21 +115,10 @@ def measure(folder: str) -> dict[str, Any]:
     }
 
 
-def alternate(engines: dict[str, wh.Engine]) -> dict[str, list[float]]:
-    """Seconds of a step, from barrier to barrier, one figure for each round."""
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for step in range(WARM_UP):
-        for engine in engines.values():
-            engine.step(batch(step))
-    for number in range(NUM_ROUNDS):
-        for name in engines if number % 2 == 0 else reversed(engines):
-            dist.barrier()
-            start = time.perf_counter()
-            for step in range(STEPS_PER_BLOCK):
-                engines[name].step(batch(step))
-            dist.barrier()
-            times[name].append((time.perf_counter() - start) / STEPS_PER_BLOCK)
-    return times
+def compare(engines: dict[str, wh.Engine], busy: subprocess.Popen[bytes] | None) -> Times:
+    """In turns. Rounds in which something else than the busy process was on the cores are left out, as long as enough are left."""
+    sides = [Side(name, lambda step, engine=engine: engine.step(batch(step))) for name, engine in engines.items()]  # type: ignore[misc]
+    return alternate(sides, NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S, WARM_UP, busy.pid if busy is not None else None)
 
 
 def follow(engine: wh.Engine) -> int | None:

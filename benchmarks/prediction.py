@@ -1,14 +1,17 @@
 """Predicted against measured: step time and peak memory of 2 CPU ranks, over models and plans.
 
-`whale profile` is run first in the same processes, on the same two cores; every plan is made for what it measured, simulated, and then run.
+`whale profile` runs in the same processes, on the same two cores, before every case and after it: the speed of a shared machine moves by
+10 to 20 % within minutes. The plan is made for what was measured before, and run; the same model is planned once more for what was
+measured after.
 
-    step     median of quiet rounds, barrier to barrier, against `wh.simulate(plan).step_s`
+    step     median of quiet rounds, barrier to barrier, against the mean of `wh.simulate(plan).step_s` of the two plans
     memory   largest sum of live bytes in torch's allocator during a step, from the profiler's own memory events (`Total Allocated`),
              which are recorded from before the engine is made, against the simulated peak of that rank
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -29,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
-from benchmarks.side_by_side import Side, alternate, run_ranks, say
+from benchmarks.side_by_side import Side, alternate, run_ranks, say, wait_for_quiet
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
@@ -90,13 +93,40 @@ CASES = (
 )
 
 
-def measure_case(case: Case, cluster: wh.Cluster) -> tuple[float, float, list[float], list[float]]:
-    """(predicted step, measured step, predicted bytes by rank, measured bytes by rank)"""
+@dataclass(frozen=True)
+class Found:
+    """Of one case."""
+
+    predicted_s: tuple[float, float]
+    """of a step, by what was measured before the steps and after them"""
+    measured_s: float
+    predicted_bytes: list[float]
+    """by rank"""
+    measured_bytes: list[float]
+
+    @property
+    def step(self) -> float:
+        """predicted / measured"""
+        return statistics.fmean(self.predicted_s) / self.measured_s
+
+    @property
+    def memory(self) -> list[float]:
+        return [predicted / measured for predicted, measured in zip(self.predicted_bytes, self.measured_bytes, strict=True)]
+
+
+def make_optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-4)
+
+
+def measure_case(case: Case, before: wh.Cluster, measure_again: Callable[[], wh.Cluster]) -> tuple[Found, wh.Cluster]:
+    """Also gives what `measure_again` found."""
     torch.manual_seed(0)
+    gc.collect()  # what is left of the case before must not be freed while this one is recorded
     wh.init({**case.config, "check_capture": False})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        batch, model = case.batch(), case.build()
-        engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4), cluster=cluster)
+        batch = {name: tensor.clone() for name, tensor in case.batch().items()}  # in torch's memory, wherever it came from
+        model = case.build()
+        engine = wh.parallelize(model, batch, optimizer=make_optimizer, cluster=before)
         del model
         for _ in range(2):
             engine.step(batch)
@@ -107,7 +137,10 @@ def measure_case(case: Case, cluster: wh.Cluster) -> tuple[float, float, list[fl
     times = alternate([Side(case.name, lambda step: engine.step(batch))], ROUNDS, STEPS, LIMIT_S, warm_up=1)
     timeline = wh.simulate(engine.plan)
     engine.close()
-    return timeline.step_s, times.median(case.name), [device.peak_total_bytes for device in timeline.devices], live
+    after = measure_again()
+    again = wh.simulate(wh.plan(case.build(), batch, cluster=after, config=wh.Config(case.config), optimizer=make_optimizer))
+    predicted_bytes = [device.peak_total_bytes for device in timeline.devices]
+    return Found((timeline.step_s, again.step_s), times.median(case.name), predicted_bytes, live), after
 
 
 def peak_bytes(watched: profile) -> float:
@@ -123,29 +156,35 @@ def peak_bytes(watched: profile) -> float:
     return float(max(event["args"]["Total Allocated"] for event in inside) - before)
 
 
-def run() -> list[tuple[float, float, list[float], list[float]]]:
+def run() -> list[Found]:
     """On every rank."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # by which devices of the cluster are matched
     ranks = Ranks("cpu")
-    cluster = measure(ranks, lambda what: None)
-    found = []
+
+    def calibrate() -> wh.Cluster:
+        wait_for_quiet()
+        return measure(ranks, lambda what: None)
+
+    cluster = calibrate()
+    results = []
     for case in CASES:
-        found.append(measure_case(case, cluster))
-        step_s, measured_s, predicted, live = found[-1]
-        memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(predicted, live, strict=True))
-        say(f"{case.name}: step {step_s * 1e3:.1f} / {measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
-    return found
+        found, cluster = measure_case(case, cluster, calibrate)
+        results.append(found)
+        steps = " and ".join(f"{seconds * 1e3:.1f}" for seconds in found.predicted_s)
+        memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(found.predicted_bytes, found.measured_bytes, strict=True))
+        say(f"{case.name}: step {steps} / {found.measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
+    return results
 
 
 def main() -> None:
     results = run_ranks(run, 2)
     print(f"{'case':<40}{'step ms':>9}{'measured':>10}{'ratio':>8}{'memory MB':>22}{'measured':>18}{'ratio':>14}")
     details, margins = {}, []
-    for case, (predicted_s, measured_s, predicted, live) in zip(CASES, results, strict=True):
-        step, memory = predicted_s / measured_s, [a / b for a, b in zip(predicted, live, strict=True)]
-        shown = ["  ".join(f"{value / 1e6:.1f}" for value in values) for values in (predicted, live)]
+    for case, found in zip(CASES, results, strict=True):
+        step, memory, step_ms = found.step, found.memory, statistics.fmean(found.predicted_s) * 1e3
+        shown = ["  ".join(f"{value / 1e6:.1f}" for value in values) for values in (found.predicted_bytes, found.measured_bytes)]
         ratios = "  ".join(f"{ratio:.3f}" for ratio in memory)
-        print(f"{case.name:<40}{predicted_s * 1e3:>9.1f}{measured_s * 1e3:>10.1f}{step:>8.3f}{shown[0]:>22}{shown[1]:>18}{ratios:>14}")
+        print(f"{case.name:<40}{step_ms:>9.1f}{found.measured_s * 1e3:>10.1f}{step:>8.3f}{shown[0]:>22}{shown[1]:>18}{ratios:>14}")
         details[case.name] = {
             "step predicted / measured": round(step, 3),
             "memory predicted / measured": [round(each, 3) for each in memory],

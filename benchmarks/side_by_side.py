@@ -163,10 +163,13 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, fo
         answer.send(result)
 
 
-def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limit_s: float, warm_up: int = 4) -> Times:
+def alternate(
+    sides: Sequence[Side], num_rounds: int, steps_per_block: int, limit_s: float, warm_up: int = 4, beside: int | None = None
+) -> Times:
     """Times the sides in turns until `num_rounds` quiet rounds are there or `limit_s` seconds are over. All sides must see the same losses.
 
-    A block is timed from a barrier to a barrier: the time of the slowest rank.
+    A block is timed from a barrier to a barrier: the time of the slowest rank. `beside`: a process on this rank's core that is part of
+    the measurement, so that the core counts as quiet while it runs.
     """
     for step in range(warm_up):
         check_losses([_one(side, step) for side in sides], step)
@@ -176,10 +179,10 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limi
         number = len(times.busy_elsewhere)
         losses: list[list[float | None]] = []
         busy = 0.0
-        wait_for_quiet()
+        wait_for_quiet(beside)
         for side in sides if number % 2 == 0 else reversed(sides):  # no side always runs behind the same other one
             _barrier()
-            usage = Usage()
+            usage = Usage(beside)
             got = [side.step(step + i) for i in range(steps_per_block)]
             _barrier()
             elapsed, cpu, elsewhere = usage.since()
@@ -198,12 +201,12 @@ def alternate(sides: Sequence[Side], num_rounds: int, steps_per_block: int, limi
     return times
 
 
-def wait_for_quiet() -> None:
+def wait_for_quiet(beside: int | None = None) -> None:
     """Sleeps until no rank's core is busy, or for `PATIENCE_S` seconds."""
     end = time.perf_counter() + PATIENCE_S
     busy = 1.0
     while busy > QUIET:
-        usage = Usage()
+        usage = Usage(beside)
         time.sleep(LOOK_S)
         busy = _largest(usage.since()[2])
         if _largest(float(time.perf_counter() > end)):
@@ -261,9 +264,10 @@ def _barrier() -> None:
 
 
 class Usage:
-    """What this process and others did on its core since this was made."""
+    """What this process and others did on its core since this was made. `beside`: a process that does not count as another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: int | None = None) -> None:
+        self.beside = beside
         self.start = self._now()
 
     def _now(self) -> tuple[float, float, float]:
@@ -271,7 +275,14 @@ class Usage:
         with open("/proc/stat") as file:
             fields = next(line for line in file if line.startswith(f"cpu{core} ")).split()
         user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[1:9])
-        return time.perf_counter(), time.process_time(), (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
+        busy = (user + nice + system + interrupt + soft_interrupt + stolen) * JIFFY_S
+        return time.perf_counter(), time.process_time(), busy - self._beside_s()
+
+    def _beside_s(self) -> float:
+        if self.beside is None:
+            return 0.0
+        with open(f"/proc/{self.beside}/schedstat") as file:
+            return int(file.read().split()[0]) * 1e-9  # time on a core
 
     def since(self) -> tuple[float, float, float]:
         """Seconds on the clock, seconds of CPU, and the part of the time in which the core ran no rank and yet was busy. A collective."""

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 from whale import cli_plans
 from whale.cli_plans import FAILED
 from whale.cli_plans import stop as _stop
+from whale.names import count
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """what shells give for Ctrl-C: 128 + SIGINT"""
-PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster", "--html")
+PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster", "--html", "--json")
 PLAN_FLAGS = ("--debug",)
 SCHEDULE_TRIES = 60
 """enough for 8 devices and 16 micro-batches to come within about 1 % of the full search, in a second in all"""
@@ -69,7 +70,7 @@ def _num_own_words(words: Sequence[str]) -> int:
         word = words[place]
         if word in PLAN_OPTIONS_WITH_VALUE:
             place += 2
-        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster|html)=.*", word):
+        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster|html|json)=.*", word):
             place += 1
         else:
             break
@@ -151,6 +152,7 @@ def plan(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
     cluster: ClusterOption = None,
     html: cli_plans.HtmlOption = None,
+    figures: cli_plans.JsonOption = None,
 ) -> None:
     """Show how a training script would run on several devices, without starting any process.
 
@@ -161,7 +163,7 @@ def plan(
     _require_script(script, "plan")
     if num_devices is not None and num_devices < 1:
         _stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
-    for option, path in (("--save", save), ("--html", html)):
+    for option, path in (("--save", save), ("--html", html), ("--json", figures)):
         cli_plans.require_folder(path, f"whale plan: {option}")
     described = None if cluster is None else _first_devices(cluster, num_devices)
     num_devices = described.num_devices if described is not None else num_devices or default_num_ranks()
@@ -170,7 +172,7 @@ def plan(
     if save is not None:
         made.save(save)
         print(f"saved as {save}")
-    cli_plans.write_page(made, html)
+    cli_plans.write_reports(made, html, figures)
 
 
 def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None) -> Plan:
@@ -355,7 +357,8 @@ def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
     except ValueError as error:
         _stop(f"whale run: {error}")
     if num_ranks is not None and num_ranks > here:
-        _stop(f"whale run: -n {num_ranks}: {file} gives this host {here} devices; ask for at most {here} or add devices to the file")
+        given = f"{file} gives this host {count(here, 'device')}"
+        _stop(f"whale run: -n {num_ranks}: {given}; ask for at most {here} or add devices to the file")
     os.environ[CLUSTER_VARIABLE] = str(file.absolute())
     return num_ranks or here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="written
 FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON")]
 SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON")]
 HtmlOption = Annotated[Path | None, typer.Option(help="Also write a page with pictures to this file.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write all predicted figures and the timeline to this file.")]
 
 
 def show(file: PlanArgument) -> None:
@@ -51,12 +53,13 @@ def simulate(
     file: PlanArgument,
     trace: Annotated[Path | None, typer.Option(help="Also write a Chrome trace (ui.perfetto.dev) to this file.")] = None,
     html: HtmlOption = None,
+    figures: JsonOption = None,
 ) -> None:
     """Show one step of a saved plan over time, by the cost model: who computes, waits and idles, and how full memory is."""
     from whale.report.timeline import print_timeline
     from whale.simulation.simulate import simulate as run
 
-    for option, path in (("--trace", trace), ("--html", html)):
+    for option, path in (("--trace", trace), ("--html", html), ("--json", figures)):
         require_folder(path, f"whale simulate: {option}")
     plan = load(file, "simulate")
     try:
@@ -67,18 +70,21 @@ def simulate(
     if trace is not None:
         timeline.save_trace(trace)
         print(f"Chrome trace: {trace} (open it in ui.perfetto.dev)")
-    write_page(plan, html)
+    write_reports(plan, html, figures)
 
 
-def write_page(plan: Plan, path: Path | None) -> None:
-    """The page of a plan, where one is wanted."""
-    if path is None:
-        return
+def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
+    """The page of a plan, and the same as JSON, where they are wanted."""
+    from whale.report.plan_json import plan_json
     from whale.report.plan_page import html
     from whale.simulation.simulate import simulate as run
 
-    path.write_text(html(plan, run(plan)), encoding="utf-8")
-    print(f"page written to {path}")
+    if page is not None:
+        page.write_text(html(plan, run(plan)), encoding="utf-8")
+        print(f"page written to {page}")
+    if figures is not None:
+        figures.write_text(json.dumps(plan_json(plan, run(plan))) + "\n", encoding="utf-8")
+        print(f"figures written to {figures}")
 
 
 def load(file: Path, command: str) -> Plan:
@@ -102,8 +108,11 @@ def print_plan(made: Plan, name: str = "the plan") -> None:
 
 
 def require_folder(path: Path | None, option: str) -> None:
+    """Refuses a file that could not be written, before anything is computed for it."""
     if path is not None and not path.absolute().parent.is_dir():
         stop(f"{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        stop(f"{option} {path}: is a folder; give a file")
 
 
 def stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:

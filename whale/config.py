@@ -198,6 +198,15 @@ class Config:
         """In which matrix products are computed, for the rates of devices; float64 is taken for fp32."""
         return "fp32" if self.precision == "default" else self.precision
 
+    @property
+    def needs_all_gradients(self) -> str | None:
+        """What makes the update depend on the loss or the gradient norm of the whole model, as the user wrote it; None: nothing."""
+        if self.precision == "fp16":
+            return '"precision": "fp16" scales the loss'
+        if self.clip_grad_norm is not None:
+            return f'"clip_grad_norm": {self.clip_grad_norm:g} needs the norm of all gradients'
+        return f'"on_nonfinite": "{self.on_nonfinite}" looks at loss and gradients first' if self.on_nonfinite != "continue" else None
+
     def fingerprint(self) -> str:
         """Hash over all fields, the same in every process: ranks compare it before they start."""
         text = json.dumps(self.to_dict(), sort_keys=True)

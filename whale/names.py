@@ -1,4 +1,4 @@
-"""Offers the name that the user probably meant, for error messages."""
+"""Words of messages: the name that the user probably meant, and numbers of things."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     by_lower_case = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=SIMILARITY)
     return f" Did you mean {by_lower_case[found[0]]!r}?" if found else ""
+
+
+def count(number: int, word: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}es" if word.endswith("ch") else f"{number} {word}s"

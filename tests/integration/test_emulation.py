@@ -88,6 +88,17 @@ def read(folder: Path, name: str) -> Any:
     return json.loads((folder / "emulation" / name).read_text())
 
 
+def check_against_simulation(folder: Path, config: dict[str, Any]) -> None:
+    """The emulation predicts what `wh.simulate` does for the same plan, and its memory is filled as far."""
+    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=folder / "cluster.yaml", config=config, optimizer=adam)
+    timeline, predicted = wh.simulate(plan), read(folder, "prediction.json")
+    assert predicted["step_s"] / predicted["factor"] == pytest.approx(timeline.step_s, rel=1e-9)
+    assert predicted["gradients_s"] / predicted["factor"] == pytest.approx(timeline.gradients_s, rel=1e-9)
+    for device, events in zip(timeline.devices, predicted["events"], strict=True):
+        assert [name for name, _, _ in events] == [event.name for event in device.events]
+        assert read(folder, f"rank_{device.rank:05d}.json")["peak_bytes"] == pytest.approx(device.peak_bytes)
+
+
 def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp_path: Path) -> None:
     results = run_ranks(train, 2, settings_for(tmp_path, UNLIKE % (1, 1)), {})
     for losses, _ in results:
@@ -95,6 +106,7 @@ def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp
     factor = results[0][1]
     records = [read(tmp_path, f"rank_{rank:05d}.json") for rank in range(2)]
     assert [record["kind"] for record in records] == ["V100-16GB", "P100"]
+    check_against_simulation(tmp_path, {"num_micro_batch": 2})
     measured = [{name: (start, end) for name, start, end in record["events"]} for record in records]
     predicted = [{name: end - start for name, start, end in events} for events in read(tmp_path, "prediction.json")["events"]]
     computed = [(rank, name) for rank in range(2) for name in predicted[rank] if name[0] in "FB"]
@@ -119,6 +131,7 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
         done = [name for name, _, _ in read(tmp_path, f"rank_{rank:05d}.json")["events"]]
         planned = [str(action) for action in schedule.orders[plan.place_of_rank(rank)[0]] if str(action) != "update"]
         assert done == [*planned, "sums"]
+    check_against_simulation(tmp_path, config)
     peaks = read(tmp_path, "rank_00000.json")["peak_bytes"]
     trained = sum(plan.stages[stage].parameter_bytes for stage in plan.stages_of_rank(0))
     assert (peaks["weights"], peaks["gradients"], peaks["optimizer state"]) == (trained, trained, 2 * trained)

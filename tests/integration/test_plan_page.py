@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import whale as wh
 from whale.cli import app
 from whale.report.svg import text_width
-from whale.report.units import human_bytes, human_seconds
+from whale.report.units import human_bytes, human_rate, human_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAPTOP_WIDTH = 1366
@@ -36,6 +36,8 @@ wh.parallelize(torch.nn.Sequential(*layers), torch.randn(32, 64), loss=lambda ou
 CLUSTER = """
 hosts: [{name: big, kind: V100-16GB, count: 4}, {name: "a host with quite a <long> name", kind: P100, count: 4}]
 """
+NUM_NUMBERS = 3 + 8 * (2 + 3 + 5 + 2)
+"""step, samples/s, bubble; for each of 8 devices samples, FLOP, busy, wait, idle, five classes of memory, their sum and the capacity"""
 OVERLAPS = """
 <script>
 const shown = [...document.querySelectorAll('h1, h2, p, td, th, .fact, svg text')].map(e => [e, e.getBoundingClientRect()]);
@@ -59,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "cluster.yaml").write_text(CLUSTER)
     files = ["--cluster", str(folder / "cluster.yaml"), "--save", str(folder / "plan.json"), "--html", str(folder / "page.html")]
+    files += ["--json", str(folder / "figures.json")]
     made = CliRunner().invoke(app, ["plan", str(folder / "train.py"), *files])
     assert made.exit_code == 0, made.output
     (folder / "plan.txt").write_text(made.output)
@@ -69,8 +72,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicted(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(wh.simulate(wh.Plan.load(folder / "plan.json")).to_json()))
+    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return found
+
+
+def test_the_json_holds_the_timeline_and_what_each_device_does(folder: Path) -> None:
+    found, plan = predicted(folder), wh.Plan.load(folder / "plan.json")
+    timeline = json.loads(json.dumps(wh.simulate(plan).to_json()))
+    assert {key: found[key] for key in timeline if key != "devices"} == {key: timeline[key] for key in timeline if key != "devices"}
+    for device, simulated in zip(found["devices"], timeline["devices"], strict=True):
+        assert {key: device[key] for key in simulated} == simulated
+        assert device["stages"] == list(plan.stages_of_rank(device["rank"])) and device["shard"] is None
+        assert sum(device["samples_of_micro_batches"]) == device["samples"]
+    assert sum(device["samples"] for device in found["devices"]) == 2 * plan.batch_size  # each sample passes both stages
+    assert sum(device["forward_flop"] for device in found["devices"]) == pytest.approx(sum(stage.forward_flop for stage in plan.stages))
+    assert [stage["ranks"] for stage in found["stages"]] == [list(plan.ranks_of_stage(stage.index)) for stage in plan.stages]
+    again = CliRunner().invoke(app, ["simulate", str(folder / "plan.json"), "--json", str(folder / "again.json")])
+    assert again.exit_code == 0 and json.loads((folder / "again.json").read_text()) == found
 
 
 def check_numbers(page: str, expected: dict[str, Any]) -> int:
@@ -89,8 +107,7 @@ def check_numbers(page: str, expected: dict[str, Any]) -> int:
 
 
 def test_every_number_of_the_page_is_the_jsons(folder: Path) -> None:
-    # step, samples/s, bubble; for each of 8 devices busy, wait, idle, and five classes of memory, their sum and the capacity
-    assert check_numbers((folder / "page.html").read_text(), predicted(folder)) == 3 + 8 * (3 + 5 + 2)
+    assert check_numbers((folder / "page.html").read_text(), predicted(folder)) == NUM_NUMBERS
 
 
 def test_the_page_needs_nothing_from_elsewhere(folder: Path) -> None:
@@ -134,7 +151,7 @@ def test_the_commands_tell_step_devices_and_memory(folder: Path) -> None:
     timeline = predicted(folder)
     for file in ("plan.txt", "simulate.txt"):
         text = " ".join((folder / file).read_text().split())
-        assert f"Predicted step {human_seconds(timeline['step_s'])}, {timeline['samples_per_s']:.4g} samples/s" in text
+        assert f"Predicted step {human_seconds(timeline['step_s'])}, {human_rate(timeline['samples_per_s'])} samples/s" in text
         assert " ".join(timeline["limit"].split()) in text
         for device in timeline["devices"]:
             assert f"{human_seconds(device['busy_s'])} ({100 * device['busy_s'] / timeline['step_s']:.0f} %)" in text
@@ -145,9 +162,11 @@ def test_simulate_and_compare_refuse_what_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     for command in (["simulate", "plan.json"], ["compare", "plan.json", "plan.json"]):
         result = CliRunner().invoke(app, [command[0], *(str(tmp_path / name) for name in command[1:])])
-        assert result.exit_code == 2 and "is not a plan" in result.stderr
+        assert result.exit_code == 2 and "is not a plan of `whale plan --save`" in result.stderr
     result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "no" / "trace.json")])
     assert result.exit_code == 2 and "there is no folder" in result.stderr
+    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--json", str(tmp_path)])
+    assert result.exit_code == 2 and "is a folder; give a file" in result.stderr
 
 
 def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> None:
@@ -191,4 +210,4 @@ def test_a_browser_shows_the_page_without_errors_or_overlaps(folder: Path, tmp_p
     found = json.loads(html.unescape(match[1]))
     assert found["width"] >= LAPTOP_WIDTH - 20 and found["needed"] <= found["width"] and found["number"] > 100
     assert found["overlaps"] == []
-    assert check_numbers(shown.stdout, predicted(folder)) == 3 + 8 * (3 + 5 + 2)
+    assert check_numbers(shown.stdout, predicted(folder)) == NUM_NUMBERS

@@ -15,6 +15,7 @@ from whale.cluster.file import loads
 from whale.planning.balance import device_orders
 from whale.planning.plan import Plan
 from whale.planning.shares import DoesNotFit
+from whale.planning.workload import INSIDE_OPERATIONS
 from whale.report.device_table import samples_by_rank
 
 WIDTH, NUM_LAYERS = 32, 6
@@ -81,6 +82,17 @@ def test_predicted_memory_is_what_autograd_and_optimizer_keep(optimizer: object,
     assert 16 * (memory.sample_bytes - working) == kept_by_eager(16)
 
 
+def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> None:
+    """100 wide, then six layers 50 wide: two gradients of 100 come when 300 numbers were let go, so two of 50 at the end need most."""
+    narrow = [layer for _ in range(5) for layer in (torch.nn.Linear(50, 50), torch.nn.ReLU())]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 100), torch.nn.ReLU(), torch.nn.Linear(100, 50), torch.nn.ReLU(), *narrow)
+    figures = wh.plan(model, torch.randn(8, 4), loss=lambda output, batch: output.sum(), cluster=1).figures
+    assert figures is not None
+    (stage,) = figures.stages
+    assert stage.kept_sample_bytes == 4 * (100 + 6 * 50)
+    assert stage.working_sample_bytes == pytest.approx(2 * 50 * 4 + INSIDE_OPERATIONS * stage.kept_sample_bytes)
+
+
 def test_early_stages_keep_more_micro_batches() -> None:
     plan = plan_of(devices(10**9, 10**9, 10**9), num_micro_batch=4, num_task_graph=3)
     value = WIDTH * 4
@@ -109,7 +121,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
         plan_of(devices(10**5, 10**5))
     text = str(error.value)
     assert "rank 0 (k0) has 0.1 MB and needs 0.103 MB before the first sample" in text or "before the first sample" in text
-    assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text and '"num_task_graph"' in text
+    assert "0.0253 MB parameters" in text and "0.0507 MB optimizer state" in text
+    assert text.endswith('What would fit: "num_task_graph": 2 instead of 1: 2 stages x 1 model replica on the same devices')
+    plan_of(devices(10**5, 10**5), num_task_graph=2)
     needed = 1e-6 * plan_of(devices(10**9, 10**9)).memory[0].static_bytes
     found = re.search(r"([\d.]+) MB are missing there, ([\d.]+) MB on 2 devices together: .*offloading", text)
     assert found is not None, text
@@ -135,10 +149,53 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
         plan_of(devices(*[memory] * (1 + more)))
 
 
+@pytest.mark.parametrize(("room", "refusal"), [(0.9, "a micro-batch of 256 samples does not fit"), (0.35, "no cut into 2 stages fits")])
+def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, refusal: str) -> None:
+    """2 stages x 2 replicas with room for a part of their samples."""
+    shape = {"num_micro_batch": 2, "num_task_graph": 2}
+    free = plan_of(devices(*[10**9] * 4), 512, **shape).memory[0]
+    memory = int(free.static_bytes + room * 128 * free.sample_bytes)
+    with pytest.raises(DoesNotFit, match=f"{refusal}.* What would fit: ") as error:
+        plan_of(devices(*[memory] * 4), 512, **shape)
+    text = str(error.value)
+    micro_batches = re.search(r'"num_micro_batch": (\d+) instead of 2', text)
+    batch = re.search(r"a batch of (\d+) instead of 512", text)
+    more = re.search(r'(\d+) more devices like rank 0 \(k0\) and "num_task_graph": (\d+)', text)
+    assert micro_batches is not None and batch is not None and ('"recompute": "auto"' in text, more is not None) == (room > 0.5, room > 0.5)
+    trials: list[Callable[[int], Plan]] = [  # by how much less than offered
+        lambda less: plan_of(devices(*[memory] * 4), 512, **{**shape, "num_micro_batch": int(micro_batches[1]) - less}),
+        lambda less: plan_of(devices(*[memory] * 4), int(batch[1]) + 2 * less, **shape),
+    ]
+    if more is not None:
+        number, stages = int(more[1]), int(more[2])
+        assert number == 2 * (stages - 2)  # in both replicas
+        trials.append(lambda less: plan_of(devices(*[memory] * (4 + number - 2 * less)), 512, **{**shape, "num_task_graph": stages - less}))
+        plan_of(devices(*[memory] * 4), 512, **shape, recompute="auto")
+    for trial in trials:
+        trial(0)
+        with pytest.raises(DoesNotFit):
+            trial(1)
+
+
 def test_cuts_follow_speed() -> None:
     """Layers are alike: a stage on a device of twice the speed gets twice the layers."""
     plan = plan_of(devices(10**9, 10**9, rates=(2e12, 1e12)), num_micro_batch=4, num_task_graph=2)
     assert [stage.forward_flop for stage in plan.stages] == [4 * 2 * 16 * WIDTH * WIDTH, 2 * 2 * 16 * WIDTH * WIDTH]
+
+
+def test_cuts_of_a_wave_count_messages_where_they_are() -> None:
+    """Two devices, one twice as fast, 12 layers, and a message that takes as long as half a layer of the slow one. The wave turns on the
+    slow device, where nothing is sent: every chunk has one message, so the layers follow the speed alone. Counted at the turn as well,
+    the message would take layers from the slow device."""
+    layer_flop, sent_bytes = 2 * 16 * WIDTH * WIDTH, 16 * WIDTH * 4
+    kinds = [DeviceKind("fast", 2e6, 10**9, 1e18), DeviceKind("slow", 1e6, 10**9, 1e18)]
+    link = Link(sent_bytes / (0.5 * layer_flop / kinds[1].flop_per_s), 0.0)
+    pair = Cluster(tuple(Device(i, f"host{i}", 0, kind) for i, kind in enumerate(kinds)), link, link)
+    config = {"num_micro_batch": 4, "num_task_graph": 2, "schedule": "wave", "num_waves": 1}
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    plan = wh.plan(model, torch.randn(16, WIDTH), loss=lambda out, _: out.sum(), cluster=pair, config=config)
+    assert [stage.virtual_device for stage in plan.stages] == [0, 1, 1, 0]
+    assert [stage.forward_flop / layer_flop for stage in plan.stages] == [4, 2, 2, 4]
 
 
 def test_cuts_follow_memory() -> None:

@@ -17,8 +17,10 @@ from whale.cluster.file import dumps, loads
 from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
 from whale.planning.assignment import carries_gradient
 from whale.profiling import operations
-from whale.profiling.calibration import measured_seconds
+from whale.profiling.calibration import measured_seconds, update_costs
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
+from whale.profiling.steady import steady_seconds
+from whale.runtime.ranks import Ranks
 
 POINTS = (
     OperationPoint("linear", 1e6, 1e-4, 2e-4),
@@ -37,6 +39,25 @@ def test_between_two_points_time_is_straight_in_logarithms() -> None:
     assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, True) == pytest.approx((2e-4 * 4e-3) ** 0.5)
     assert measured_seconds(MEASURED, "aten.linear", 10.0, 1.0, False) == pytest.approx(1e-4)  # overhead
     assert measured_seconds(MEASURED, "aten.linear", 3e8, 1.0, False) == pytest.approx(3e-3)  # in proportion
+
+
+def test_a_product_that_is_not_square_takes_the_time_of_its_bytes_besides() -> None:
+    # 1e6 FLOP: 50 x 100 x 100, where a square one has sides of 79.4 numbers
+    square = 3 * 4 * 500_000 ** (2 / 3)
+    assert measured_seconds(MEASURED, "aten.linear", 1e6, square, False) == pytest.approx(1e-4)
+    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, False) == pytest.approx(1e-4 + 1e6 / 1e10)
+    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, True) == pytest.approx(2e-4 + 2e6 / 1e10)
+
+
+def test_an_update_goes_by_the_number_of_parameters_and_by_their_bytes() -> None:
+    # without state 1 us and 1 ns a byte, with two states 3 us and 5 ns a byte
+    costs = (("sgd", 1e-6, 1e-9), ("adamw", 3e-6, 5e-9))
+    points = [OperationPoint(name, size, each_s + byte_s * size, 1.0) for name, each_s, byte_s in costs for size in (1e3, 1e6)]
+    kind = replace(MEASURED, operations=(*POINTS, *points))
+    assert update_costs(kind, 0.0) == pytest.approx((1e-6, 1e-9))
+    assert update_costs(kind, 1.0) == pytest.approx((2e-6, 3e-9))  # SGD with momentum
+    assert update_costs(kind, 2.0) == pytest.approx((3e-6, 5e-9))
+    assert update_costs(MEASURED, 2.0) is None
 
 
 def test_operations_that_were_not_measured_go_by_one_that_was() -> None:
@@ -61,7 +82,7 @@ def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:
     captured = capture_training(model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)).captured
     gradients, costs = carries_gradient(captured), node_costs(captured, 4)
     first, second = (node for node in captured.compute_nodes() if "linear" in str(node.target))
-    whole = measured_seconds(MEASURED, "aten.linear", costs[first].flop, 1.0, True)
+    whole = measured_seconds(MEASURED, "aten.linear", costs[first].flop, costs[first].moved_bytes, True)
     assert whole is not None
     factors = [backward_factors(node, costs[node], gradients) for node in (first, second)]
     assert backward_seconds(costs[first], factors[0], MEASURED, "fp32") == pytest.approx((0.0, whole / 2))
@@ -81,12 +102,11 @@ def test_measured_operations_survive_the_cluster_file() -> None:
 
 def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
-    monkeypatch.setattr(operations, "ROUND_S", 1e-4)
-    calls: list[int] = []
-    points = operations.measure_operations("cpu", lambda: calls.append(1))
-    assert {point.name for point in points} == {trial.name for trial in operations.trials("cpu")}
+    monkeypatch.setattr(operations, "TURNS_S", 1e-3)
+    points = operations.measure_operations(Ranks("cpu"))
+    found = sorted((point.name, point.work) for point in points)
+    assert found == sorted((trial.name, trial.work) for width in (8, 32) for trial in operations.trials("cpu", width))
     assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
-    assert len(calls) == 2 * len(points) + 2
     # the work of a linear layer is what torch itself counts
     x, w = torch.ones(32, 32), torch.ones(32, 32)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
@@ -103,3 +123,12 @@ def test_plans_of_measured_devices_take_their_times() -> None:
     # 100 samples: 2 * 100 * 100 * 50 FLOP, and the square and sum of 100 x 50 numbers
     product = measured_seconds(MEASURED, "aten.linear", 1e6, 1.0, False)
     assert product is not None and forward.of(100) > product == pytest.approx(1e-4)
+
+
+def test_a_neighbour_that_stays_counts_and_one_that_passes_by_does_not() -> None:
+    alone = [1e-3] * 600
+    assert steady_seconds(alone) == pytest.approx(1e-3)
+    # every tenth call loses the core for 10 ms: twice the time in the long run, which no median of single calls shows
+    assert steady_seconds([1.1e-2 if i % 10 == 5 else 1e-3 for i in range(600)]) == pytest.approx(2e-3, rel=0.1)
+    assert steady_seconds([*alone, *[1e-2] * 30, *alone]) == pytest.approx(1e-3)  # 300 ms of another job
+    assert steady_seconds([1e-3, 3e-3]) == pytest.approx(2e-3)  # too short for a stretch

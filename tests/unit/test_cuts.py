@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import many
-from whale.planning.cuts import NoRoom, StageMemory, cut
+from whale.planning.cuts import StageMemory, cut
+from whale.planning.shares import NoRoom
 
 
 def objective(

@@ -85,7 +85,7 @@ def small_memory(room: int = 1000) -> Memory:
     network = Network(("cellar",), Link(1.0, 0.0), Link(1.0, 0.0))
     figures = Figures(stages, states, network, update_s=(0.0,), memory_bytes=(room,), optimizer_ratio=2.0, batch_bytes=7)
     kind = DeviceKind("mouse", 1e12, room, 1e11)
-    return Memory(Device(3, "cellar", 0, kind), figures, (0,), shared_bytes=0)
+    return Memory(Device(3, "cellar", 0, kind), figures, (0,), shared_bytes=0, bucket_bytes=0)
 
 
 def note(memory: Memory, action: Action, num_samples: int) -> None:
@@ -210,7 +210,7 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
         "worst_ratio": 3.0,
     }  # fmt: skip
     (tmp_path / "rank_00000.json").write_text(json.dumps(record))
-    prediction = {"events": [[["F0.0", 0.0, 1.0]]], "step_s": 1.0, "factor": 7.0, "is_stub": False}
+    prediction = {"events": [[["F0.0", 0.0, 1.0]]], "step_s": 1.25, "gradients_s": 1.0, "factor": 7.0, "is_stub": False}
     (tmp_path / "prediction.json").write_text(json.dumps(prediction))
     rehearsal = read_rehearsal(tmp_path)
     assert isinstance(rehearsal, Rehearsal) and rehearsal.step_s == 1.5

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from whale.scheduling import Costs, Schedule, StageGraph, build, check, choose, even_costs, list_orders, simulate, stages_without_input_part
+from whale.scheduling import (
+    Costs,
+    Schedule,
+    StageGraph,
+    build,
+    check,
+    choose,
+    even_costs,
+    list_orders,
+    lower_bound,
+    simulate,
+    stages_without_input_part,
+)
 from whale.scheduling.placement import Placement, loop, wave
 
 MOST_NODES = 60_000
@@ -148,6 +160,22 @@ def test_within_three_percent_of_the_exact_optimum(problem: tuple[StageGraph, Co
         assume(False)
     step = step_of(graph, costs, num_micro_batch, split=True)
     assert least * (1 - 1e-9) <= step <= 1.03 * least
+
+
+def test_a_wave_of_short_messages_on_two_kinds_of_devices() -> None:
+    """Four devices a little slower than the other four, messages of a twentieth of a forward: every round leaves a gap that is too short
+    for a weight part. Orders that leave these gaps empty are 6.1 % above the bound."""
+    graph = StageGraph.chain(16, wave(8, 1))
+    forward_s = tuple(18.3 if device < 4 else 17.8 for device in graph.device_of_stage)
+    costs = Costs(
+        forward_s,
+        tuple(1.025 * seconds for seconds in forward_s),
+        tuple(0.98 * seconds for seconds in forward_s),
+        message_s={(a, b): 1.8 if {graph.device_of_stage[a], graph.device_of_stage[b]} == {3, 4} else 0.9 for a, b in graph.edges},
+        action_s=0.25,
+        unsplit=stages_without_input_part(graph),
+    )
+    assert step_of(graph, costs, 8, split=True) <= 1.053 * lower_bound(graph, costs, 8)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -127,6 +127,17 @@ def test_two_pipelines_with_their_first_stages_on_one_host_wait_for_each_other()
     assert [(event.start_s, event.end_s) for event in waits] == [(0.0, pytest.approx(2.0))]
 
 
+def test_gradients_are_added_in_every_backward_but_the_first() -> None:
+    plan = plan_of("1f1b", 2, 3, [(1.0, 1.0, 1.0)] * 2)
+    assert plan.figures is not None
+    times = StageTimes(Seconds(1.0), Seconds(1.0), Seconds(1.0), Seconds(0.0, 0.25))
+    stages = tuple(replace(stage, times={"toy": times}) for stage in plan.figures.stages)
+    found = wh.simulate(replace(plan, figures=replace(plan.figures, stages=stages)))
+    for device in found.devices:
+        backwards = [event.end_s - event.start_s for event in device.events if event.name.startswith("B")]
+        assert backwards == pytest.approx([2.0, 2.25, 2.25])
+
+
 def test_sums_come_after_the_last_backward_and_the_update_after_all_sums() -> None:
     """Data parallel on two hosts: a ring of 2 devices sends 400 bytes over each link; then 0.25 s for the optimizer."""
     link = Link(100.0, 0.01)

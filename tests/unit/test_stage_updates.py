@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import whale as wh
 from whale.config import Config
 from whale.runtime.gradients import Held
 from whale.runtime.stage_updates import BY_PARAMETER, StageUpdates
@@ -76,3 +77,21 @@ def test_not_where_something_needs_all_gradients_or_every_step() -> None:
     assert not StageUpdates.possible(None, free)
     optimizer.register_step_post_hook(lambda *args: None)
     assert not StageUpdates.possible(optimizer, free)
+
+
+@pytest.mark.parametrize(
+    ("config", "choice", "why"),
+    [
+        ({"on_nonfinite": "continue"}, "per stage", "nothing needs all gradients"),
+        ({}, "at the end", '"on_nonfinite": "stop"'),
+        ({"on_nonfinite": "continue", "clip_grad_norm": 0.5}, "at the end", '"clip_grad_norm": 0.5'),
+        ({"on_nonfinite": "continue", "precision": "fp16"}, "at the end", '"precision": "fp16"'),
+    ],
+)
+def test_the_plan_says_when_stages_are_updated(config: dict[str, object], choice: str, why: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    given = {"num_task_graph": 2, "num_micro_batch": 2, **config}
+    plan = wh.plan(model, torch.randn(4, 4), loss=lambda out, _: out.square().mean(), cluster=2, config=given)
+    (decision,) = (each for each in plan.decisions if each.what == "optimizer steps")
+    assert choice in decision.choice
+    assert why in decision.why

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
 from whale.cluster.network import HostLinks, Link, Network
+from whale.names import count
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Cluster:
     def first(self, num_devices: int) -> Cluster:
         """The first devices only: for planning and emulation, where no rank runs on a host of the file."""
         if not 1 <= num_devices <= self.num_devices:
-            raise ValueError(f"the cluster has {self.num_devices} devices, {num_devices} were asked for; add devices or ask for fewer")
+            here = count(self.num_devices, "device")
+            raise ValueError(f"the cluster has {here}, {num_devices} were asked for; add devices or ask for fewer")
         return replace(self, devices=self.devices[:num_devices])
 
     def in_order(self, devices: Sequence[Device]) -> Cluster:

@@ -34,6 +34,7 @@ from whale.report.units import human_bytes, human_seconds
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.scheduling import Action, check
+from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.memory import shared_bytes
 from whale.simulation.simulate import figures_in
 from whale.simulation.sums import sums_of
@@ -89,7 +90,7 @@ class Emulation:
         sums = sums_of(plan, told.figures, config.bucket_bytes, self.factor)
         own = plan.stages_of_rank(ranks.rank)
         self.sums = SumClock(sums, ranks, own, cluster, self._cards)
-        self.memory = self._place_weights(own)
+        self.memory = self._place_weights(own, config.bucket_bytes)
         self.run_folder = str(Path(settings.folder).parent)
         self.recorder = Recorder(Path(settings.folder), self.times, self.factor, ranks.rank, self.stub is not None, self.memory, cluster)
         self._paces: dict[int, Pace] = {}
@@ -97,10 +98,11 @@ class Emulation:
         if ranks.rank == 0:
             self._announce()
 
-    def _place_weights(self, own_stages: Sequence[int]) -> Memory:
+    def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
         """All ranks refuse together what does not fit from the start."""
         figures, error = self.figures.on(self.ranks.rank), None
-        memory = Memory(self.cluster.devices[self.ranks.rank], figures, own_stages, shared_bytes(self.full_plan, figures, own_stages))
+        shared = shared_bytes(self.full_plan, figures, own_stages)
+        memory = Memory(self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes)
         try:
             memory.place_weights()
         except EmulatedOutOfMemory as problem:
@@ -110,7 +112,8 @@ class Emulation:
 
     def _announce(self) -> None:
         text = f"emulating {self.cluster.num_devices} devices; times are stretched by {self.factor:.4g}, "
-        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)}"
+        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)} "
+        text += "(without the update of the weights, which is not emulated)"
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"
         print(f"whale: {text}", flush=True)
@@ -133,12 +136,13 @@ class Emulation:
         seconds = {a: self.factor * self.times.seconds(a, self.ranks.rank, samples[a.micro_batch]) for a in actions}
         if not is_training:
             return Pace(seconds)
-        last = {action.stage: seconds[action] for action in actions}
+        last = {action.stage: action for action in actions if action.kind in ENDS_BACKWARD}
+        last_backward_s = {stage: seconds[action] for stage, action in last.items()}
 
         def note(action: Action) -> None:
-            self.sums.last_backward_s = last
+            self.sums.last_backward_s = last_backward_s
             self.memory.start(action, samples[action.micro_batch])
-            self.memory.end(action, samples[action.micro_batch])
+            self.memory.end(action, samples[action.micro_batch], is_last=last.get(action.stage) is action)
 
         pace = self._paces[id(program)] = Pace(seconds, note=note)
         return pace

@@ -19,8 +19,8 @@ class EmulatedOutOfMemory(torch.OutOfMemoryError):
 class Memory(Account):
     """One emulated device."""
 
-    def __init__(self, device: Device, figures: Figures, own_stages: Sequence[int], shared_bytes: int) -> None:
-        super().__init__(figures, own_stages, shared_bytes)
+    def __init__(self, device: Device, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int) -> None:
+        super().__init__(figures, own_stages, shared_bytes, bucket_bytes)
         self.device = device
 
     def take(self, what: str, num_bytes: float, action: str) -> None:

@@ -17,7 +17,6 @@ from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace
 from whale.scheduling import Action
 from whale.simulation.simulate import run
-from whale.simulation.timeline import UPDATE
 from whale.simulation.times import Times
 
 PREDICTION_FILE = "prediction.json"
@@ -95,8 +94,9 @@ class Recorder:
         _write(self._folder / f"rank_{self._rank:05d}.json", asdict(record))
         if self._rank == 0:
             predicted = {
-                "events": [[event for event in device.events if event.name != UPDATE] for device in self.prediction.devices],
-                "step_s": self.prediction.gradients_s,  # the update of the weights is not emulated
+                "events": [device.events for device in self.prediction.devices],
+                "step_s": self.prediction.step_s,
+                "gradients_s": self.prediction.gradients_s,
                 "factor": self._factor,
                 "is_stub": self._is_stub,
             }

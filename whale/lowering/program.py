@@ -21,11 +21,11 @@ from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossi
 from whale.lowering.communication import GridGroups
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
-from whale.planning.chunks import schedule_costs
 from whale.planning.plan import Plan
 from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import regions_of_stage
 from whale.planning.samples import SampleMap
+from whale.planning.schedules import schedule_of_plan
 from whale.profiling.costs import VIEWS
 
 if TYPE_CHECKING:
@@ -145,15 +145,14 @@ class Lowered:
         mine = {(source, destination) for _, source, destination in self.assignment.crossings}
         return mine == {(c.source, c.destination) for c in plan.crossings}
 
-    def schedule(self, num_micro_batch: int, training: bool) -> scheduling.Schedule:
+    def schedule(self, batch_size: int, num_micro_batch: int, training: bool) -> scheduling.Schedule:
         """A schedule for this graph's own edges."""
         edges = {(source, destination) for _, source, destination in self.assignment.crossings}
         gradient_edges = {(s, d) for node, s, d in self.assignment.crossings if node in self.assignment.gradients}
         devices = tuple(stage.virtual_device for stage in self.plan.stages)
         graph = scheduling.StageGraph(devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ())
         if training:
-            costs = schedule_costs(graph, self.plan.stages, self.plan.crossings, num_micro_batch)
-            return scheduling.build(self.plan.config["schedule"], graph, num_micro_batch, costs)
+            return schedule_of_plan(self.plan, graph, batch_size, num_micro_batch)
         return scheduling.build_forward_only(graph, num_micro_batch)
 
     def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:

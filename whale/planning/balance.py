@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from whale.cluster.cluster import Cluster
 from whale.planning.plan import DeviceMemory
 from whale.planning.samples import Division, divide
-from whale.planning.shares import UNLIMITED, DoesNotFit, Load, even_shares, micro_batch_sizes
+from whale.planning.shares import UNLIMITED, DoesNotFit, Load, NoRoom, even_shares, in_gb, micro_batch_sizes
 from whale.planning.virtual_devices import VirtualDevice
 
 SHOWN = 8
@@ -104,7 +104,9 @@ def refuse_unless_it_fits(
     recompute_fits: Callable[[], bool] = lambda: False,
     but: str = "",
 ) -> None:
-    """`with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
+    """Raises `DoesNotFit` with what would fit, or `NoRoom` where that is not to be seen from one VirtualDevice.
+
+    `with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
 
     `recompute_fits()`: whether it would fit if activations were computed again in backward, which the config forbids.
     `but`: what was done already to make it fit.
@@ -113,20 +115,27 @@ def refuse_unless_it_fits(
     if full:
         rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
         memory = situation.memory[rank]
-        raise DoesNotFit(
-            f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {_gb(memory.capacity_bytes)} and needs "
-            f"{_gb(memory.static_bytes)} before the first sample ({_gb(memory.parameter_bytes)} parameters, {_gb(memory.gradient_bytes)} "
-            f"gradients, {_gb(memory.optimizer_bytes)} optimizer state, {_gb(memory.buffer_bytes)} buffers and mini-batch). "
-            f'Cut the model into more stages ("num_task_graph"), or use devices with more memory. {_missing(situation)}'
+        parts = (
+            f"{in_gb(memory.parameter_bytes)} parameters, {in_gb(memory.gradient_bytes)} gradients, "
+            f"{in_gb(memory.optimizer_bytes)} optimizer state, {in_gb(memory.buffer_bytes)} buffers and mini-batch"
+        )
+        raise NoRoom(
+            f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {in_gb(memory.capacity_bytes)} and needs "
+            f"{in_gb(memory.static_bytes)} before the first sample ({parts}). {_missing(situation)}",
+            is_over_full=True,
         )
     if situation.fits(batch_size, num_micro_batch):
         return
     size = max(micro_batch_sizes(batch_size, num_micro_batch))
+    refusal = f"a micro-batch of {size} samples does not fit{but}: {_room(situation)}"
+    if len(situation.virtual_devices) > 1:
+        raise NoRoom(refusal)
     ways = _ways_out(situation, batch_size, num_micro_batch, with_micro_batches)
     if recompute_fits():
         ways.insert(0, '"recompute": "auto", so that activations are computed again in backward and not kept')
-    advice = "; ".join(ways) or "devices with more memory, or more stages"
-    raise DoesNotFit(f"a micro-batch of {size} samples does not fit{but}: {_room(situation)}. What would fit: {advice}")
+    if not ways:
+        raise NoRoom(refusal)
+    raise DoesNotFit(f"{refusal}. What would fit: {'; '.join(ways)}")
 
 
 def _missing(situation: Situation) -> str:
@@ -135,8 +144,8 @@ def _missing(situation: Situation) -> str:
     short = [each for each in over if each > 0]
     ranks = f"{len(short)} device{'s' * (len(short) > 1)}"
     return (
-        f"{_gb(max(short))} are missing there, {_gb(sum(short))} on {ranks} together: so much of weights, gradients and optimizer state "
-        f"would have to lie in the memory of the hosts (offloading, which Whale does not do yet)"
+        f"{in_gb(max(short))} are missing there, {in_gb(sum(short))} on {ranks} together: so much of weights, gradients and "
+        f"optimizer state would have to lie in the memory of the hosts (offloading, which Whale does not do yet)"
     )
 
 
@@ -147,15 +156,15 @@ def _room(situation: Situation) -> str:
     for rank in sorted(tightest[:SHOWN]):
         memory = situation.memory[rank]
         lines.append(
-            f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({_gb(memory.capacity_bytes)} less "
-            f"{_gb(memory.static_bytes)} for weights and the like, {_gb(memory.sample_bytes)} a sample)"
+            f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({in_gb(memory.capacity_bytes)} less "
+            f"{in_gb(memory.static_bytes)} for weights and the like, {in_gb(memory.sample_bytes)} a sample)"
         )
     more = len(situation.memory) - SHOWN
     return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
 
 
 def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]) -> list[str]:
-    """The smallest changes, each alone, that make it fit."""
+    """The smallest changes, each alone, that make it fit on one VirtualDevice."""
     ways = []
     widest = max(len(device.ranks) * device.num_sample_parts for device in situation.virtual_devices)
     trials = range(num_micro_batch + 1, batch_size // widest + 1)
@@ -167,14 +176,13 @@ def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_
     )
     if smaller is not None:
         ways.append(f"a batch of {smaller} instead of {batch_size}")
-    if len(situation.virtual_devices) == 1:
-        rooms = [max(0, memory.most_samples()) for memory in situation.memory]
-        size = max(micro_batch_sizes(batch_size, num_micro_batch))
-        best = max(range(len(rooms)), key=rooms.__getitem__)
-        if rooms[best]:
-            missing = -(-(size - sum(rooms)) // rooms[best])
-            if missing > 0:
-                ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
+    rooms = [max(0, memory.most_samples()) for memory in situation.memory]
+    size = max(micro_batch_sizes(batch_size, num_micro_batch))
+    best = max(range(len(rooms)), key=rooms.__getitem__)
+    if rooms[best]:
+        missing = -(-(size - sum(rooms)) // rooms[best])
+        if missing > 0:
+            ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
     return ways
 
 
@@ -215,7 +223,3 @@ def _even_time(situation: Situation, size: int) -> float | None:
             for rank, part in zip(ranks, parts, strict=True):
                 slowest = max(slowest, situation.loads[rank].seconds(part))
     return slowest
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -7,22 +7,37 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 from torch.fx import Node
 
 from whale import scheduling
 from whale.annotation import Strategy
 from whale.capture.kinds import Kind
+from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.cuts import Floats
+from whale.planning.pipeline_cuts import slowest_pair
 from whale.planning.plan import Crossing, Stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts
 from whale.planning.virtual_devices import Placement
+from whale.planning.workload import Workload
 from whale.scheduling.placement import loop, zigzag
 
 AUTO_COUNTS = (1, 2, 4)
 """chunks on each device that "auto" compares: more of them fill the pipeline faster and cost more messages"""
+FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
+"""schedules that are the same whatever the stages cost: made once for all drafts"""
+UNEVEN, LONG_MESSAGE = 1.05, 0.5
+"""of the mean work of the devices, and of the longest chunk: where a device has more, or a message takes longer, cuts are moved"""
+MOVE_BUDGET = 20_000
+"""visits of a chunk (of a micro-batch, where an order is simulated) while cuts are moved"""
+SPREAD_PART = 1e-3
+"""of the mean square work of the devices, as a part of the time of a cut"""
 ACTION_S = 1e-4
 """what the runtime adds to a forward or backward"""
 
@@ -38,35 +53,119 @@ def chunk_counts(config: Config, num_virtual_devices: int) -> tuple[int, ...]:
     return AUTO_COUNTS if config.schedule == "auto" else (1,)
 
 
-def cut_into_chunks(
-    operations: Sequence[Node],
-    kinds: Mapping[Node, Kind],
-    placement: Placement,
-    count: int,
-    config: Config,
-    times: Callable[[Sequence[Node], Sequence[int]], Floats],
-    crossing_seconds: Callable[[Node], float],
-) -> tuple[TaskGraphs, Placement]:
-    """`count` chunks on each VirtualDevice, each chunk a TaskGraph of its own; raises ValueError where the model has too few points.
+@dataclass(frozen=True)
+class ChunkCuts:
+    """`count` chunks on each VirtualDevice, and what cutting them here or there costs on these devices.
 
-    `times(operations, virtual_devices)`: seconds, (VirtualDevices, operations).
+    All seconds are of a whole mini-batch. The devices of a VirtualDevice, in all replicas, share it.
     """
-    num_devices = len(placement.virtual_devices)
-    is_loop = config.schedule == "interleaved"
-    devices = loop(num_devices, count) if is_loop else zigzag(num_devices, count)
-    try:
-        cut = from_cuts(operations, kinds, num_devices * count, lambda nodes: times(nodes, devices), crossing_seconds)
-    except ValueError as error:
-        said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
-        needed = f"{count} chunks on each of {num_devices} VirtualDevices, {num_devices * count} in all"
-        raise ValueError(f"{said} needs {needed}: {error}") from None
-    on = [placement.virtual_devices[device] for device in devices]
-    strategies = tuple(Strategy("replicate" if device.grid is None else "split", device.num_devices) for device in on)
-    shape = "a loop" if is_loop else f"{count // 2} wave{'s' * (count > 2)}"
-    task_graphs = TaskGraphs(cut.of_operation, strategies, cut.labels, f"{count} chunks on each VirtualDevice; {cut.reason}")
-    return task_graphs, Placement(
-        placement.virtual_devices, devices, placement.num_replicas, f"{placement.reason}; their chunks lie in {shape} over them"
-    )
+
+    workload: Workload
+    cluster: Cluster
+    placement: Placement
+    count: int
+    config: Config
+
+    @property
+    def is_loop(self) -> bool:
+        return self.config.schedule == "interleaved"
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The VirtualDevice of each chunk."""
+        number = len(self.placement.virtual_devices)
+        return loop(number, self.count) if self.is_loop else zigzag(number, self.count)
+
+    def cut(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> tuple[TaskGraphs, Placement]:
+        """Each chunk a TaskGraph of its own; raises ValueError where the model has too few points."""
+        config, placement, count, devices = self.config, self.placement, self.count, self.devices
+        try:
+            cut = from_cuts(
+                operations,
+                kinds,
+                len(devices),
+                self.times,
+                self.crossing_seconds,
+                step_of=self.step_seconds,
+                boundary_weights=self.boundary_weights,
+                num_moves_of=self.num_moves,
+            )
+        except ValueError as error:
+            said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
+            needed = f"{count} chunks on each of {len(placement.virtual_devices)} VirtualDevices, {len(devices)} in all"
+            raise ValueError(f"{said} needs {needed}: {error}") from None
+        on = [placement.virtual_devices[device] for device in devices]
+        strategies = tuple(Strategy("replicate" if device.grid is None else "split", device.num_devices) for device in on)
+        shape = "a loop" if self.is_loop else f"{count // 2} wave{'s' * (count > 2)}"
+        task_graphs = TaskGraphs(cut.of_operation, strategies, cut.labels, f"{count} chunks on each VirtualDevice; {cut.reason}")
+        return task_graphs, Placement(
+            placement.virtual_devices, devices, placement.num_replicas, f"{placement.reason}; their chunks lie in {shape} over them"
+        )
+
+    def times(self, operations: Sequence[Node]) -> Floats:
+        """(chunks, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
+        kinds = [device.kind for device in self.cluster.devices]
+        rows = {}
+        for index in set(self.devices):
+            ranks = [rank for replica in self.placement.virtual_devices[index].ranks for rank in replica]
+            row = np.zeros(len(operations))
+            for kind in {kinds[rank] for rank in ranks}:
+                alone = np.array(self.workload.forward_seconds(operations, kind))
+                number = sum(kinds[rank] == kind for rank in ranks)
+                row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
+            rows[index] = 1.0 / row
+        return np.array([rows[index] for index in self.devices])
+
+    def crossing_seconds(self, node: Node) -> float:
+        """Of a value of the whole mini-batch over one link of the kind that is inside a host."""
+        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
+
+    @cached_property
+    def boundary_weights(self) -> tuple[float, ...]:
+        """Times `crossing_seconds`: what a message takes between each chunk and the next. Nothing at the turn of a wave."""
+        return tuple(0.0 if here == there else self._boundary_weight(here, there) for here, there in pairwise(self.devices))
+
+    def _boundary_weight(self, here: int, there: int) -> float:
+        """Every replica, and every device of the narrower end, sends a part; parts that leave a host at once share its network card."""
+        ends = [self.placement.virtual_devices[index] for index in (here, there)]
+        parts = min(device.num_devices for device in ends)
+        pairs = [
+            (sources[part * len(sources) // parts], destinations[part * len(destinations) // parts])
+            for sources, destinations in zip(ends[0].ranks, ends[1].ranks, strict=True)
+            for part in range(parts)
+        ]
+        return slowest_pair(self.cluster, pairs) / len(pairs)
+
+    @property
+    def is_list_scheduled(self) -> bool:
+        return self.config.schedule not in FIXED_ORDERS
+
+    def step_seconds(self, stages: Floats, crossings: Floats) -> float:
+        """Of a step with these forwards and crossings. A backward is two forwards.
+
+        A published order is simulated. Made for its costs, an order comes near to the least time that there is, which is a formula. A
+        little is added for unlike work: where a change does not make the step shorter, it may be half of one that does.
+        """
+        graph, number = scheduling.StageGraph.chain(len(stages), self.devices), self.config.num_micro_batch
+        forward = tuple(float(seconds) / number for seconds in stages)
+        messages = {(k, k + 1): float(seconds) / number for k, seconds in enumerate(crossings)}
+        costs = scheduling.Costs(forward, forward, forward, messages)
+        spread = SPREAD_PART * float(np.sqrt(np.mean(np.square(self._work(stages)))))
+        if self.is_list_scheduled:
+            return scheduling.lower_bound(graph, costs, number) + spread
+        orders = scheduling.interleaved_orders(graph, number) if self.is_loop else scheduling.wave_orders(graph, number)
+        return scheduling.simulate(scheduling.Schedule("cut", graph, number, orders), costs).step_s + spread
+
+    def num_moves(self, stages: Floats, crossings: Floats) -> int:
+        """Moves of single cuts that are worth trying: none where equal chunks make equal devices and messages are short."""
+        work = self._work(stages)
+        if work.max() <= UNEVEN * work.mean() and crossings.max(initial=0.0) <= LONG_MESSAGE * stages.max():
+            return 0
+        return MOVE_BUDGET // (len(stages) * (1 if self.is_list_scheduled else self.config.num_micro_batch))
+
+    def _work(self, stages: Floats) -> Floats:
+        """Of every VirtualDevice."""
+        return np.bincount(self.devices, weights=stages).astype(np.float64)
 
 
 def schedule_costs(

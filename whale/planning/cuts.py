@@ -38,6 +38,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from whale.planning.shares import NoRoom, in_gb
+
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
@@ -70,10 +72,6 @@ class StageMemory:
     """(stages, operations): what each operation takes on each stage, micro-batches in flight included"""
     capacity_bytes: Floats
     """(stages,)"""
-
-
-class NoRoom(ValueError):
-    """No cut keeps within memory."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +188,11 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
             break
         done = int(np.flatnonzero(reached)[-1])
     rest = float(used[-1, -1] - used[-1, done])
-    sizes = [f"{most / 1e9:.3g}" for most in limit]
-    room = f"{sizes[0]} GB each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)} GB"
+    sizes = [in_gb(max(0.0, float(most))) for most in limit]
+    room = f"{sizes[0]} each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
     raise NoRoom(
         f"no cut into {chain.num_stages} stages fits into memory: stages of {room} leave "
-        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {rest / 1e9:.3g} GB more"
+        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {in_gb(rest)} more"
     )
 
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
+from whale.config import Config
 from whale.planning.assignment import Assignment
 from whale.planning.plan import Crossing, Decision, Stage, TaskGraph
 from whale.planning.task_graphs import TaskGraphs
@@ -129,3 +130,14 @@ def tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decis
         for name, stages in tied.items()
         if captured.state[name].kind == "parameter"
     ]
+
+
+def update_decisions(config: Config, num_stages: int) -> list[Decision]:
+    """When the weights of a stage change (`runtime/stage_updates.py`); nothing to say where there is one stage."""
+    if num_stages == 1:
+        return []
+    reason = config.needs_all_gradients
+    if reason is not None:
+        return [Decision("optimizer steps", "all stages at the end of the step", reason)]
+    why = "nothing needs all gradients first; optimizers that torch does not have, hooks on step() and shared parameters wait for the end"
+    return [Decision("optimizer steps", "per stage, as soon as its gradients are there", why)]

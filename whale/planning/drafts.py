@@ -18,13 +18,13 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.assignment import Assignment, make_assignment
 from whale.planning.balance import Order, Situation, refuse_unless_it_fits
-from whale.planning.chunks import schedule_costs
+from whale.planning.chunks import FIXED_ORDERS, schedule_costs
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.plan import Crossing, DeviceMemory, Stage
 from whale.planning.pricing import stage_seconds
 from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
-from whale.planning.schedules import FIXED_ORDERS, fastest_schedule, fixed_schedule, lean_schedule, with_memory
+from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lean_schedule
 from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
 from whale.planning.split import Split
 from whale.planning.split_memory import grid_memory, repeated_part
@@ -253,8 +253,9 @@ class _Drafter:
             return fastest
         kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
         room = [self.workload.room_to_work(part) for part in self.assignment.slices]
-        costs = with_memory(costs, self.device_of_stage, kept, room, fastest.situation, self.problem.largest_micro_batch)
-        schedule = lean_schedule(name, self.stage_graph, count, costs)
+        shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
+        schedule = lean_schedule(name, self.stage_graph, count, limits)
         lean = _Priced(stages, schedule, self._situation(choice, schedule))
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
@@ -305,8 +306,7 @@ class _Drafter:
 
     def _demands(self, priced: _Priced) -> list[Demand]:
         """What every VirtualDevice is to hold if speed alone decides who gets which samples."""
-        division = priced.situation.without_limits().divide(self.problem.largest_micro_batch)
-        found = []
+        division, found = priced.situation.without_limits().divide(self.problem.largest_micro_batch), []
         for device in self.placement.virtual_devices:
             ranks = []
             for replica, members in enumerate(device.ranks):

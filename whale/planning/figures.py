@@ -24,6 +24,9 @@ class Seconds:
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(self.sample_s + other.sample_s, self.fixed_s + other.fixed_s)
 
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.sample_s - other.sample_s, self.fixed_s - other.fixed_s)
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -33,10 +36,16 @@ class StageTimes:
     input_backward: Seconds
     weight_backward: Seconds
     """products of weight gradients, which a split backward does later"""
+    accumulate: Seconds = Seconds(0.0)
+    """adding the gradients of weights to those of earlier micro-batches: in every backward of a step but the first"""
 
     def __add__(self, other: StageTimes) -> StageTimes:
         forward, inputs = self.forward + other.forward, self.input_backward + other.input_backward
-        return StageTimes(forward, inputs, self.weight_backward + other.weight_backward)
+        return StageTimes(forward, inputs, self.weight_backward + other.weight_backward, self.accumulate + other.accumulate)
+
+    def __sub__(self, other: StageTimes) -> StageTimes:
+        forward, inputs = self.forward - other.forward, self.input_backward - other.input_backward
+        return StageTimes(forward, inputs, self.weight_backward - other.weight_backward, self.accumulate - other.accumulate)
 
     @property
     def backward(self) -> Seconds:

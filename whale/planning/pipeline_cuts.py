@@ -72,16 +72,7 @@ class CutProblem:
 
         All messages that leave a host at the same boundary share its network card.
         """
-        return tuple(self._boundary_weight(here, there) for here, there in pairwise(self.ranks))
-
-    def _boundary_weight(self, here: Sequence[int], there: Sequence[int]) -> float:
-        devices, pairs = self.cluster.devices, list(zip(here, there, strict=True))
-        leaving = Counter(devices[a].host for a, b in pairs if devices[a].host != devices[b].host)
-        weights = []
-        for a, b in pairs:
-            sharing = leaving[devices[a].host] if devices[a].host != devices[b].host else 1
-            weights.append(sharing * self.cluster.intra_host.bytes_per_s / self.cluster.link(a, b).bytes_per_s)
-        return max(weights)
+        return tuple(slowest_pair(self.cluster, list(zip(here, there, strict=True))) for here, there in pairwise(self.ranks))
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
         """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards."""
@@ -119,6 +110,17 @@ class CutProblem:
         quarter = len(operations) // 4
         middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
+
+
+def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
+    """Of ranks that all send one message at once: by what the slowest takes longer than one alone over a link inside a host."""
+    devices = cluster.devices
+    leaving = Counter(devices[a].host for a, b in pairs if devices[a].host != devices[b].host)
+    weights = []
+    for a, b in pairs:
+        sharing = leaving[devices[a].host] if devices[a].host != devices[b].host else 1
+        weights.append(sharing * cluster.intra_host.bytes_per_s / cluster.link(a, b).bytes_per_s)
+    return max(weights)
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from whale.names import count
 from whale.planning.figures import Figures
 from whale.planning.shares import UNLIMITED, Load
 from whale.planning.virtual_devices import VirtualDevice
@@ -187,7 +188,8 @@ class Plan:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise ValueError(f"{path} is not a plan: {where}: {first['msg']} ({error.error_count()} problems)") from None
+            more = f" ({count(error.error_count() - 1, 'more problem')})" if error.error_count() > 1 else ""
+            raise ValueError(f"{path} is not a plan of `whale plan --save`: {where}: {first['msg']}{more}") from None
         if unknown:
             raise ValueError(f"{path} is not a plan: it has fields that a plan does not have: {', '.join(unknown[:5])}")
         if plan.format != PLAN_FORMAT:

@@ -6,10 +6,8 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch.fx import Node
 
@@ -17,27 +15,29 @@ from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
+from whale.names import count
 from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
 from whale.planning.balance import Order, device_orders, explain_shares
-from whale.planning.chunks import ACTION_S, chunk_counts, cut_into_chunks
-from whale.planning.cuts import Floats, NoRoom
-from whale.planning.describe import describe_task_graphs, holders, tie_decisions
+from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, Problem, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
-from whale.planning.shares import DoesNotFit, check_batch
+from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
-from whale.planning.virtual_devices import Placement, place
+from whale.planning.virtual_devices import place
+from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
-from whale.profiling.costs import value_bytes
 from whale.simulation.simulate import simulate
 
+SAMPLES = "samples by rank"
+"""what the decision on shares is called"""
 MOST_ACTIONS = 10_000
 """orders of devices are compared by simulation if their steps have at most so many actions, else by the slowest device"""
 
@@ -46,17 +46,15 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
     captured, config = problem.captured, problem.config
     check_names(captured, config.recompute)
-    width = _width(problem)
-    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // width)
-    workload = Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+    workload = _workload(problem)
     drafts, errors = [], []
-    for order in device_orders(problem.cluster, width, config.dtype):
+    for order in _orders(problem):
         try:
             drafts.append(_draft(problem, workload, order))
-        except (DoesNotFit, NoRoom) as error:
+        except DoesNotFit as error:
             errors.append(error)
     if not drafts:
-        raise errors[0]
+        raise _advised(errors[0], problem, workload)
     model = fingerprint(captured)
     if len(drafts) == 1:
         return _plan(problem, workload, drafts[0], model), drafts[0].assignment
@@ -64,12 +62,48 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         best = min(drafts, key=lambda draft: draft.slowest_s)
         times = ", ".join(f"{draft.order.name} {draft.slowest_s:.4g} s" for draft in drafts)
         why = f"the slowest device for one micro-batch: {times}"
-        return _plan(problem, workload, best, model, why), best.assignment
+        return _with_order(_plan(problem, workload, best, model), best, why), best.assignment
     plans = [_plan(problem, workload, draft, model) for draft in drafts]
     steps = [simulate(plan).gradients_s for plan in plans]
-    best = drafts[steps.index(min(steps))]
+    fastest = steps.index(min(steps))
     why = "a simulated step: " + ", ".join(f"{draft.order.name} {step_s:.4g} s" for draft, step_s in zip(drafts, steps, strict=True))
-    return _plan(problem, workload, best, model, why), best.assignment
+    return _with_order(plans[fastest], drafts[fastest], why), drafts[fastest].assignment
+
+
+def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
+    """The plan with the reason for its order of devices, which stands before the samples that follow from it."""
+    place = next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
+    decisions = (*plan.decisions[:place], Decision("order of devices", draft.order.name, why), *plan.decisions[place:])
+    return replace(plan, decisions=decisions)
+
+
+def _workload(problem: Problem) -> Workload:
+    captured, config = problem.captured, problem.config
+    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem))
+    return Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+
+
+def _orders(problem: Problem) -> tuple[Order, ...]:
+    return device_orders(problem.cluster, _width(problem), problem.config.dtype)
+
+
+def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:
+    """The refusal with what would fit."""
+    if not isinstance(error, NoRoom):
+        return error  # it says so itself
+
+    def fits(changed: Problem) -> bool:
+        # the size of micro-batches makes no difference to what a sample takes
+        known = workload if changed.batch_size == problem.batch_size else _workload(changed)
+        for order in _orders(changed):
+            try:
+                _draft(changed, known, order)
+            except ValueError:  # memory, or a number that does not go
+                continue
+            return True
+        return False
+
+    return DoesNotFit(f"{error}. {ways_out(problem, fits, error.is_over_full)}")
 
 
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
@@ -84,27 +118,26 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
     drafts: dict[int, Draft] = {}
-    for count in chunk_counts(config, len(placement.virtual_devices)):
+    for num_chunks in chunk_counts(config, len(placement.virtual_devices)):
         try:
-            if count == 1:
-                drafts[count] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
+            if num_chunks == 1:
+                drafts[num_chunks] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
             else:
-                times, crossing_s = _stage_times(problem, workload, placement), _crossing_seconds(problem)
-                chunks, over = cut_into_chunks(operations, problem.kinds, placement, count, config, times, crossing_s)
-                drafts[count] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
+                chunks, over = ChunkCuts(workload, cluster, placement, num_chunks, config).cut(operations, problem.kinds)
+                drafts[num_chunks] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
         except ValueError:
             if not drafts:
                 raise
             break  # "auto": more chunks than the model has points, or than memory has room for
     if len(drafts) == 1:
         return next(iter(drafts.values()))
-    best = min(drafts, key=lambda count: drafts[count].predicted_s)
-    compared = ", ".join(f"{count}: {each.predicted_s:.4g} s" for count, each in drafts.items())
+    best = min(drafts, key=lambda number: drafts[number].predicted_s)
+    compared = ", ".join(f"{number}: {each.predicted_s:.4g} s" for number, each in drafts.items())
     why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
     return replace(drafts[best], why_chunks=why)
 
 
-def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_order: str = "") -> Plan:
+def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
     captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
@@ -135,10 +168,11 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
             Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
             *draft.split.decisions,
-            *_balance_decisions(problem, draft, why_order),
+            *_balance_decisions(problem, draft),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
             Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
+            *update_decisions(config, len(draft.stages)),
         ),
         notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
@@ -159,40 +193,9 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str, why_or
     )
 
 
-def _stage_times(problem: Problem, workload: Workload, placement: Placement) -> Callable[[Sequence[Node], Sequence[int]], Floats]:
-    """Seconds of operations for a mini-batch, (VirtualDevices, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
-    kinds = [device.kind for device in problem.cluster.devices]
-
-    def times(operations: Sequence[Node], virtual_devices: Sequence[int]) -> Floats:
-        rows = {}
-        for index in set(virtual_devices):
-            ranks = [rank for replica in placement.virtual_devices[index].ranks for rank in replica]
-            row = np.zeros(len(operations))
-            for kind in {kinds[rank] for rank in ranks}:
-                alone = np.array(workload.forward_seconds(operations, kind))
-                number = sum(kinds[rank] == kind for rank in ranks)
-                row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
-            rows[index] = 1.0 / row
-        return np.array([rows[index] for index in virtual_devices])
-
-    return times
-
-
-def _crossing_seconds(problem: Problem) -> Callable[[Node], float]:
-    """Of sending a value for a mini-batch over the slower kind of link that the cluster has."""
-    cluster, symbol = problem.cluster, problem.captured.batch_symbol
-    link = cluster.intra_host if len(cluster.hosts) == 1 else cluster.inter_host
-    return lambda node: value_bytes(node, symbol, problem.batch_size) / link.bytes_per_s
-
-
-def _balance_decisions(problem: Problem, draft: Draft, why_order: str) -> list[Decision]:
+def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """Why unlike devices do what they do."""
-    found = [Decision("order of devices", draft.order.name, why_order)] if why_order else []
-    if not problem.cluster.is_uniform:
-        size = problem.largest_micro_batch
-        choice, why = explain_shares(draft.situation, size)
-        found.append(Decision("samples by rank", choice, why))
-    return found
+    return [] if problem.cluster.is_uniform else [Decision(SAMPLES, *explain_shares(draft.situation, problem.largest_micro_batch))]
 
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -308,7 +311,8 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
 
 def _schedule_reason(schedule: scheduling.Schedule) -> str:
     return (
-        f"{schedule.num_micro_batch} micro-batches over {schedule.stage_graph.num_stages} stages; proved complete and free of deadlock; "
+        f"{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
+        f"proved complete and free of deadlock; "
         f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )
 

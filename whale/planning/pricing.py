@@ -23,9 +23,10 @@ from whale.planning.figures import Figures, Seconds, StageFigures, StageTimes, S
 from whale.planning.plan import Plan
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
+from whale.planning.stages import StageSlice
 from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
-from whale.profiling.calibration import measured_seconds
+from whale.profiling.calibration import update_costs
 from whale.sharding.layout import Layout
 from whale.simulation.sums import sum_seconds
 
@@ -34,11 +35,8 @@ aten = torch.ops.aten
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
 
-UNFUSED_PASSES, UNFUSED_STATE_PASSES = 6, 8
-"""the same on a CPU, where torch's optimizers run operation by operation: AdamW moves about 21 times the bytes of its weights;
-gradients are copied into their buckets and their norm is taken"""
-UNFUSED_CALLS, UNFUSED_STATE_CALLS = 8, 6
-"""operations for each parameter, those of Python around them counted as operations too"""
+UNFUSED_PASSES, UNFUSED_STATE_PASSES = 3, 8
+"""the same on a CPU that was not measured, where torch's optimizers run operation by operation"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
@@ -105,8 +103,10 @@ def figures_of(
     for index, part in enumerate(assignment.slices):
         needed, again = described.bytes(index, choice[index]), described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
-        inside = sums_inside(part.operations, ranks[index], cluster.network, again)
-        times: dict[str, StageTimes] = {kind.name: workload.times(part.operations, kind, again) + inside for kind in kinds}
+        times: dict[str, StageTimes] = {}
+        for kind in kinds:
+            alone = workload.times(part.operations, kind, again) + sums_inside(workload, part, ranks[index], cluster.network, kind, again)
+            times[kind.name] = replace(alone, accumulate=workload.accumulate_seconds(part, kind))
         figures = StageFigures(
             times=dict(sorted(times.items())),
             kept_sample_bytes=needed.kept.sample_bytes,
@@ -120,9 +120,11 @@ def figures_of(
     own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
     known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
     for device, own in zip(cluster.devices, own_stages, strict=True):
-        trained = sum(state.trained_bytes for state in states if set(state.stages) & set(own))
-        number = sum(len(assignment.slices[stage].state) for stage in own)
-        known[tuple(own), device.kind] = update_seconds(trained, number, workload.optimizer_ratio, device.kind)
+        held = [state for state in states if set(state.stages) & set(own)]
+        trained = sum(state.trained_bytes for state in held)
+        shared = sum(state.trained_bytes for state in held if any(len(group) > 1 for group in state.groups(ranks.__getitem__)))
+        number = sum(len(workload.trained_bytes(assignment.slices[stage])) for stage in own)
+        known[tuple(own), device.kind] = update_seconds(trained, shared, number, workload.optimizer_ratio, device.kind)
     return Figures(
         stages=tuple(stages),
         states=states,
@@ -135,31 +137,46 @@ def figures_of(
     )
 
 
-def sums_inside(operations: Sequence[Node], ranks: Sequence[int], network: Network, again: Container[Node]) -> StageTimes:
+def sums_inside(
+    workload: Workload, part: StageSlice, ranks: Sequence[int], network: Network, kind: DeviceKind, again: Container[Node]
+) -> StageTimes:
     """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums and one for a batch norm, one and one
-    for a loss that is not additive. Only where such a sum was measured: what is known of links says little of so short messages."""
-    forward = backward = 0
-    for node in operations if network.all_reduce is not None and len(ranks) > 1 else ():
+    for a loss that is not additive. Only where such a sum was measured: what is known of links says little of so short messages.
+    A batch norm over devices that was measured itself takes what it took there."""
+    found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
+    if network.all_reduce is None or len(ranks) < 2:
+        return found
+    one_s = sum_seconds(0.0, 1, ranks, network)[0]
+    for node in part.operations:
         is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)
-        forward += number
-        backward += min(number, 1) + number * (node in again)
-    one_s = sum_seconds(0.0, 1, ranks, network)[0] if forward else 0.0
-    return StageTimes(Seconds(0.0, forward * one_s), Seconds(0.0, backward * one_s), Seconds(0.0))
+        more = workload.over_devices(node, kind) if is_batch_norm else None
+        if more is None:
+            more = StageTimes(Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0))
+        repeated = more.forward if node in again else Seconds(0.0)
+        found = found + replace(more, input_backward=more.input_backward + repeated)
+    return found
 
 
-def update_seconds(trained_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
-    """Of the optimizer, which is limited by memory bandwidth, and on a CPU by the number of its operations."""
+def update_seconds(trained_bytes: int, shared_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
+    """Of the optimizer: as measured, by the number of its parameters and their bytes; else limited by memory bandwidth.
+
+    On a CPU nothing hides the copies around it: the norm reads the gradients, and those that are summed were copied into their buckets.
+    """
     if not kind.is_cpu:
         return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
-    call_s = measured_seconds(kind, "aten.add", 0.0, 1.0, False) or 0.0
-    calls = num_parameters * (UNFUSED_CALLS + UNFUSED_STATE_CALLS * optimizer_ratio)
-    return trained_bytes * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio) / kind.bytes_per_s + calls * call_s
+    copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s
+    costs = update_costs(kind, optimizer_ratio)
+    if costs is None:
+        return copied_s + trained_bytes * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio) / kind.bytes_per_s
+    parameter_s, byte_s = costs
+    return copied_s + num_parameters * parameter_s + trained_bytes * byte_s
 
 
 def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
     """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
-    share = typical_share(plan.batch_size, plan.num_micro_batch, plan.num_replicas)
+    num_sharing = plan.num_devices if plan.config.get("colocate") else plan.num_replicas  # as the planner counts them
+    share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)

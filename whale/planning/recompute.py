@@ -16,10 +16,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import accumulate
 
-import sympy
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
@@ -105,14 +103,9 @@ def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Region
     return [node for node in operations if node in dependent and node not in taken]
 
 
-@lru_cache(maxsize=65536)  # a stage is cut many times before its number of regions is chosen
-def _size(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
-    return value_bytes(node, symbol, batch_size)
-
-
 def cut_regions(operations: Sequence[Node], count: int, captured: CapturedGraph) -> list[list[Node]]:
     """At most `count` runs of about the same bytes, each cut within half a run of its place where least is alive."""
-    sizes = [_size(node, captured.batch_symbol, captured.batch_size) for node in operations]
+    sizes = [value_bytes(node, captured.batch_symbol, captured.batch_size) for node in operations]
     place = {node: index for index, node in enumerate(operations)}
     change = [0] * (len(operations) + 1)
     for node, index in place.items():

@@ -1,4 +1,4 @@
-"""The schedule of a draft: the fastest one, and where memory is too small for it, one made for the memory that there is.
+"""The schedule of a draft or a plan: the fastest one, and where memory is too small for it, one made for the memory that there is.
 
 The list scheduler knows one device for each VirtualDevice. Of its ranks the tightest counts: with n samples of a micro-batch on it,
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whale import scheduling
-from whale.planning.balance import Situation
+from whale.planning.chunks import FIXED_ORDERS, schedule_costs
+from whale.planning.plan import DeviceMemory, Plan
+from whale.planning.samples import SampleMap
+from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import StageBytes
-
-FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
-"""schedules that are the same whatever the stages cost: made once for all drafts"""
+from whale.profiling.saved import Kept
 
 
 @lru_cache(maxsize=8)
@@ -43,35 +44,68 @@ def lean_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int,
         return fixed_schedule("1f1b", graph, num_micro_batch)
 
 
-def with_memory(
-    costs: scheduling.Costs,
-    device_of_stage: Sequence[int],
-    stages: Sequence[StageBytes],
-    room_to_work: Sequence[int],
-    situation: Situation,
-    micro_batch: int,
-) -> scheduling.Costs:
-    """The costs with what every stage keeps of a micro-batch of that size, and what every VirtualDevice has room for.
+@dataclass(frozen=True)
+class Room:
+    """What stages keep of a micro-batch, and the memory of the devices that run them."""
 
-    `room_to_work`: of every stage, bytes beside the samples. A grid has no cap here: its schedule is the fastest one or 1F1B.
-    """
-    shares = situation.without_limits().samples_by_rank(micro_batch)
-    activation, weight_part = [0.0] * len(stages), [0.0] * len(stages)
-    caps = [math.inf] * len(situation.virtual_devices)
-    for device in situation.virtual_devices:
-        own = [stage for stage, index in enumerate(device_of_stage) if index == device.index]
-        limited = []
-        for rank in (rank for members in device.ranks for rank in members):
-            memory = situation.memory[rank]
-            if memory.capacity_bytes and shares[rank] and device.grid is None:
-                static = memory.static_bytes - memory.fixed_bytes + sum(room_to_work[stage] for stage in own)
-                limited.append(((memory.capacity_bytes - static) / shares[rank], shares[rank]))
-        if limited:
-            sample_room, number = min(limited)
-            working = max(number * stages[stage].working_sample_bytes + stages[stage].working_fixed_bytes for stage in own)
-            caps[device.index] = max(0.0, number * sample_room - working)
-            for stage in own:
-                kept, later = stages[stage].kept, stages[stage].weight_part
-                activation[stage] = number * kept.sample_bytes + kept.fixed_bytes
-                weight_part[stage] = number * later.sample_bytes + later.fixed_bytes
-    return replace(costs, activation=tuple(activation), weight_part=tuple(weight_part), memory_cap=tuple(caps))
+    virtual_devices: Sequence[VirtualDevice]
+    device_of_stage: Sequence[int]
+    stages: Sequence[StageBytes]
+    room_to_work: Sequence[int]
+    """of every stage, bytes beside the samples"""
+    memory: Sequence[DeviceMemory]
+    """by rank"""
+    num_samples: Sequence[int]
+    """by rank, of a micro-batch"""
+
+    @staticmethod
+    def of_plan(plan: Plan, batch_size: int, num_micro_batch: int) -> Room | None:
+        """For a mini-batch that may have another size than the planned one; None where the plan knows no memory."""
+        if plan.figures is None or not plan.memory:
+            return None
+        stages = []
+        for each in plan.figures.stages:
+            kept = Kept(each.kept_sample_bytes, round(each.kept_fixed_bytes))
+            stages.append(StageBytes(kept, Kept(each.weight_part_sample_bytes, 0), each.working_sample_bytes, 0))
+        return Room(
+            virtual_devices=plan.virtual_devices,
+            device_of_stage=[stage.virtual_device for stage in plan.stages],
+            stages=stages,
+            room_to_work=[round(each.working_fixed_bytes) for each in plan.figures.stages],
+            memory=plan.memory,
+            num_samples=[max(numbers) for numbers in SampleMap(plan, batch_size, num_micro_batch).num_by_rank()],
+        )
+
+    def limit(self, costs: scheduling.Costs) -> scheduling.Costs:
+        """The costs with what every stage keeps and what every VirtualDevice has room for.
+
+        A grid has no cap here: its schedule is the fastest one or 1F1B.
+        """
+        activation, weight_part = [0.0] * len(self.stages), [0.0] * len(self.stages)
+        caps = [math.inf] * len(self.virtual_devices)
+        for device in self.virtual_devices:
+            own = [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
+            limited = []
+            for rank in (rank for members in device.ranks for rank in members):
+                memory, number = self.memory[rank], self.num_samples[rank]
+                if memory.capacity_bytes and number and device.grid is None:
+                    static = memory.static_bytes - memory.fixed_bytes + sum(self.room_to_work[stage] for stage in own)
+                    limited.append(((memory.capacity_bytes - static) / number, number))
+            if limited:
+                sample_room, number = min(limited)
+                parts = [self.stages[stage] for stage in own]
+                working = max(number * part.working_sample_bytes + part.working_fixed_bytes for part in parts)
+                caps[device.index] = max(0.0, number * sample_room - working)
+                for stage, part in zip(own, parts, strict=True):
+                    activation[stage] = number * part.kept.sample_bytes + part.kept.fixed_bytes
+                    weight_part[stage] = number * part.weight_part.sample_bytes + part.weight_part.fixed_bytes
+        return replace(costs, activation=tuple(activation), weight_part=tuple(weight_part), memory_cap=tuple(caps))
+
+
+def schedule_of_plan(plan: Plan, graph: scheduling.StageGraph, batch_size: int, num_micro_batch: int) -> scheduling.Schedule:
+    """A schedule for what the plan's own does not fit: fewer micro-batches, or a graph with other edges. Within the same memory."""
+    name, costs = str(plan.schedule["name"]), schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch)
+    room = Room.of_plan(plan, batch_size, num_micro_batch)
+    if name in FIXED_ORDERS or room is None:
+        return fastest_schedule(name, graph, num_micro_batch, costs)
+    return lean_schedule(name, graph, num_micro_batch, room.limit(costs))

@@ -50,6 +50,20 @@ class DoesNotFit(ValueError):
     """Memory is too small for all samples."""
 
 
+class NoRoom(DoesNotFit):
+    """The same, with the numbers but without a way out: the planner looks for one by trying (`ways_out.py`)."""
+
+    def __init__(self, text: str, is_over_full: bool = False) -> None:
+        """`is_over_full`: a device is, before the first sample."""
+        super().__init__(text)
+        self.is_over_full = is_over_full
+
+
+def in_gb(num_bytes: float) -> str:
+    """For messages about memory."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+
+
 def even_shares(total: int, count: int) -> tuple[int, ...]:
     """Line (1): `total` samples over `count` places. A share may be 0."""
     if count < 1 or total < 0:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import module_name
 from whale.capture.kinds import Kind
-from whale.planning.cuts import Floats, StageMemory, cut
+from whale.planning.cuts import SAME_TIME, Floats, StageMemory, cut
 
 THIN = 1.5
 _WHERE = {"construction": 0, "glob": 1, "forward": 2}  # order of TaskGraphs that were said in different places
@@ -86,6 +86,7 @@ def from_cuts(
     step_of: Callable[[Floats, Floats], float] | None = None,
     only_thin: bool = False,
     boundary_weights: Sequence[float] | None = None,
+    num_moves_of: Callable[[Floats, Floats], int] | None = None,
 ) -> TaskGraphs:
     """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
 
@@ -93,6 +94,7 @@ def from_cuts(
     `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
     counted in full and in part, for they may be hidden under compute, and the fastest is taken.
     `boundary_weights`: by what the crossing in front of every stage but the first is longer, where links differ.
+    `num_moves_of(the same)`: how many moves of single cuts are tried in the end, each kept if the step is shorter. Without memory limits.
     `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
@@ -129,10 +131,44 @@ def from_cuts(
             best = min(tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts)))
             counted = f"messages count {best:.2g} of their time in the cut, the best of {len(MESSAGE_WEIGHTS)}"
             cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
+    if step_of is not None and num_moves_of is not None and (tries := num_moves_of(*stages_and_crossings(cuts.starts))):
+        starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), lambda starts: step_of(*stages_and_crossings(starts)), tries)
+        moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
+        if moved:
+            cuts = replace(cuts, starts=starts, reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step")
     bounds = [*cuts.starts, len(activations)]
     of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
     return TaskGraphs(of_operation, (Strategy("replicate", 1),) * num_task_graph, tuple(labels), cuts.reason)
+
+
+MOVES = (1, -1, 2, -2, 4, -4, 8, -8)
+"""by how many points a cut is moved"""
+
+
+def _move_cuts(starts: Sequence[int], points: np.ndarray, step_of: Callable[[Sequence[int]], float], tries: int) -> tuple[int, ...]:
+    """Starts of stages from which no move of one cut makes the step shorter, or what is found after so many tries."""
+    places = [-1, *(int(place) for place in np.searchsorted(points, starts[1:])), len(points)]  # in `points`, both ends included
+
+    def starts_at(places: Sequence[int]) -> tuple[int, ...]:
+        return (0, *(int(points[place]) for place in places[1:-1]))
+
+    best, is_better = step_of(starts_at(places)), True
+    while is_better:
+        is_better = False
+        for cut_index in range(1, len(places) - 1):
+            for move in MOVES:
+                moved = [*places]
+                moved[cut_index] += move
+                if not moved[cut_index - 1] < moved[cut_index] < moved[cut_index + 1]:
+                    continue
+                if not tries:
+                    return starts_at(places)
+                tries -= 1
+                step = step_of(starts_at(moved))
+                if step < best * (1 - SAME_TIME):
+                    best, places, is_better = step, moved, True
+    return starts_at(places)
 
 
 def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:

@@ -79,8 +79,8 @@ def _place_in_order(wanted: Sequence[int], num_devices: int) -> Placement:
         for index, count in enumerate(wanted)
     )
     reason = (
-        f"{_task_graphs(len(wanted))} on {_counts(wanted)} devices, {total} in all; "
-        f"{num_devices} devices / {total} = {_replicas(num_replicas)}"
+        f"{_task_graphs(len(wanted))} on {_counts(wanted)} device{'s' * (total > 1)}, {total} in all; "
+        f"{num_devices} device{'s' * (num_devices > 1)} / {total} = {_replicas(num_replicas)}"
     )
     return Placement(virtual_devices, tuple(range(len(wanted))), num_replicas, reason)
 

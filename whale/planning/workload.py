@@ -9,7 +9,7 @@ Both are taken to be affine in the samples: from the cost model at two sizes, an
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.figures import Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
+from whale.profiling.backward_room import COPIES, room_beside_kept
+from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds, split_input
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 from whale.scheduling import Action
@@ -27,8 +29,6 @@ from whale.scheduling.check import Held, peak_of_order
 
 ADAM_STATE = 2.0
 """optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two averages"""
-WORKING_COPIES = 2
-"""while an operation runs backward there are a gradient that comes in and one that goes out, about as large as its result"""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,27 @@ class Workload:
         backwards = [backward_seconds(cost, form.backward_factors, kind, self.dtype) for cost in costs]
         return StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards, strict=True)))
 
+    def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes | None:
+        """What a batch norm takes more with the statistics of all devices than with those of one; None where that was not measured."""
+        if BATCH_NORM_OVER_DEVICES not in curves(kind):
+            return None
+        form = self._forms[batch_norm]
+        few, many = (replace(cost, operation=BATCH_NORM_OVER_DEVICES) for cost in (form.few, form.many))
+        return self._times_of_form(form._replace(few=few, many=many), kind) - self._times_of_nodes(kind)[batch_norm]
+
+    def accumulate_seconds(self, part: StageSlice, kind: DeviceKind) -> Seconds:
+        """Adding the gradients of a micro-batch to those before it, which are read and written; the new ones are still in the caches.
+
+        Only where additions were measured.
+        """
+        one_by_one = (measured_seconds(kind, "aten.add", 0.0, 2.0 * num_bytes, False) or 0.0 for num_bytes in self.trained_bytes(part))
+        return Seconds(0.0, sum(one_by_one))
+
+    def trained_bytes(self, part: StageSlice) -> list[int]:
+        """Of each parameter of a stage that gets a gradient."""
+        states = [self.captured.state[str(node.target)] for node in part.state]
+        return [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+
     def _line(self, few_s: float, many_s: float) -> Seconds:
         """Through the times of two numbers of samples."""
         if self.batch_size == self._few:
@@ -149,9 +170,13 @@ class Workload:
         later = [(node, source) for node in operations if (source := split_input(node, self.gradients)) is not None]
         inputs = self.saved.results(source for _, source in later)
         gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
-        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
-        working = WORKING_COPIES * max(differentiable, default=0) / self.batch_size
+        working = room_beside_kept(operations, self.gradients, self.saved) if not regions else self._room_of_any_operation(operations)
         return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working + again.sample_bytes, again.fixed_bytes)
+
+    def _room_of_any_operation(self, operations: Sequence[Node]) -> float:
+        """Bytes for each sample, where what is kept is not let go one by one: regions are computed again on the way."""
+        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
+        return COPIES * max(differentiable, default=0) / self.batch_size
 
     def memory(self, slices: Sequence[StageSlice], stages: Mapping[int, StageBytes], order: tuple[Action, ...]) -> DeviceMemory:
         """Of a device that runs these slices in this order of actions; capacity is left at 0. `stages`: by their number."""
@@ -173,8 +198,7 @@ class Workload:
 
     def room_to_work(self, part: StageSlice) -> int:
         """Bytes beside the samples that a backward works with: a gradient is made before it is added to the one that is there."""
-        states = [self.captured.state[str(node.target)] for node in part.state]
-        trained = [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+        trained = self.trained_bytes(part)
         return max(trained, default=0) + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * sum(trained))
 
     @cached_property

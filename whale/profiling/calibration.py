@@ -4,6 +4,9 @@
     between two points          a straight line of the logarithms of work and time
     above the largest           in proportion to the work
 
+Products were measured on square matrices. One of the same work that is not square moves more bytes (a few rows times a large weight): they
+take their time at the memory's bandwidth besides.
+
 An operation that was not measured itself goes by one that does about the same to memory (`STANDS_FOR`).
 """
 
@@ -38,6 +41,11 @@ STANDS_FOR = {
 OTHERS = "add"
 """for whatever is in no list: it moves bytes"""
 VIEW = "view"
+BATCH_NORM_OVER_DEVICES = "batch_norm_over_devices"
+"""with the statistics of all ranks"""
+WITHOUT_STATE, WITH_TWO_STATES = "sgd", "adamw"
+"""updates of one parameter of so many bytes, by an optimizer without state and by one that keeps two averages"""
+PRODUCT = "linear"
 _MEASURED_AS = {other: name for name, others in STANDS_FOR.items() for other in others}
 
 
@@ -87,4 +95,26 @@ def measured_seconds(kind: DeviceKind, operation: str, flop: float, moved_bytes:
     curve = known.get(name)
     if curve is None:
         return None
-    return curve.seconds(flop or moved_bytes, backward)
+    seconds = curve.seconds(flop or moved_bytes, backward)
+    if name == PRODUCT and flop:
+        square_bytes = 3 * 4.0 * (flop / 2) ** (2 / 3)
+        seconds += max(0.0, moved_bytes - square_bytes) / kind.bytes_per_s * (2 if backward else 1)
+    return seconds
+
+
+def update_costs(kind: DeviceKind, state_ratio: float) -> tuple[float, float] | None:
+    """Seconds of an update for each parameter, and for each byte of parameters, with `state_ratio` bytes of state for each of them.
+
+    None where no update was measured.
+    """
+    found = []
+    for name in (WITHOUT_STATE, WITH_TWO_STATES):
+        points = sorted((point.work, point.forward_s) for point in kind.operations if point.name == name)
+        if not points:
+            return None
+        (small, small_s), (large, large_s) = points[0], points[-1]
+        byte_s = max(0.0, large_s - small_s) / (large - small)
+        found.append((max(0.0, small_s - byte_s * small), byte_s))
+    (call_s, byte_s), (call_2_s, byte_2_s) = found
+    share = state_ratio / 2
+    return call_s + share * (call_2_s - call_s), byte_s + share * (byte_2_s - byte_s)

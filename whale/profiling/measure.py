@@ -25,6 +25,7 @@ from whale.cluster.discovery import free_memory_bytes, this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
 from whale.cluster.matching import Place, this_place
 from whale.profiling.operations import measure_operations
+from whale.profiling.updates import measure_updates
 from whale.runtime.ranks import Ranks
 
 TORCH_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +40,7 @@ LONGEST_CALL_S = 0.5
 COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 """larger than any cache"""
 SMALL_BYTES, LARGE_BYTES = 8, 8 * 2**20
-NUM_SMALL, NUM_LARGE = 30, 6
+NUM_SMALL, NUM_LARGE = 60, 30
 SAME = 0.1
 """devices whose figures differ by less than this are of one kind"""
 LEAST_LATENCY_S = 1e-9
@@ -87,7 +88,9 @@ def _measured_kind(ranks: Ranks, device_type: str, progress: Progress) -> Device
     progress("memory bandwidth")
     bandwidth = _bandwidth(ranks, COPIED_BYTES[device_type])
     progress("operations, forward and backward")
-    operations = measure_operations(ranks.device, lambda: _together(ranks))
+    operations = measure_operations(ranks)
+    progress("updates of parameters")
+    operations += measure_updates(ranks)
     rates = {point.dtype: point.flop_per_s for point in points}  # the last, which is the largest size
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
     return replace(

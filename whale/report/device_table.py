@@ -11,7 +11,7 @@ from rich.text import Text
 
 from whale.planning.plan import Plan, Stage
 from whale.planning.samples import SampleMap
-from whale.report.units import human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import human_bytes, human_flop, human_rate, human_seconds, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
 
@@ -21,7 +21,7 @@ SHOWN_DEVICES = 16
 def prediction(timeline: Timeline) -> Text:
     """The step in two lines."""
     text = Text("Predicted step ", style="bold")
-    text.append(f"{human_seconds(timeline.step_s)}, {timeline.samples_per_s:.4g} samples/s, bubble {timeline.bubble:.1%}\n")
+    text.append(f"{human_seconds(timeline.step_s)}, {human_rate(timeline.samples_per_s)} samples/s, bubble {timeline.bubble:.1%}\n")
     text.append("limited by ", style="bold")
     return text.append(timeline.limit, style="not bold")
 
@@ -83,7 +83,7 @@ def layers_of(stages: Sequence[Stage]) -> str:
     """Layers as the model numbers them: parameters `h.0.attn.weight` .. `h.5.mlp.bias` are `h.0-5`; of several lists each."""
     found: dict[str, set[int]] = {}
     for name in (name for stage in stages for name in stage.parameters):
-        match = re.match(r"(?:(.*?)\.)?(\d+)\.", name)
+        match = re.match(r"(?:(.*?)\.)??(\d+)\.", name)
         if match:
             found.setdefault((match[1] or "").rsplit(".", 1)[-1], set()).add(int(match[2]))
     return "; ".join(f"{name}.{ranges(sorted(numbers))}".removeprefix(".") for name, numbers in found.items()) or "-"

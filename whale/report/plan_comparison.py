@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from whale.planning.plan import Plan
 from whale.report.device_table import layers_of, samples_by_rank
-from whale.report.units import count, human_bytes, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_rate, human_seconds, ranges
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
 
@@ -105,7 +105,7 @@ def _step(a: Timeline, b: Timeline) -> Iterator[str]:
     ratio = b.samples_per_s / a.samples_per_s
     which = "the second is" if ratio >= 1 else "the first is"
     faster = f"{which} {max(ratio, 1 / ratio):.3g} times faster"
-    yield f"samples/s: {a.samples_per_s:.4g} -> {b.samples_per_s:.4g}: {faster}"
+    yield f"samples/s: {human_rate(a.samples_per_s)} -> {human_rate(b.samples_per_s)}: {faster}"
     yield f"bubble: {a.bubble:.1%} -> {b.bubble:.1%}"
     if a.limit != b.limit:
         yield f"limited by: {a.limit} -> {b.limit}"

@@ -1,6 +1,6 @@
 """A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens from disk.
 
-Every predicted number stands in an element with `data-key` (its place in the JSON of the timeline) and `data-value` (what is there).
+Every predicted number stands in an element with `data-key` (its place in `plan_json`) and `data-value` (what is there).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, sa
 from whale.report.page_style import STYLE
 from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
 from whale.report.plan_table import summary
-from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 from whale.sharding.record import StageSharding
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import Timeline
@@ -51,7 +51,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
 def _facts(timeline: Timeline) -> str:
     facts = (
         ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
-        ("samples/s", number("samples_per_s", timeline.samples_per_s, f"{timeline.samples_per_s:.4g}")),
+        ("samples/s", number("samples_per_s", timeline.samples_per_s, human_rate(timeline.samples_per_s))),
         ("bubble: devices compute nothing", number("bubble", timeline.bubble, f"{timeline.bubble:.1%}")),
         _fullest(timeline),
     )
@@ -75,6 +75,7 @@ def _work(plan: Plan, timeline: Timeline) -> str:
     for device in timeline.devices[:SHOWN_DEVICES]:
         own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
         samples = sum(counts[device.rank])
+        flop = forward_flop(plan, device.rank, own, samples)
         times = (("busy_s", device.busy_s), ("wait_s", device.wait_s), ("idle_s", timeline.idle_s(device.rank)))
         rows.append(
             [
@@ -82,8 +83,8 @@ def _work(plan: Plan, timeline: Timeline) -> str:
                 escape(f"{device.kind} on {device.host}"),
                 escape(f"stage {ranges([stage.index for stage in own])}"),
                 escape(layers_of(own) if len(plan.stages) > 1 else "all"),
-                str(samples),
-                human_flop(forward_flop(plan, device.rank, own, samples)),
+                number(f"{key}.samples", samples, str(samples)),
+                number(f"{key}.forward_flop", flop, human_flop(flop)),
                 *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),
             ]
         )

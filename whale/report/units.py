@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.names import count as count
+
 STEP = 1000.0
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -28,6 +30,11 @@ def human_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-9)} ns"
 
 
+def human_rate(per_s: float) -> str:
+    """`131.1`, `26,480`: samples in a second."""
+    return f"{per_s:.4g}" if per_s < 10 * STEP else f"{float(f'{per_s:.4g}'):,.0f}"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers with runs joined: [0, 1, 2, 5] -> `0-2, 5`."""
     runs: list[list[int]] = []
@@ -37,11 +44,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def count(number: int, word: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}es" if word.endswith("ch") else f"{number} {word}s"
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:

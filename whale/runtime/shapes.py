@@ -141,7 +141,10 @@ class Shapes:
         if key not in self._executors:
             job = self._job
             is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
-            schedule = scheduling.Schedule.from_json(job.plan.schedule) if is_planned else lowered.schedule(num_micro_batch, is_training)
+            if is_planned:
+                schedule = scheduling.Schedule.from_json(job.plan.schedule)
+            else:
+                schedule = lowered.schedule(batch_size, num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
             if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
                 _warn_of_memory(job.plan, batch_size)

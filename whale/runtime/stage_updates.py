@@ -38,11 +38,6 @@ BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
 """optimizers whose step for a parameter depends on its own gradient and state only"""
 
 
-def needs_all_gradients(config: Config) -> bool:
-    """Whether the update depends on the loss or the gradient norm of the whole model."""
-    return config.precision == "fp16" or config.clip_grad_norm is not None or config.on_nonfinite != "continue"
-
-
 class StageUpdates:
     """The update of one rank, stage by stage."""
 
@@ -61,7 +56,7 @@ class StageUpdates:
     @staticmethod
     def possible(optimizer: torch.optim.Optimizer | None, config: Config) -> bool:
         """Whether the step of this optimizer may be taken in pieces."""
-        return type(optimizer) in BY_PARAMETER and not needs_all_gradients(config) and not has_step_hooks(optimizer)
+        return type(optimizer) in BY_PARAMETER and config.needs_all_gradients is None and not has_step_hooks(optimizer)
 
     def begin(self, lending: Collection[int] = ()) -> None:
         """A step begins; one that failed may have left something behind. `lending`: stages that are left to the end (`Lowered.lending`)."""

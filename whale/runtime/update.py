@@ -16,7 +16,7 @@ from whale.runtime.gradients import Held, scale_gradients
 from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
 from whale.runtime.scaling import LossScale
-from whale.runtime.stage_updates import StageUpdates, needs_all_gradients
+from whale.runtime.stage_updates import StageUpdates
 
 logger = logging.getLogger("whale")
 
@@ -110,7 +110,7 @@ class Updater:
         """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a denominator of the loss is zero."""
         config = self._config
         factor, waited_s = 1.0, 0.0
-        if needs_all_gradients(config):
+        if config.needs_all_gradients is not None:
             start = time.perf_counter()
             loss, norm = totals.values()[0], totals.values()[1] ** 0.5
             waited_s = time.perf_counter() - start

@@ -1,7 +1,9 @@
 """Orders made for given costs: many passes of list scheduling, then changes along the critical path, within a budget that is counted.
 
 1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as memory allows: never worse than these.
-2. Passes (`list_pass`) with different keys and policies (`policies`).
+2. Passes (`list_pass`) with different keys and policies (`policies`), and the best of these again with weight parts taken to be shorter
+   than they are. Such a pass puts weight parts into gaps that are too short for them. That delays a device once; what it waits for then
+   arrives in time, where before every round had a little gap that nothing fits into.
 3. From the best orders, passes whose keys are the latest starts that would not make the step longer: what has slack goes back, and what
    had to wait behind it goes ahead.
 4. Exchanges of neighbours on a device, along the critical path (`exchanges`).
@@ -13,7 +15,7 @@ The budget is a number of tries: one pass or one simulation is one try. The same
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whale.scheduling.action import Orders, StageGraph
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
@@ -31,6 +33,8 @@ PASS_SHARE, PASS_VISITS = 0.65, 5
 """this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
 LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 5, 120, 6, 3000
 NUM_STARTS, MANY_EXCHANGES = 4, 600
+LIGHT, NUM_LIGHT, LIGHT_SHARE = (0.75, 0.6, 0.5), 3, 12
+"""parts of their time that weight parts are taken for, and how many of the best policies are tried so: at most one in so many"""
 NEAR = 1e-9
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """of passes that start from known orders: their keys are good enough to place weight parts too"""
@@ -69,11 +73,14 @@ class Search:
         self.bound = lower_bound(problem.graph, problem.costs, problem.num_micro_batch, split=split is not False)
         self.needs = problem.needs()
         self.found: list[Found] = []
+        self.split_passes: list[tuple[float, int, Keys, Policy]] = []
+        """passes with split backwards: (time, place among the policies, keys, policy)"""
 
     def run(self) -> Found:
         for name, orders in self.known_orders():
             self.add(name, *self.problem.jobs(orders))
         self.passes()
+        self.light_passes()
         self.justify()
         if not self.found:
             raise ValueError("no order was found that stays within the memory caps; raise them or take more micro-batches")
@@ -114,14 +121,30 @@ class Search:
         for index, (keys, policy) in enumerate(policies(problem, self.num_passes)):
             if self.is_at_bound():
                 break
-            self.try_pass("list", keys.of(problem), kinds[index % len(kinds)], policy)
+            whole, before = kinds[index % len(kinds)], len(self.found)
+            self.try_pass("list", keys.of(problem), whole, policy)
+            if whole is problem.as_split_as_possible and len(self.found) > before:
+                self.split_passes.append((self.found[-1].time, index, keys, policy))
         if not self.found:
             for whole in kinds:
                 self.try_pass("list in turn", Keys().of(problem), whole, Policy(in_turn=True))
 
-    def try_pass(self, name: str, keys: list[float], whole: bytearray, policy: Policy) -> None:
+    def light_passes(self) -> None:
+        """The best policies once more, with shorter weight parts."""
+        problem, costs = self.problem, self.problem.costs
+        best = sorted(self.split_passes, key=lambda each: each[:2])[: min(NUM_LIGHT, self.num_passes // LIGHT_SHARE)]
+        for part in LIGHT:
+            light = replace(costs, weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s))
+            shorter = Problem(problem.graph, light, problem.num_micro_batch)
+            for _, _, keys, policy in best:
+                if self.is_at_bound():
+                    return
+                self.try_pass("list, light", keys.of(problem), problem.as_split_as_possible, policy, shorter)
+
+    def try_pass(self, name: str, keys: list[float], whole: bytearray, policy: Policy, problem: Problem | None = None) -> None:
+        """`problem`: where the pass takes its times from, if they are not the real ones."""
         own = bytearray(whole)
-        result = list_pass(self.problem, keys, own, policy)
+        result = list_pass(problem or self.problem, keys, own, policy)
         if result is not None:
             self.add(name, result[0], own)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from whale.names import count
 from whale.scheduling.action import Kind, Schedule
 from whale.scheduling.check import start_times
 
@@ -40,7 +41,8 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
         raise ValueError(f"width {width} leaves no room beside the row names, which take {label_width}; give at least {label_width + 3}")
     rows = _rows(schedule, *_columns(forward, backward))
     num_columns = len(rows[0])
-    lines = [f"{schedule.name}: {graph.num_stages} stages on {graph.num_devices} devices, {schedule.num_micro_batch} micro-batches"]
+    sizes = f"{count(graph.num_stages, 'stage')} on {count(graph.num_devices, 'device')}, {count(schedule.num_micro_batch, 'micro-batch')}"
+    lines = [f"{schedule.name}: {sizes}"]
     for label, row in zip(labels, rows, strict=True):
         shown = "".join(row[:visible]) + CLIPPED if _is_clipped(row, width - label_width) else "".join(row)
         lines.append((label.ljust(label_width) + shown).rstrip())

@@ -26,6 +26,7 @@ from whale.sharding.dims import Value, value_of
 from whale.sharding.exchange_plan import TWO_STEPS_FROM
 from whale.sharding.grid import AXES
 from whale.sharding.layout import Layout
+from whale.sharding.local import local_call
 from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
@@ -261,8 +262,6 @@ class _Emitter:
         return False
 
     def _local(self, node: Node, chosen: Mapping[str, Option], sources: Sequence[Node]) -> Node:
-        from whale.sharding.local import local_call
-
         kinds: dict[str, list[str]] = {}
         for axis in self.grid.axes:
             if axis in chosen and chosen[axis].local:

@@ -17,6 +17,9 @@ from whale.scheduling import Action, Kind
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = ("weights", "gradients", "optimizer state", "activations", "buffers")
 
+UPDATE_COPIES = 2
+"""of the largest weight: the root of Adam's second average, and that divided"""
+
 
 class Account:
     """What one device holds, by class, now and when it was fullest."""
@@ -75,6 +78,15 @@ class Account:
             self._grow_gradients(action, is_last)
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             self.used[ACTIVATIONS] -= stage.working_bytes(num_samples)
+
+    def begin_update(self) -> None:
+        """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the size of a weight, for a moment."""
+        own_bytes = sum(state.trained_bytes for state in self.held) - self.shared_bytes
+        self.used[GRADIENTS] = min(self.used[GRADIENTS], own_bytes)
+        largest = max((self.figures.stages[stage].working_fixed_bytes for state in self.held for stage in state.stages), default=0.0)
+        room = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
+        self.take(ACTIVATIONS, room, "update")
+        self.used[ACTIVATIONS] -= room
 
     def _grow_gradients(self, action: Action, is_last: bool) -> None:
         """In its first backward a stage makes its gradients. If it is the last one too, all but the last bucket have gone into theirs."""

@@ -210,6 +210,7 @@ class _Simulation:
         devices = []
         for state in self.ranks:
             state.events.append(Event(UPDATE, all_there, all_there + update_s[state.rank]))
+            state.account.begin_update()
             state.note_memory(all_there)
             devices.append(
                 DeviceTimeline(

@@ -11,6 +11,7 @@ from whale.planning.plan import Plan
 from whale.planning.samples import SampleMap
 from whale.planning.slices import Interval, bridge, whole
 from whale.scheduling import Action, Edge, Kind, Schedule
+from whale.scheduling.action import ENDS_BACKWARD
 
 NEXT_TO_NOTHING = 0.01
 """an action that takes less than this part of the longest one does not set the stretch of an emulation"""
@@ -54,7 +55,21 @@ class Times:
 
     def seconds(self, action: Action, rank: int, num_samples: float) -> float:
         """Of a compute action on the device of this rank."""
-        return self._of_kind[action.stage][self.plan.device_kinds[rank]][action.kind].of(num_samples)
+        kind = self.plan.device_kinds[rank]
+        seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
+        if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
+            seconds += self.figures.stages[action.stage].times[kind].accumulate.of(num_samples)
+        return seconds
+
+    @cached_property
+    def _first_of_stage(self) -> dict[int, Action]:
+        """The action of each stage that makes its first gradients in a step."""
+        found: dict[int, Action] = {}
+        for order in self.schedule.orders:
+            for action in order:
+                if action.kind in ENDS_BACKWARD:
+                    found.setdefault(action.stage, action)
+        return found
 
     @cached_property
     def samples(self) -> SampleMap:

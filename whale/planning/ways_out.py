@@ -1,0 +1,137 @@
+"""What would make a model fit that does not: changes of one thing each, all of them tried.
+
+    recompute       allowed, where the config forbids it
+    micro-batches   more of them, so that each is smaller
+    stages          more of them on the same devices, in fewer model replicas
+    devices         more of them, so that every replica has more stages
+    batch           a smaller one
+
+Of each kind the smallest change is looked for: doubled until a plan can be made, then halved between the last two (`_smallest`). A try is a
+draft of the plan, so their number is limited, the more the larger the model is; what is offered is always one that was tried and fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from whale.cluster.cluster import Cluster, Device
+from whale.planning.chunks import FIXED_ORDERS
+from whale.planning.drafts import Problem
+
+OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
+"""for each kind of change: so many operations are drafted in all, with at least so many tries"""
+
+FIRST_PART = 8
+"""of a batch that is first tried to leave out"""
+
+Fits = Callable[[Problem], bool]
+
+
+def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
+    """A sentence with the changes that help. `fits(problem)`: whether a plan can be made for it.
+
+    `is_over_full`: weights and the like alone are too much, so that only more stages can help.
+    """
+    more = {"more stages": _Changes.stages, "more devices": _Changes.devices}
+    if not is_over_full:
+        first = {"recompute": _Changes.recompute, "more micro-batches": _Changes.micro_batches}
+        more = {**first, **more, "a smaller batch": _Changes.batch}
+    found = [change(_Changes(problem, fits)) for change in more.values()]
+    offered = "; ".join(way for way in found if way is not None)
+    if offered:
+        return f"What would fit: {offered}"
+    return f"No change helps that was tried ({', '.join(more)}, one at a time): it takes devices with more memory"
+
+
+@dataclass
+class _Changes:
+    problem: Problem
+    fits: Fits
+
+    def __post_init__(self) -> None:
+        self.tries_left = max(LEAST_TRIES, OPERATIONS_TRIED // len(self.problem.kinds))
+
+    def recompute(self) -> str | None:
+        config = self.problem.config
+        if config.recompute in ("auto", True) or not self._try(config={"recompute": "auto"}):
+            return None
+        return '"recompute": "auto", so that activations are computed again in backward and not kept'
+
+    def micro_batches(self) -> str | None:
+        now = self.problem.config.num_micro_batch
+        found = self._smallest(now, self.problem.batch_size, lambda number: self._try(config={"num_micro_batch": number}))
+        return None if found is None else f'"num_micro_batch": {found} instead of {now}'
+
+    def stages(self) -> str | None:
+        if self._is_annotated:
+            return None
+        number, now = self.problem.cluster.num_devices, self.problem.config.num_task_graph or 1
+        more = (stages for stages in range(now + 1, number + 1) if number % stages == 0)
+        found = next((stages for stages in more if self._try(config={"num_task_graph": stages})), None)
+        if found is None:
+            return None
+        replicas = f"{number // found} model replica{'s' * (found < number)}"
+        return f'"num_task_graph": {found} instead of {now}: {found} stages x {replicas} on the same devices'
+
+    def devices(self) -> str | None:
+        cluster, now = self.problem.cluster, self.problem.config.num_task_graph
+        if now is None or self._is_annotated:
+            return None
+        largest = max(cluster.devices, key=lambda device: device.kind.memory_bytes)
+        replicas = cluster.num_devices // now
+        found = self._smallest(
+            now,
+            4 * now,
+            lambda stages: self._try(with_more(cluster, largest, (stages - now) * replicas), {"num_task_graph": stages}),
+        )
+        if found is None:
+            return None
+        number = (found - now) * replicas
+        return f'{number} more device{"s" * (number > 1)} like rank {largest.rank} ({largest.kind.name}) and "num_task_graph": {found}'
+
+    def batch(self) -> str | None:
+        """In steps of one sample for each micro-batch."""
+        now, count = self.problem.batch_size, self.problem.config.num_micro_batch
+        largest = (now - 1) // count  # samples of a micro-batch
+        found = self._smallest(-1, largest - 1, lambda less: self._try(batch_size=(largest - less) * count), 1 + largest // FIRST_PART)
+        return None if found is None else f"a batch of {(largest - found) * count} instead of {now}"
+
+    @property
+    def _is_annotated(self) -> bool:
+        """Then the model's own scopes say what its stages are."""
+        return bool(self.problem.marks) or self.problem.default_strategy is not None
+
+    def _smallest(self, low: int, most: int, fits: Callable[[int], bool], step: int = 1) -> int | None:
+        """The smallest number above `low` that fits, as far as tries go; more is taken to fit better. `step`: the first one."""
+        high: int | None = None
+        while high is None and low < most and self.tries_left:
+            number = min(low + step, most)
+            low, high = (low, number) if fits(number) else (number, None)
+            step *= 2
+        while high is not None and high - low > 1 and self.tries_left:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
+
+    def _try(self, cluster: Cluster | None = None, config: dict[str, object] | None = None, batch_size: int | None = None) -> bool:
+        if not self.tries_left:
+            return False
+        self.tries_left -= 1
+        problem = self.problem
+        if problem.config.schedule not in FIXED_ORDERS and problem.config.num_waves is None:
+            config = {**(config or {}), "schedule": "1f1b"}  # needs no search, and others come to it where memory is short
+        try:
+            changed = problem.config.replace(**(config or {}))
+        except ValueError:  # it does not go with the other settings
+            return False
+        batch_size = batch_size or problem.batch_size
+        return self.fits(replace(problem, cluster=cluster or problem.cluster, config=changed, batch_size=batch_size))
+
+
+def with_more(cluster: Cluster, like: Device, number: int) -> Cluster:
+    """The cluster with so many devices more on the host of one of them, of its kind."""
+    places = [device.local_rank for device in cluster.devices if device.host == like.host]
+    first, rank = max(places) + 1, cluster.num_devices
+    new = (replace(like, rank=rank + place, local_rank=first + place) for place in range(number))
+    return replace(cluster, devices=(*cluster.devices, *new))
