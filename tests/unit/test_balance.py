@@ -93,6 +93,19 @@ def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> 
     assert stage.working_sample_bytes == pytest.approx(2 * 50 * 4 + INSIDE_OPERATIONS * stage.kept_sample_bytes)
 
 
+def test_an_update_that_needs_more_than_the_backward_counts() -> None:
+    """One large weight and few samples: AdamW's two copies of it are more than the gradient that a backward works with."""
+
+    def plan(memory: int) -> Plan:
+        return wh.plan(nn.Linear(512, 512, bias=False), torch.randn(2, 512), loss=lambda y, batch: y.sum(), cluster=devices(memory))
+
+    needed = wh.simulate(plan(10**9)).devices[0].peak_total_bytes
+    assert needed > 6 * 512 * 512 * 4  # weight, gradient, two averages, two copies
+    assert wh.simulate(plan(int(needed) + 1)).devices[0].peak_total_bytes == needed
+    with pytest.raises(DoesNotFit, match="before the first sample"):
+        plan(int(needed) - 1)
+
+
 def test_early_stages_keep_more_micro_batches() -> None:
     plan = plan_of(devices(10**9, 10**9, 10**9), num_micro_batch=4, num_task_graph=3)
     value = WIDTH * 4
@@ -130,6 +143,18 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert [float(each) for each in found.groups()] == pytest.approx([needed - 0.1, 2 * (needed - 0.1)], rel=0.01)
 
 
+def test_a_model_that_does_not_fit_on_one_device_is_offered_a_second_one() -> None:
+    memory = int(0.7 * plan_of(devices(10**9)).memory[0].least_bytes)
+    with pytest.raises(DoesNotFit, match=r'What would fit: 1 more device like rank 0 .k0. and "num_task_graph": 2$'):
+        plan_of(devices(memory))
+    plan_of(devices(memory, memory), num_task_graph=2)
+
+
+def test_only_what_was_tried_is_said_to_be_tried() -> None:
+    with pytest.raises(DoesNotFit, match=r"No change helps that was tried \(more stages, one at a time\)"):
+        plan_of(devices(10**3, 10**3))  # without stages there is no number of devices that could help
+
+
 def test_every_way_out_works_and_one_less_does_not() -> None:
     free = plan_of(devices(10**9, 10**9)).memory[0]
     memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
@@ -147,6 +172,19 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
     plan_of(devices(*[memory] * (2 + more)))
     with pytest.raises(DoesNotFit):
         plan_of(devices(*[memory] * (1 + more)))
+
+
+def test_devices_beside_one_that_was_alone_are_counted_with_buckets_on_all() -> None:
+    """Where gradients are summed with others, a device has less room than alone."""
+    free = plan_of(devices(10**9), 260).memory[0]
+    memory = int(free.static_bytes + free.gradient_bytes + 110 * free.sample_bytes)
+    with pytest.raises(DoesNotFit) as error:
+        plan_of(devices(memory), 260)
+    found = re.search(r"(\d+) more devices? like rank 0", str(error.value))
+    assert found is not None, str(error.value)
+    plan_of(devices(*[memory] * (1 + int(found[1]))), 260)
+    with pytest.raises(DoesNotFit):
+        plan_of(devices(*[memory] * int(found[1])), 260)
 
 
 @pytest.mark.parametrize(("room", "refusal"), [(0.9, "a micro-batch of 256 samples does not fit"), (0.35, "no cut into 2 stages fits")])

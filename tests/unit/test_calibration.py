@@ -58,6 +58,8 @@ def test_an_update_goes_by_the_number_of_parameters_and_by_their_bytes() -> None
     assert update_costs(kind, 1.0) == pytest.approx((2e-6, 3e-9))  # SGD with momentum
     assert update_costs(kind, 2.0) == pytest.approx((3e-6, 5e-9))
     assert update_costs(MEASURED, 2.0) is None
+    one_size = replace(kind, operations=(*POINTS, *points[1::2]))  # by hand, in a cluster file
+    assert update_costs(one_size, 0.0) == pytest.approx((0.0, 1e-9 + 1e-12))
 
 
 def test_operations_that_were_not_measured_go_by_one_that_was() -> None:

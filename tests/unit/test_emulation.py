@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,27 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
     note(memory, backward(0, 1), 4)
     assert memory.used["activations"] == 0 and memory.used["gradients"] == 200
     assert sum(memory.peak.values()) == 300 + 200 + 90 + 20 + 20 + 7
+
+
+def test_an_update_takes_what_the_simulation_counts() -> None:
+    """Its own stage has 40 bytes beside the samples; another, that holds a part of the same weights, is on another device."""
+    memory = small_memory(room=1047)
+    stages = (replace(memory.figures.stages[0], working_fixed_bytes=40.0), replace(memory.figures.stages[0], working_fixed_bytes=900.0))
+    memory.figures = replace(memory.figures, stages=stages)
+    memory.held = (replace(memory.held[0], stages=(0, 1)),)
+    memory.place_weights()
+    note(memory, forward(0, 0), 1)
+    note(memory, backward(0, 0), 1)
+    layer = nn.Linear(4, 4)
+    adam = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 4)).sum().backward()
+    adam.step()
+    full = 300 + 20 + 7 + 200 + 2 * 200  # weights, buffers, batch, gradients, two averages
+    memory.update(adam)
+    assert sum(memory.peak.values()) == full + 2 * 40 and memory.total == full
+    memory.device = replace(memory.device, kind=replace(memory.device.kind, memory_bytes=full + 79))
+    with pytest.raises(EmulatedOutOfMemory, match="at update: activations need 80 B more"):
+        memory.update(adam)
 
 
 def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:

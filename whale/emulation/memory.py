@@ -42,6 +42,7 @@ class Memory(Account):
         """After the first update the optimizer has its state."""
         if optimizer is not None and not self.used[OPTIMIZER]:
             self.place_optimizer(state_per_weight(optimizer))
+        self.begin_update()
 
 
 def state_per_weight(optimizer: torch.optim.Optimizer) -> float:

@@ -114,15 +114,16 @@ def refuse_unless_it_fits(
     """
     full = [rank for rank, memory in enumerate(situation.memory) if memory.most_samples() < 0]
     if full:
-        rank = max(full, key=lambda each: situation.memory[each].static_bytes - situation.memory[each].capacity_bytes)
+        rank = max(full, key=lambda each: situation.memory[each].least_bytes - situation.memory[each].capacity_bytes)
         memory = situation.memory[rank]
         parts = (
             f"{human_bytes(memory.parameter_bytes)} parameters, {human_bytes(memory.gradient_bytes)} gradients, "
-            f"{human_bytes(memory.optimizer_bytes)} optimizer state, {human_bytes(memory.buffer_bytes)} buffers and mini-batch"
+            f"{human_bytes(memory.optimizer_bytes)} optimizer state, {human_bytes(memory.buffer_bytes)} buffers and mini-batch, "
+            "the rest room to work"
         )
         raise NoRoom(
             f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {human_bytes(memory.capacity_bytes)} and needs "
-            f"{human_bytes(memory.static_bytes)} before the first sample ({parts}). {_missing(situation)}",
+            f"{human_bytes(memory.least_bytes)} before the first sample ({parts}). {_missing(situation)}",
             is_over_full=True,
         )
     if situation.fits(batch_size, num_micro_batch):
@@ -141,7 +142,7 @@ def refuse_unless_it_fits(
 
 def _missing(situation: Situation) -> str:
     """How much is missing in all, and what would have to lie elsewhere."""
-    over = [memory.static_bytes - memory.capacity_bytes for memory in situation.memory]
+    over = [memory.least_bytes - memory.capacity_bytes for memory in situation.memory]
     short = [each for each in over if each > 0]
     ranks = f"{len(short)} device{'s' * (len(short) > 1)}"
     return (
@@ -178,14 +179,19 @@ def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_
     )
     if smaller is not None:
         ways.append(f"a batch of {smaller} instead of {batch_size}")
-    rooms = [max(0, memory.most_samples()) for memory in situation.memory]
-    size = max(micro_batch_sizes(batch_size, num_micro_batch))
-    best = max(range(len(rooms)), key=rooms.__getitem__)
-    if rooms[best]:
-        missing = -(-(size - sum(rooms)) // rooms[best])
-        if missing > 0:
-            ways.append(f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})")
+    ways += _more_devices(situation, max(micro_batch_sizes(batch_size, num_micro_batch)))
     return ways
+
+
+def _more_devices(situation: Situation, size: int) -> list[str]:
+    """How many, to share a micro-batch of that size. A device that was alone then sums its gradients with others, in buckets."""
+    memories = situation.memory
+    if len(memories) == 1:
+        memories = tuple(memory.with_shared(memory.gradient_bytes) for memory in memories)
+    rooms = [max(0, memory.most_samples()) for memory in memories]
+    best = max(range(len(rooms)), key=rooms.__getitem__)
+    missing = -(-(size - sum(rooms)) // rooms[best]) if rooms[best] else 0
+    return [f"{missing} more device{'s' * (missing > 1)} like rank {best} ({situation.kinds[best]})"] if missing > 0 else []
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

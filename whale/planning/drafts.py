@@ -348,7 +348,7 @@ class _Drafter:
                     for rank in (members[place] for members in device.ranks):
                         loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
                 continue
-            needed = replace(needed, buffer_bytes=needed.buffer_bytes + self._shared_bytes(tuple(stages)))
+            needed = needed.with_shared(self._shared_bytes(tuple(stages)))
             totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
             for rank in _ranks(device):
                 loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 
 from whale.cluster.network import Network
 
+UPDATE_COPIES = 2
+"""of the largest weight, that an optimizer with state makes for a moment: the root of Adam's second average, and that divided"""
+
 
 @dataclass(frozen=True)
 class Seconds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +107,32 @@ class DeviceMemory:
     """activations for each sample of a micro-batch, of all micro-batches in flight, and room to work on one of them"""
     capacity_bytes: int
     """0: not known"""
+    update_bytes: int = 0
+    """what the optimizer makes for a moment, when no activations are there any more"""
 
     @property
     def static_bytes(self) -> int:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.fixed_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """Without samples: before the first one, or in the update."""
+        return self.static_bytes + max(0, self.update_bytes - self.fixed_bytes)
+
+    def with_shared(self, num_bytes: int) -> DeviceMemory:
+        """With buckets for gradients of so many bytes, which are summed with other devices; in the update they lie there alone."""
+        return replace(self, buffer_bytes=self.buffer_bytes + num_bytes, update_bytes=max(0, self.update_bytes - num_bytes))
+
     def total_bytes(self, num_samples: int) -> float:
-        return self.static_bytes + num_samples * self.sample_bytes
+        return max(self.least_bytes, self.static_bytes + num_samples * self.sample_bytes)
 
     def most_samples(self) -> int:
         """Samples of a micro-batch that fit; -1: not even the weights do."""
         if not self.capacity_bytes:
             return UNLIMITED
-        room = self.capacity_bytes - self.static_bytes
-        if room < 0:
+        if self.least_bytes > self.capacity_bytes:
             return -1
+        room = self.capacity_bytes - self.static_bytes
         return int(room // self.sample_bytes) if self.sample_bytes else UNLIMITED
 
 

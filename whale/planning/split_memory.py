@@ -55,6 +55,7 @@ def grid_memory(
                 optimizer_bytes=round(workload.optimizer_ratio * trainable),
                 fixed_bytes=round(fixed),
                 sample_bytes=per_sample + working / grid.num_devices,
+                update_bytes=0,
             )
         )
     return found

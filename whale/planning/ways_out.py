@@ -37,17 +37,25 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
     if not is_over_full:
         first = {"recompute": _Changes.recompute, "more micro-batches": _Changes.micro_batches}
         more = {**first, **more, "a smaller batch": _Changes.batch}
-    found = [change(_Changes(problem, fits)) for change in more.values()]
-    offered = "; ".join(way for way in found if way is not None)
-    if offered:
-        return f"What would fit: {offered}"
-    return f"No change helps that was tried ({', '.join(more)}, one at a time): it takes devices with more memory"
+    found, tried = [], []
+    for name, change in more.items():
+        changes = _Changes(problem, fits)
+        way = change(changes)
+        found += [way] if way is not None else []
+        tried += [name] if changes.is_tried else []
+    if found:
+        return f"What would fit: {'; '.join(found)}"
+    if not tried:
+        return "It takes devices with more memory, or scopes that give each of them a smaller part of the model"
+    return f"No change helps that was tried ({', '.join(tried)}, one at a time): it takes devices with more memory"
 
 
 @dataclass
 class _Changes:
     problem: Problem
     fits: Fits
+
+    is_tried: bool = False
 
     def __post_init__(self) -> None:
         self.tries_left = max(LEAST_TRIES, OPERATIONS_TRIED // len(self.problem.kinds))
@@ -76,6 +84,8 @@ class _Changes:
 
     def devices(self) -> str | None:
         cluster, now = self.problem.cluster, self.problem.config.num_task_graph
+        if cluster.num_devices == 1:
+            now = 1
         if now is None or self._is_annotated:
             return None
         largest = max(cluster.devices, key=lambda device: device.kind.memory_bytes)
@@ -117,7 +127,7 @@ class _Changes:
     def _try(self, cluster: Cluster | None = None, config: dict[str, object] | None = None, batch_size: int | None = None) -> bool:
         if not self.tries_left:
             return False
-        self.tries_left -= 1
+        self.tries_left, self.is_tried = self.tries_left - 1, True
         problem = self.problem
         if problem.config.schedule not in FIXED_ORDERS and problem.config.num_waves is None:
             config = {**(config or {}), "schedule": "1f1b"}  # needs no search, and others come to it where memory is short

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.planning.figures import Seconds, StageTimes
+from whale.planning.figures import UPDATE_COPIES, Seconds, StageTimes
 from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
 from whale.profiling.backward_room import COPIES, room_beside_kept
@@ -185,15 +185,17 @@ class Workload:
         parameters = sum(state.num_bytes for state in states if state.kind == "parameter")
         trainable = sum(state.num_bytes for state in states if state.kind == "parameter" and state.trainable)
         buffers = sum(state.num_bytes for state in states if state.kind != "parameter")
+        rooms = [self.room_to_work(part) for part in slices]
         return DeviceMemory(
             parameter_bytes=parameters,
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
             fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()}))
-            + sum(map(self.room_to_work, slices)),
+            + sum(rooms),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
+            update_bytes=UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0,
         )
 
     def room_to_work(self, part: StageSlice) -> int:

@@ -105,7 +105,7 @@ def measured_seconds(kind: DeviceKind, operation: str, flop: float, moved_bytes:
 def update_costs(kind: DeviceKind, state_ratio: float) -> tuple[float, float] | None:
     """Seconds of an update for each parameter, and for each byte of parameters, with `state_ratio` bytes of state for each of them.
 
-    None where no update was measured.
+    None where no update was measured. One that was measured at one size only takes no time beside its bytes.
     """
     found = []
     for name in (WITHOUT_STATE, WITH_TWO_STATES):
@@ -113,7 +113,7 @@ def update_costs(kind: DeviceKind, state_ratio: float) -> tuple[float, float] | 
         if not points:
             return None
         (small, small_s), (large, large_s) = points[0], points[-1]
-        byte_s = max(0.0, large_s - small_s) / (large - small)
+        byte_s = max(0.0, large_s - small_s) / (large - small) if large > small else small_s / small
         found.append((max(0.0, small_s - byte_s * small), byte_s))
     (call_s, byte_s), (call_2_s, byte_2_s) = found
     share = state_ratio / 2

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.planning.buckets import bucket_size
-from whale.planning.figures import Figures, StateFigures
+from whale.planning.figures import UPDATE_COPIES, Figures, StateFigures
 from whale.planning.plan import Plan
 from whale.scheduling import Action, Kind
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = ("weights", "gradients", "optimizer state", "activations", "buffers")
-
-UPDATE_COPIES = 2
-"""of the largest weight: the root of Adam's second average, and that divided"""
 
 
 class Account:
@@ -27,6 +24,7 @@ class Account:
     def __init__(self, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int = 0) -> None:
         """`shared_bytes`: gradients that this device sums with others, in buckets of at most `bucket_bytes`."""
         self.figures, self.shared_bytes, self.bucket_bytes = figures, shared_bytes, bucket_bytes
+        self.own_stages = tuple(own_stages)
         self.held = tuple(state for state in figures.states if set(state.stages) & set(own_stages))
         self.used = dict.fromkeys(CLASSES, 0.0)
         self.peak: dict[str, float] = {}
@@ -83,7 +81,7 @@ class Account:
         """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the size of a weight, for a moment."""
         own_bytes = sum(state.trained_bytes for state in self.held) - self.shared_bytes
         self.used[GRADIENTS] = min(self.used[GRADIENTS], own_bytes)
-        largest = max((self.figures.stages[stage].working_fixed_bytes for state in self.held for stage in state.stages), default=0.0)
+        largest = max((self.figures.stages[stage].working_fixed_bytes for stage in self.own_stages), default=0.0)
         room = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
         self.take(ACTIVATIONS, room, "update")
         self.used[ACTIVATIONS] -= room
