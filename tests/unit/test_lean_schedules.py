@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.pipeline_cuts import in_flight
+from whale.planning.planner import _schedule_reason
 from whale.planning.schedules import schedule_of_plan
-from whale.scheduling import Schedule
+from whale.scheduling import Schedule, StageGraph, build
 
 WIDTH, NUM_TOKENS, NUM_DEVICES, NUM_MICRO_BATCH = 64, 32, 4, 16
 PLENTY = 10**10
@@ -68,6 +69,25 @@ def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, flo
     smaller = replace(plan, batch_size=2 * count, num_micro_batch=count, schedule=made.to_json())
     assert made.name == "zero-bubble"
     assert max(device.peak_total_bytes for device in wh.simulate(smaller).devices) <= room
+
+
+def plan_of_linears(cluster: Cluster, name: str) -> wh.Plan:
+    """Between its two parts a split backward of the last one keeps its input and a gradient, twice of what a whole one has kept."""
+    model, batch = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES))), torch.randn(16, 64 * NUM_TOKENS, WIDTH)
+    config = {"num_task_graph": NUM_DEVICES, "num_micro_batch": 8, "recompute": False, "schedule": name}
+    return wh.plan(model, batch, loss=lambda output, batch: output.sum(), cluster=cluster, config=config)
+
+
+def test_the_planner_counts_split_backwards_as_the_simulation_does() -> None:
+    split = plan_of_linears(devices(PLENTY), "zero-bubble")
+    for device, memory in zip(wh.simulate(split).devices, split.memory, strict=True):
+        assert device.peak_total_bytes <= memory.total_bytes(2) + 1  # up to rounding
+
+
+def test_1f1b_in_place_of_another_schedule_is_said() -> None:
+    taken = build("1f1b", StageGraph.chain(2), 4)
+    assert _schedule_reason(taken, "zero-bubble").startswith('no order of "zero-bubble" was found within the memory of the devices; 4')
+    assert _schedule_reason(taken, "1f1b").startswith("4 micro-batches over 2 stages")
 
 
 def test_memory_too_small_for_1f1b_is_refused(plain: tuple[float, float]) -> None:

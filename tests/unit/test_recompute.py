@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -61,7 +62,7 @@ def plan_of(cluster: Cluster | int, **config: object) -> Plan:
 def room_for(num_samples: float, num_devices: int = 1) -> int:
     """Bytes of one of so many devices on which so many samples fit when nothing is computed again."""
     memory = plan_of(num_devices, recompute=False).memory[0]
-    return int(memory.static_bytes + num_samples * memory.sample_bytes)
+    return math.ceil(memory.static_bytes + num_samples * memory.sample_bytes)
 
 
 def why(plan: Plan) -> str | None:

@@ -60,6 +60,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
         (["--devices", "4", "--micro-batches", "4", "--memory", "0.5"], "memory cap of 0.5, but one micro-batch alone keeps 1 there"),
         (["--devices", "4", "--micro-batches", "4", "--draw", "waev"], "there is no schedule 'waev' to draw; did you mean"),
         (["--devices", "4", "--micro-batches", "4", "--svg", "no/such/folder/a.svg"], "there is no folder no/such/folder"),
+        (["--devices", "4", "--micro-batches", "4", "--forward", "nan"], "forward is nan; a finite number is needed"),
         (["--devices", "4", "--micro-batches", "4", "--input-share", "2"], "input_share is 2.0; the input part is between 0 and 1"),
     ],
 )

@@ -250,7 +250,7 @@ def test_memory_is_the_planners(planned: wh.Plan) -> None:
         assert device.peak_bytes["buffers"] == memory.buffer_bytes
         assert device.peak_bytes["optimizer state"] == memory.optimizer_bytes
         assert device.peak_total_bytes == pytest.approx(memory.total_bytes(share), rel=0.05)
-        assert device.peak_total_bytes <= 1.02 * memory.total_bytes(share)  # the planner counts nothing inside operations
+        assert device.peak_total_bytes <= memory.total_bytes(share) + 1  # up to rounding
 
 
 def test_a_saved_plan_gives_the_same_timeline(planned: wh.Plan, tmp_path: Path) -> None:

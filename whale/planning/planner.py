@@ -171,7 +171,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
             *_balance_decisions(problem, draft),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
-            Decision("schedule", config.schedule, _schedule_reason(draft.schedule) + draft.why_chunks),
+            Decision("schedule", draft.schedule.name, _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks),
             *update_decisions(config, len(draft.stages)),
         ),
         notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
@@ -309,9 +309,10 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
     ]
 
 
-def _schedule_reason(schedule: scheduling.Schedule) -> str:
+def _schedule_reason(schedule: scheduling.Schedule, wanted: str) -> str:
+    instead = "" if schedule.name == wanted else f'no order of "{wanted}" was found within the memory of the devices; '
     return (
-        f"{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
+        f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
         f"proved complete and free of deadlock; "
         f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )

@@ -25,7 +25,7 @@ from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import StageSlice
 from whale.planning.virtual_devices import VirtualDevice
-from whale.planning.workload import INSIDE_OPERATIONS, Workload
+from whale.planning.workload import Workload
 from whale.profiling.calibration import update_costs
 from whale.sharding.layout import Layout
 from whale.simulation.sums import sum_seconds
@@ -111,7 +111,7 @@ def figures_of(
             times=dict(sorted(times.items())),
             kept_sample_bytes=needed.kept.sample_bytes,
             kept_fixed_bytes=needed.kept.fixed_bytes,
-            working_sample_bytes=needed.working_sample_bytes + INSIDE_OPERATIONS * needed.kept.sample_bytes,
+            working_sample_bytes=needed.working_sample_bytes,
             weight_part_sample_bytes=needed.weight_part.sample_bytes,
             working_fixed_bytes=workload.room_to_work(part),
         )

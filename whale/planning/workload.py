@@ -171,7 +171,8 @@ class Workload:
         inputs = self.saved.results(source for _, source in later)
         gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
         working = room_beside_kept(operations, self.gradients, self.saved) if not regions else self._room_of_any_operation(operations)
-        return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working + again.sample_bytes, again.fixed_bytes)
+        working += again.sample_bytes + INSIDE_OPERATIONS * kept.sample_bytes
+        return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working, again.fixed_bytes)
 
     def _room_of_any_operation(self, operations: Sequence[Node]) -> float:
         """Bytes for each sample, where what is kept is not let go one by one: regions are computed again on the way."""

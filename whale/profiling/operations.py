@@ -152,9 +152,14 @@ def _in_turns(chosen: Sequence[Trial], ranks: Ranks) -> list[OperationPoint]:
     ]
 
 
-def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "cpu") -> tuple[list[float], list[float]]:
     """Seconds of each forward and of each backward. Results and gradients stay until the end, as in a step."""
-    now, results, kept = time.perf_counter, [], []
+    results, kept = [], []
+
+    def now() -> float:
+        _finish(device)
+        return time.perf_counter()
+
     forward, backward = [0.0] * len(chosen), [0.0] * len(chosen)
     for place, trial in enumerate(chosen):
         start = now()
@@ -177,7 +182,7 @@ def _over_devices(chosen: Sequence[Trial], ranks: Ranks) -> OperationPoint:
     run = partial(batch_norm_over_devices, x, scale, shift, mean, variance, momentum=0.1, eps=1e-5, group=None)
     some = [by_name["conv2d"], replace(norm, name=BATCH_NORM_OVER_DEVICES, run=run), by_name["relu"]]
     gradients = [torch.ones_like(trial.run()) for trial in some]
-    turns = [_turn(some, gradients) for _ in range(TURNS_TOGETHER + 1)][1:]  # the first is warm-up
+    turns = [_turn(some, gradients, ranks.device) for _ in range(TURNS_TOGETHER + 1)][1:]  # the first is warm-up
     return OperationPoint(
         BATCH_NORM_OVER_DEVICES, norm.work, *(statistics.median(turn[side][1] for turn in turns) for side in (0, 1))
     )

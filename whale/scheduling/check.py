@@ -313,7 +313,10 @@ def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
 
 
 def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> float:
-    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole backward or weight part frees all."""
+    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole backward or weight part frees all.
+
+    What an input part works with is still there when what it leaves is.
+    """
     kept: dict[tuple[int, int], float] = {}
     total = peak = 0.0
     for action in order:
@@ -328,5 +331,5 @@ def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> floa
         now = held.kept if action.kind is Kind.FORWARD else held.weight_part
         total += now - kept.get(key, 0.0)
         kept[key] = now
-        peak = max(peak, total)
+        peak = max(peak, total + (held.working if action.kind is Kind.INPUT else 0.0))
     return peak

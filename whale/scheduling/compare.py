@@ -6,6 +6,7 @@ micro-batch keeps on one device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,12 @@ class Question:
         for name, value in (("devices", self.num_devices), ("waves", self.num_waves)):
             if value < 1:
                 raise ValueError(f"{value} {name}: at least 1 is needed")
+        times = {"forward": self.forward_s, "backward": self.backward_s, "latency": self.message_s, "action cost": self.action_s}
+        for name, number in times.items():
+            if not math.isfinite(number):
+                raise ValueError(f"{name} is {number}; a finite number is needed")
+        if math.isnan(self.cap):
+            raise ValueError("memory is nan; a number is needed")
         if not 0 <= self.input_share <= 1:
             raise ValueError(f"input_share is {self.input_share}; the input part is between 0 and 1 of a backward")
         if self.forward_s <= 0 or self.backward_s <= 0:

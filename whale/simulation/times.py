@@ -77,14 +77,7 @@ class Times:
 
     @cached_property
     def _num_samples(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.plan.num_devices)]
-        for micro_batch in range(self.plan.num_micro_batch):
-            division = self.samples.division(micro_batch)
-            for device in self.plan.virtual_devices:
-                for replica, ranks in enumerate(device.ranks):
-                    for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
-                        found[rank].append(share)
-        return found
+        return self.samples.num_by_rank()
 
     def num_samples(self, rank: int) -> list[int]:
         """Samples of each micro-batch of the planned mini-batch that this rank runs on."""
