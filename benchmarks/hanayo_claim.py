@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/hanayo_claim.py` finds its neighbours, too
 
+import whale as wh
 from benchmarks import pipeline_emulated
 from benchmarks.pipeline_emulated import Case
 from benchmarks.side_by_side import Claim, Times, alternate, report, run_ranks, say
@@ -168,17 +169,18 @@ def emulated_schedules(case: Case) -> dict[str, Schedule]:
     }
 
 
-def measure(case: Case, schedules: dict[str, Schedule]) -> Times:
+def measure(case: Case, plans: dict[str, wh.Plan]) -> Times:
     """Runs on every rank."""
     wake_up_on_time()
-    sides = [pipeline_emulated.whale_side(case, name, schedule) for name, schedule in schedules.items()]
-    say(f"{case.name}, {EMULATED_WAVES} waves, forward {1e3 * case.forward_s:.0f} ms: {', '.join(schedules)}")
+    sides = [pipeline_emulated.whale_side(case, name, plan) for name, plan in plans.items()]
+    say(f"{case.name}, {EMULATED_WAVES} waves, forward {1e3 * case.forward_s:.0f} ms: {', '.join(plans)}")
     return alternate(sides, 5, 1, case.limit_s, warm_up=1)
 
 
 def emulated_steps(case: Case) -> dict[str, float]:
     """Measured, in units of a device's forward."""
-    times: Times = run_ranks(measure, case.num_devices, case, emulated_schedules(case), share_cores=True)
+    plans = {name: pipeline_emulated.whale_plan(case, schedule) for name, schedule in emulated_schedules(case).items()}
+    times: Times = run_ranks(measure, case.num_devices, case, plans, share_cores=True)
     return {name: times.median(name) / case.forward_s for name in (HANAYO, LISTED)}
 
 

@@ -100,22 +100,25 @@ def ideal_costs(case: Case, graph: scheduling.StageGraph) -> Costs:
     return scheduling.even_costs(graph, case.forward_s, case.backward_s, unsplit=scheduling.stages_without_input_part(graph))
 
 
-def whale_side(case: Case, name: str, schedule: Schedule) -> Side:
-    num_chunks = schedule.stage_graph.num_stages // case.num_devices
-    torch.manual_seed(0)
-    model = Chain(schedule.stage_graph.num_stages)
+def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
+    """A chain of layers under this schedule: made once, for all ranks."""
+    num_stages = schedule.stage_graph.num_stages
     config = {
         "schedule": "wave",
-        "num_waves": num_chunks // 2,
+        "num_waves": num_stages // case.num_devices // 2,
         "num_task_graph": case.num_devices,
         "num_micro_batch": case.num_micro_batch,
         "check_capture": False,
     }
-    wh.init(config)
-    batch = case.batch()
-    made = wh.plan(model, batch, cluster=case.num_devices, config=config)
+    made = wh.plan(Chain(num_stages), case.batch(), cluster=case.num_devices, config=config)
     assert Schedule.from_json(made.schedule).stage_graph == schedule.stage_graph
-    plan = replace(made, schedule=schedule.to_json())
+    return replace(made, schedule=schedule.to_json())
+
+
+def whale_side(case: Case, name: str, plan: wh.Plan) -> Side:
+    torch.manual_seed(0)
+    model, batch, num_chunks = Chain(len(plan.stages)), case.batch(), len(plan.stages) // case.num_devices
+    wh.init(plan.config)
     engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3), plan=plan)
     engine.step(batch)
     (executor,) = engine.executors()
@@ -186,12 +189,12 @@ def paced_side(case: Case, name: str) -> Side:
 # ---- both
 
 
-def measure(schedules: dict[Case, dict[str, Schedule]]) -> list[Times]:
+def measure(plans: dict[Case, dict[str, wh.Plan]]) -> list[Times]:
     """Runs on every rank: times of all sides of each case."""
     wake_up_on_time()
     found = []
-    for case, own in schedules.items():
-        ours = [whale_side(case, name, schedule) for name, schedule in own.items()]
+    for case, own in plans.items():
+        ours = [whale_side(case, name, plan) for name, plan in own.items()]
         theirs = [paced_side(case, name) for name, kind in TORCH.items() if kind.runs(case.num_devices, case.num_micro_batch)]
         say(f"{case.name}: {len(ours)} of our schedules, {len(theirs)} of torch's")
         found.append(alternate([*ours, *theirs], ROUNDS, 1, case.limit_s, warm_up=1))
@@ -223,7 +226,8 @@ def main() -> None:
     for num_devices in (4, 8):
         cases = [case for case in CASES if case.num_devices == num_devices]
         schedules = {case: {name: whale_schedule(case, num_waves) for name, num_waves in OURS.items()} for case in cases}
-        for case, times in zip(cases, run_ranks(measure, num_devices, schedules, share_cores=True), strict=True):
+        plans = {case: {name: whale_plan(case, each) for name, each in schedules[case].items()} for case in cases}
+        for case, times in zip(cases, run_ranks(measure, num_devices, plans, share_cores=True), strict=True):
             claims += claims_of(case, times, schedules[case])
     report("pipeline_emulated", claims)
 

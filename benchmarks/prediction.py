@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on every start and stop that it does
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -217,7 +217,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_said() -> None:
 def test_a_sharded_model_that_has_no_room_is_refused_with_numbers() -> None:
     tiny = wh.Cluster.uniform(2, DeviceKind("tiny", 1e12, 3000, 1e11))
     message = message_of(lambda: wh.plan(wh.annotate(Net(width=64), {"*": wh.split(2)}), make_batch(), cluster=tiny))
-    assert_says(message, "does not fit", "rank 0 (tiny)", "0.003 MB", "parameters", "optimizer state")
+    assert_says(message, "does not fit", "rank 0 (tiny)", "3.00 KB", "parameters", "optimizer state")
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------

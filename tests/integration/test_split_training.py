@@ -73,16 +73,20 @@ def test_a_checkpoint_of_one_grid_continues_on_another_and_on_one_device(gpt2: M
 
 
 class Net(nn.Module):
-    """Data-parallel features, a sharded head; outputs beside the loss."""
+    """Data-parallel features, a sharded head; outputs beside the loss. Without labels there is one more, of weights that never train."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh())
         self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Dropout(dropout), nn.Linear(HIDDEN, NUM_CLASSES))
+        self.extra = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(self.features(x))
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        features = self.features(x)
+        logits = self.head(features)
+        if labels is None:
+            return {"logits": logits, "extra": self.extra(features)}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 class Data(Dataset[dict[str, Tensor]]):
@@ -106,7 +110,7 @@ def loss_of(output: Any, batch: Any) -> Tensor:
 
 
 def on(num_devices: int, grid: tuple[int, int, int], model: Any) -> Any:
-    return wh.annotate(model, {"features": wh.replicate(num_devices), "head": wh.split(num_devices, grid)})
+    return wh.annotate(model, {"features": wh.replicate(num_devices), "head|extra": wh.split(num_devices, grid)})
 
 
 def everything_else(folder: Path) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def test_loader_outputs_and_export_on_a_grid(tmp_path: Path) -> None:
     expected = model(**data.batch(0, 7))
     assert ranks[0]["loss"] == pytest.approx(expected["loss"].item(), abs=1e-6)
     assert torch.allclose(ranks[0]["outputs"]["logits"], expected["logits"], atol=1e-6)
-    assert torch.allclose(ranks[0]["without labels"]["logits"], model(data.x[:3])["logits"], atol=1e-6)
+    assert all(torch.allclose(ranks[0]["without labels"][name], tensor, atol=1e-6) for name, tensor in model(data.x[:3]).items())
     assert all(rank["loader"] == ranks[0]["loader"] and len(rank["loader"]) == NUM_SAMPLES // 8 for rank in ranks)
     total = sum(parameter.numel() for parameter in model.parameters())
     assert max(rank["held"] for rank in ranks) < 0.7 * total, "the head's weights are cut over four devices"

@@ -184,7 +184,7 @@ def test_4000_positions_16_stages_tight_memory() -> None:
 
 def test_no_room_says_how_much_is_missing() -> None:
     memory = StageMemory(np.full((2, 5), 1e9), np.array([2e9, 2e9]))
-    said = r"no cut into 2 stages fits into memory: stages of 2 GB each leave operations 4 to 4 .* need 1 GB more"
+    said = r"no cut into 2 stages fits into memory: stages of 2.00 GB each leave operations 4 to 4 .* need 1.00 GB more"
     with pytest.raises(NoRoom, match=said):
         cut(np.ones(5), np.zeros(5), 2, memory=memory)
 

@@ -251,7 +251,7 @@ def test_a_cluster_larger_than_the_machine_is_refused_with_the_limit(tmp_path: P
     script.write_text("")
     file.write_text("hosts: [{name: a, kind: V100-16GB, count: 90000}]")
     message = refused("--emulate", str(file), str(script))
-    assert "has 90000 devices, but this machine can start about" in message and "each rank takes about 0.3 GB" in message
+    assert "has 90000 devices, but this machine can start about" in message and "each rank takes about 300 MB" in message
     assert most_ranks(10 * RANK_BYTES + 1) == 10
 
 

@@ -47,3 +47,20 @@ def test_a_linear_layer_under_autocast(keep: bool) -> None:
     for expected, found in zip(*results, strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_loss_is_not_rounded_under_autocast() -> None:
+    """A sum over many rows in bfloat16 has two digits."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(1000, NUM_CLASSES, generator=generator), torch.randint(0, NUM_CLASSES, (1000,), generator=generator)
+    results = []
+    for run in (
+        lambda x: F.cross_entropy(x, labels, reduction="sum"),
+        lambda x: cross_entropy(x, labels, None, SUM, -100, 0.0, NUM_CLASSES, 0, ALONE),
+    ):
+        x = logits.to(torch.bfloat16).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(x)
+        results.append((loss, *torch.autograd.grad(loss / 3, [x])))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from whale.cluster.cluster import Cluster
+from whale.report.units import human_bytes
 
 EMULATE_VARIABLE = "WHALE_EMULATE"
 """environment variable of the ranks of an emulated job: `Settings` as JSON"""
@@ -50,8 +51,8 @@ def prepare(file: Path, folder: Path, stub: bool, stretch: float | None, num_ran
     free = free_memory_bytes()
     if cluster.num_devices > most_ranks(free):
         raise ValueError(
-            f"{file} has {cluster.num_devices} devices, but this machine can start about {most_ranks(free)} ranks: {free / 1e9:.1f} GB of "
-            f"memory are free and each rank takes about {RANK_BYTES / 1e9:.1f} GB. Emulate fewer devices, or free memory"
+            f"{file} has {cluster.num_devices} devices, but this machine can start about {most_ranks(free)} ranks: {human_bytes(free)} of "
+            f"memory are free and each rank takes about {human_bytes(RANK_BYTES)}. Emulate fewer devices, or free memory"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank_*.json"):

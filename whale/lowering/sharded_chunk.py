@@ -18,6 +18,7 @@ from whale.planning.assignment import Assignment
 from whale.planning.recompute import Regions
 from whale.planning.split_stages import stage_program
 from whale.sharding.emit import emit
+from whale.sharding.layout import Cut, whole
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
@@ -75,6 +76,8 @@ class _Modules:
         if self.around.is_planned_graph:
             return planned.sharding(grid)
         fixed = {name: stored.layout() for name, stored in planned.stored.items()}
+        for node in self.space.parameters:  # one that training does not use is held whole
+            fixed.setdefault(str(node.target), whole(map(Cut, node.meta["val"].shape)))
         return solve(program, grid, planned.num_samples, fixed=fixed, space=self.space)
 
     def __call__(self, num_samples: int) -> GraphModule:

@@ -54,6 +54,8 @@ def cross_entropy(
 
     `weight`, and `target` where it is probabilities, are cut like the classes. A mean is over the rows that are here.
     """
+    if torch.is_autocast_enabled(logits.device.type):
+        logits = wide(logits)  # torch takes losses out of autocast: their sums would lose digits
     is_single = logits.ndim == 1
     if is_single:
         logits, target = logits.unsqueeze(0), target.unsqueeze(0)

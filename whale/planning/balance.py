@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from whale.cluster.cluster import Cluster
 from whale.planning.plan import DeviceMemory
 from whale.planning.samples import Division, divide
-from whale.planning.shares import UNLIMITED, DoesNotFit, Load, NoRoom, even_shares, in_gb, micro_batch_sizes
+from whale.planning.shares import UNLIMITED, DoesNotFit, Load, NoRoom, even_shares, micro_batch_sizes
 from whale.planning.virtual_devices import VirtualDevice
+from whale.report.units import human_bytes
 
 SHOWN = 8
 """devices whose figures are written out in a message"""
@@ -116,12 +117,13 @@ def refuse_unless_it_fits(
         rank = max(full, key=lambda each: situation.memory[each].least_bytes - situation.memory[each].capacity_bytes)
         memory = situation.memory[rank]
         parts = (
-            f"{in_gb(memory.parameter_bytes)} parameters, {in_gb(memory.gradient_bytes)} gradients, "
-            f"{in_gb(memory.optimizer_bytes)} optimizer state, {in_gb(memory.buffer_bytes)} buffers and mini-batch, the rest room to work"
+            f"{human_bytes(memory.parameter_bytes)} parameters, {human_bytes(memory.gradient_bytes)} gradients, "
+            f"{human_bytes(memory.optimizer_bytes)} optimizer state, {human_bytes(memory.buffer_bytes)} buffers and mini-batch, "
+            "the rest room to work"
         )
         raise NoRoom(
-            f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {in_gb(memory.capacity_bytes)} and needs "
-            f"{in_gb(memory.least_bytes)} before the first sample ({parts}). {_missing(situation)}",
+            f"the model does not fit: rank {rank} ({situation.kinds[rank]}) has {human_bytes(memory.capacity_bytes)} and needs "
+            f"{human_bytes(memory.least_bytes)} before the first sample ({parts}). {_missing(situation)}",
             is_over_full=True,
         )
     if situation.fits(batch_size, num_micro_batch):
@@ -144,7 +146,7 @@ def _missing(situation: Situation) -> str:
     short = [each for each in over if each > 0]
     ranks = f"{len(short)} device{'s' * (len(short) > 1)}"
     return (
-        f"{in_gb(max(short))} are missing there, {in_gb(sum(short))} on {ranks} together: so much of weights, gradients and "
+        f"{human_bytes(max(short))} are missing there, {human_bytes(sum(short))} on {ranks} together: so much of weights, gradients and "
         f"optimizer state would have to lie in the memory of the hosts (offloading, which Whale does not do yet)"
     )
 
@@ -156,8 +158,9 @@ def _room(situation: Situation) -> str:
     for rank in sorted(tightest[:SHOWN]):
         memory = situation.memory[rank]
         lines.append(
-            f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} ({in_gb(memory.capacity_bytes)} less "
-            f"{in_gb(memory.static_bytes)} for weights and the like, {in_gb(memory.sample_bytes)} a sample)"
+            f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} "
+            f"({human_bytes(memory.capacity_bytes)} less {human_bytes(memory.static_bytes)} for weights "
+            f"and the like, {human_bytes(memory.sample_bytes)} a sample)"
         )
     more = len(situation.memory) - SHOWN
     return ", ".join(lines) + (f" and {more} more" if more > 0 else "")

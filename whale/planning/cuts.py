@@ -38,7 +38,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from whale.planning.shares import NoRoom, in_gb
+from whale.planning.shares import NoRoom
+from whale.report.units import human_bytes
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -188,11 +189,11 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
             break
         done = int(np.flatnonzero(reached)[-1])
     rest = float(used[-1, -1] - used[-1, done])
-    sizes = [in_gb(max(0.0, float(most))) for most in limit]
+    sizes = [human_bytes(max(0.0, float(most))) for most in limit]
     room = f"{sizes[0]} each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
     raise NoRoom(
         f"no cut into {chain.num_stages} stages fits into memory: stages of {room} leave "
-        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {in_gb(rest)} more"
+        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {human_bytes(rest)} more"
     )
 
 

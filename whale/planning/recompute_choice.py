@@ -22,6 +22,7 @@ from whale.planning.assignment import Assignment
 from whale.planning.plan import DeviceMemory
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.workload import StageBytes, Workload
+from whale.report.units import human_bytes
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """numbers of regions of a stage that are compared"""
@@ -143,5 +144,5 @@ def explain(choice: Choice, wanted: Recompute, more_work: float, saved_bytes: fl
     parts = ", ".join(f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen[:8])
     more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
     reason = "asked for" if wanted is True else "memory asks for it"
-    figures = f"saves up to {saved_bytes / 1e9:.3g} GB on a device, for up to {100 * more_work:.3g} % more work"
+    figures = f"saves up to {human_bytes(saved_bytes)} on a device, for up to {100 * more_work:.3g} % more work"
     return f"stage {parts}{more}", f"{reason}: {figures}"

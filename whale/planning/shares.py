@@ -59,11 +59,6 @@ class NoRoom(DoesNotFit):
         self.is_over_full = is_over_full
 
 
-def in_gb(num_bytes: float) -> str:
-    """For messages about memory."""
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
-
-
 def even_shares(total: int, count: int) -> tuple[int, ...]:
     """Line (1): `total` samples over `count` places. A share may be 0."""
     if count < 1 or total < 0:

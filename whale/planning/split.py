@@ -9,6 +9,7 @@ from math import prod
 
 from whale.planning.plan import Decision
 from whale.planning.virtual_devices import Placement
+from whale.report.units import human_bytes, human_seconds
 from whale.sharding.layout import Layout
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
@@ -57,8 +58,8 @@ class Split:
         }
         saved = max(each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes for each in self.shardings.values())
         more_s = sum(each.gathered.seconds for each in self.shardings.values())
-        why = f"memory asks for it, or the config: saves up to {saved / 1e9:.3g} GB on a device for {more_s:.3g} s more a micro-batch"
-        decision = Decision("gathered tensors", "gathered again in backward", why)
+        figures = f"saves up to {human_bytes(saved)} on a device for {human_seconds(more_s)} more a micro-batch"
+        decision = Decision("gathered tensors", "gathered again in backward", f"memory asks for it, or the config: {figures}")
         return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
 
     def notes(self) -> list[str]:
