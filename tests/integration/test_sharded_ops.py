@@ -59,7 +59,6 @@ OPERATIONS = [
     "another operation draws other numbers",
     "share that is kept",
     "draws are equal where the value is the same",
-    "draws without training",
     "overlap",
     "overlap: linear layers are one call",
     "overlap: weights begin early",

@@ -5,7 +5,7 @@ from whale.lowering.lines import Line, line_places, sum_over_line
 from whale.lowering.sharded_experts import ExpertProduct, Experts, expert_mm, grouped_mm_of_same_tokens
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
-from whale.lowering.sharded_random import Draw, dropout, scaled_dot_product_attention
+from whale.lowering.sharded_random import Draw, drawing
 from whale.lowering.sharded_vocabulary import argmax, cross_entropy, embedding, log_softmax, softmax
 from whale.lowering.summa import Plane, summa_linear
 
@@ -20,7 +20,7 @@ __all__ = [
     "argmax",
     "batch_norm",
     "cross_entropy",
-    "dropout",
+    "drawing",
     "embedding",
     "exchange",
     "expert_mm",
@@ -29,7 +29,6 @@ __all__ = [
     "line_places",
     "log_softmax",
     "rms_norm",
-    "scaled_dot_product_attention",
     "sharded_linear",
     "softmax",
     "sum_over_line",

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
@@ -46,25 +44,3 @@ def drawing(draw: Draw, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(draw.seed(torch.initial_seed()))
         yield
-
-
-def dropout(x: Tensor, p: float, train: bool, draw: Draw) -> Tensor:
-    if not train or p == 0.0:
-        return x
-    with drawing(draw, x.device):
-        return torch.dropout(x, p, train)
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    draw: Draw,
-) -> Tensor:
-    with drawing(draw, query.device):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
