@@ -1,6 +1,6 @@
 """Families of `transformers` beyond the exactness table: one step on two stages must be the step of local training.
 
-Fifteen of them run every time, chosen so that no two are alike; the rest is marked slow.
+Nine of them run every time, chosen so that no two are alike; the rest is marked slow.
 """
 
 from __future__ import annotations
@@ -23,16 +23,10 @@ ALWAYS = {
     "mistral": "rotary positions, grouped heads, a sliding window",
     "albert": "one layer called four times",
     "bart": "an encoder with a decoder",
-    "beit": "images, relative positions",
     "resnet": "convolutions with batch statistics",
     "wav2vec2": "convolutions over sound, weight normalisation",
-    "electra": "a discriminator over the words",
-    "roberta": "positions counted from the words themselves",
     "falcon": "attention and feed-forward side by side",
-    "phi": "rotary positions on a part of each head",
-    "gemma": "norms that add one to their weight",
     "convnext": "images, depthwise convolutions",
-    "ast": "spectra of sound as images",
 }
 NUM_STEPS = 1
 

@@ -306,7 +306,7 @@ def prepare_builder(name: str) -> Prepared:
     return api._prepare(api.build_on_meta(build), layout, tensors, None, wh.Config(), "cpu")
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["net", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_builder_gives_the_same_weights_on_any_number_of_ranks(name: str) -> None:
     """Equal to the bit on 1 rank, 2 stages, 4 stages and 2 stages twice; and they are those of no other seed."""
     model = BUILDERS[name][0]()

@@ -28,7 +28,8 @@ QUICKSTART = ROOT / "examples" / "quickstart.py"
 
 
 def profile_on(hosts: list[str], path: str) -> wh.Cluster:
-    measure.POINT_S, operations.ROUND_S = 0.01, 0.002  # rough figures will do
+    measure.POINT_S, operations.TURNS_S = 0.01, 0.02  # rough figures will do
+    operations.WIDTHS = {"cpu": (16, 128)}
     rank = int(os.environ["RANK"])
     os.environ["WHALE_HOST"] = hosts[rank]
     os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))

@@ -113,6 +113,9 @@ def test_new_shares_are_faster_on_what_was_measured_and_drop_no_sample(seconds: 
     plan = replace(PLAN, device_seconds=tuple(seconds))
     found = rebalance(plan, measured(plan, slower), THRESHOLD, last_step=3)
     if found is not None:
-        truth = replace(plan, device_seconds=tuple(time * factor for time, factor in zip(seconds, slower, strict=True)))
+        known = [factor for factor, samples in zip(slower, samples_by_rank(plan, BATCH_SIZE), strict=True) if samples]
+        usual = sum(known) / len(known)  # what is taken for a device without samples, which nobody measured
+        factors = [factor if samples else usual for factor, samples in zip(slower, samples_by_rank(plan, BATCH_SIZE), strict=True)]
+        truth = replace(plan, device_seconds=tuple(time * factor for time, factor in zip(seconds, factors, strict=True)))
         assert slowest_seconds(truth, found.plan, BATCH_SIZE) < slowest_seconds(truth, plan, BATCH_SIZE)
         assert sum(found.shares) == BATCH_SIZE

@@ -227,6 +227,7 @@ class Backward:
             tensor = this.held[slot]
             assert tensor is not None
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            tensor.grad = None  # a weight part may wait with the tensor for long, but needs no gradient of it
             if local:
                 this.add(target, gradient)
             else:
