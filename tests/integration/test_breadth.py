@@ -1,6 +1,6 @@
 """Families of `transformers` beyond the exactness table: one step on two stages must be the step of local training.
 
-Nine of them run every time, chosen so that no two are alike; the rest is marked slow.
+Six of them run every time, chosen so that no two are alike; the rest is marked slow.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ ALWAYS = {
     "bloom": "an autograd.Function of its own, whose derivative is that of its forward",
     "mistral": "rotary positions, grouped heads, a sliding window",
     "albert": "one layer called four times",
-    "bart": "an encoder with a decoder",
     "resnet": "convolutions with batch statistics",
     "wav2vec2": "convolutions over sound, weight normalisation",
-    "falcon": "attention and feed-forward side by side",
-    "convnext": "images, depthwise convolutions",
 }
 NUM_STEPS = 1
 

@@ -215,8 +215,8 @@ def check_samples(read: list[list[int]], batches: list[list[int]], leg: Leg) -> 
 @pytest.mark.parametrize(
     "legs",
     [
-        (FOUR, TWO),
-        (TWO, FOUR, THREE),
+        pytest.param((FOUR, TWO), marks=pytest.mark.slow),
+        pytest.param((TWO, FOUR, THREE), marks=pytest.mark.slow),
         (FOUR, TWO, THREE, ONE),
         (ONE, THREE, FOUR),
     ],
