@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.schedules import actions
 from whale.scheduling import (
     Action,
     Costs,
@@ -24,10 +25,6 @@ from whale.scheduling import (
     simulate,
 )
 from whale.scheduling.placement import wave
-
-
-def actions(line: str) -> tuple[Action, ...]:
-    return tuple(parse_action(part.strip()) for part in line.split(","))
 
 
 def by_hand() -> Schedule:
