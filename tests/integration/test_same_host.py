@@ -1,4 +1,4 @@
-"""Messages through memory: small and large, more than the socket and the ring hold, in any order of waiting, and from a peer that dies."""
+"""Messages and sums through memory: small and large, more than socket and ring hold, in any order of waiting, and from a peer that dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import RankError, preload, run_ranks
-from whale.runtime import same_host
+from whale.runtime import same_host, same_host_sums
 from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import RING_BYTES
@@ -142,3 +142,72 @@ def test_every_rank_is_told_the_numbers_of_all(reads: bool) -> None:
     for through_memory, told in run_ranks(exchanges, 3, 1000, reads):
         assert through_memory
         assert told == [[[number, 0.0], [number, 10.0], [number, 20.0]] for number in (range(1000) if reads else [999])]
+
+
+# ---- sums
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, whose sums no rounding touches, in any order."""
+    return (torch.arange(size) * (rank + 1) % 61).to(dtype)
+
+
+def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) -> list[bool]:
+    """For each of the groups that this rank is in, and each size: whether it got the sum. One message lies in the ring meanwhile."""
+    same_host_sums.BLOCK_BYTES = 64 * 1024
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [(0, 1)])
+    transport.begin()
+    message = Message(1 - ranks.rank, 0, ())
+    if ranks.rank == 0:
+        transport.send(content(1, 5000), message)
+    right = []
+    for group in groups:
+        for size in sizes if ranks.rank in group else ():
+            assert transport.reaches_through_memory(group)
+            tensor = numbers(ranks.rank, size, dtype)
+            transport.sums.add_up(tensor, group)
+            right.append(torch.equal(tensor, sum((numbers(rank, size, dtype) for rank in group), torch.zeros(size, dtype=dtype))))
+    if ranks.rank == 1:
+        buffer = torch.zeros(5000, dtype=torch.uint8)
+        transport.wait(transport.post(buffer, message, "a message"))
+        right.append(torch.equal(buffer, content(1, 5000)))
+    transport.drain()
+    ranks.gather(None)
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_sums_are_those_of_all_ranks(dtype: torch.dtype) -> None:
+    """From fewer numbers than ranks to many blocks, over several groups that share ranks."""
+    groups = [(0, 1), (0, 1, 2, 3), (0, 3), (1, 2, 3)]
+    found = run_ranks(sums, 4, groups, [0, 1, 3, 1000, 16_385, 300_001], dtype)
+    assert [len(right) for right in found] == [18, 19, 12, 18]
+    assert all(all(right) for right in found)
+
+
+def same_bits() -> bytes:
+    ranks = Ranks("cpu")
+    tensor = torch.randn(10_000, generator=torch.Generator().manual_seed(ranks.rank))
+    Transport(ranks, []).sums.add_up(tensor, (0, 1, 2))
+    ranks.gather(None)
+    return tensor.numpy().tobytes()
+
+
+def test_sums_that_are_rounded_are_the_same_on_all_ranks() -> None:
+    first, *others = run_ranks(same_bits, 3)
+    assert others == [first, first]
+
+
+def dies_before_a_sum() -> None:
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [])
+    if ranks.rank == 1:
+        os._exit(3)
+    transport.sums.add_up(torch.zeros(10), (0, 1))
+
+
+def test_a_peer_that_dies_before_a_sum_is_named() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(dies_before_a_sum, 2)
+    assert "Rank 1" in str(error.value) or "its part of a sum from rank 1: that rank is gone or stuck" in str(error.value)

@@ -48,7 +48,7 @@ class Engine:
         shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
         for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
-        self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes)
+        self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport)
         self._gradients.clock = job.emulation.sums if job.emulation is not None else None
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)

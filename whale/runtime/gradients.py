@@ -3,13 +3,17 @@
 Parameters are grouped by their holders (the set of ranks), and put into buckets in the order in which backward reaches them. A bucket
 goes out when all its gradients are final; buckets of one group always go in the same order, so that ranks meet in the same call.
 Nothing hides the last bucket, so a small model gets smaller buckets than the config allows.
+
+Holders that are CPU ranks of one host sum through memory instead, at the end of the step: on the core that would run the backward, so that
+there is nothing to hide, and much faster (`runtime/same_host_sums.py`). They go through their groups in one order, that of the ranks in
+them, so that no two wait for each other.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +25,7 @@ from whale.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from whale.emulation.sums import SumClock
+    from whale.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -43,19 +48,24 @@ class Bucket:
     views: list[Tensor]
     waiting: int = 0
     work: dist.Work | None = None
+    is_full: bool = False
+    """to be summed through memory at the end of the step"""
 
 
 @dataclass
 class _Group:
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: list[Bucket]
+    through_memory: bool
     num_sent: int = 0
 
 
 class GradientSynchroniser:
     """Watches the gradients of one rank's parameters and sums them with the other holders."""
 
-    def __init__(self, held: Sequence[Held], ranks: Ranks, bucket_bytes: int) -> None:
+    def __init__(self, held: Sequence[Held], ranks: Ranks, bucket_bytes: int, transport: Transport | None = None) -> None:
+        """`transport`: sums go through memory where it reaches all holders that way."""
         self.held = held
+        self._transport = transport
         self.clock: SumClock | None = None
         """how long sums take on an emulated cluster; None: as long as they really take"""
         self._groups: dict[tuple[int, ...], _Group] = {}
@@ -68,8 +78,9 @@ class GradientSynchroniser:
             if len(parameter.ranks) > 1:
                 shared.setdefault(parameter.ranks, []).append(parameter)
         for key, parameters in shared.items():
-            group = _Group([self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)])
-            self._groups[key] = group
+            through_memory = transport is not None and transport.reaches_through_memory(key)
+            buckets = [self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)]
+            self._groups[key] = _Group(buckets, through_memory)
             for parameter in parameters:
                 parameter.tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._accumulated(parameter))
 
@@ -90,7 +101,8 @@ class GradientSynchroniser:
         for group in self._groups.values():
             group.num_sent = 0
             for bucket in group.buckets:
-                bucket.waiting, bucket.work = sum(p.name in trained for p in bucket.parameters), None
+                bucket.waiting = sum(p.name in trained for p in bucket.parameters)
+                bucket.work, bucket.is_full = None, False
         self._pending = {p.name: set(p.stages) for p in self.held if p.name in self._bucket_of and p.name in trained}
         self._stage = None
 
@@ -110,9 +122,11 @@ class GradientSynchroniser:
     def finish(self) -> None:
         """Waits for all buckets; every parameter's `.grad` is then the sum over its holders."""
         assert not any(self._pending.values()), "a stage was not closed"
-        for group in self._groups.values():
+        for ranks, group in sorted(self._groups.items()):
             for bucket in group.buckets:
-                if bucket.work is not None:
+                if bucket.is_full and self._transport is not None:
+                    self._transport.sums.add_up(bucket.buffer, ranks)
+                elif bucket.work is not None:
                     bucket.work.wait()
         if self.clock is not None:
             self.clock.finish()
@@ -129,10 +143,11 @@ class GradientSynchroniser:
         self._bucket_of[parameter.name].waiting -= 1
         group = self._groups[parameter.ranks]
         while group.num_sent < len(group.buckets) and group.buckets[group.num_sent].waiting == 0:
-            self._send(group.buckets[group.num_sent])
+            self._close(group.buckets[group.num_sent], group.through_memory)
             group.num_sent += 1
 
-    def _send(self, bucket: Bucket) -> None:
+    def _close(self, bucket: Bucket, through_memory: bool) -> None:
+        """All its gradients are final."""
         if not any(parameter.name in self._trained for parameter in bucket.parameters):
             return
         with torch.no_grad():
@@ -144,7 +159,9 @@ class GradientSynchroniser:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                 if parameter.name in self._trained:
                     parameter.tensor.grad = view
-        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+        bucket.is_full = through_memory
+        if not through_memory:
+            bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
 
 def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:

@@ -5,12 +5,12 @@ Here each directed pair of ranks has a Unix socket and a block of shared memory 
 
     small tensor     one packet:  header | bytes
     larger tensor    copied into the ring, and one packet:  header with its place; the receiver copies it out and moves `consumed` on
-    no room          by gloo after all, and one packet that says so
+    no room          by gloo after all, and one packet that says so; parts of sums wait for room
 
     ring:   consumed (8 bytes) | ..... free ..... | taken, not yet consumed | ..... free .....
 
-A sender never blocks: packets that the socket does not take now wait in a list. What was sent belongs to the receiver: the sender's
-tensor is free at once.
+A sender of messages never blocks: packets that the socket does not take now wait in a list. What was sent belongs to the receiver: the
+sender's tensor is free at once. A ring that is empty is used from its beginning, so that few of its bytes are ever touched.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Outgoing:
         self._connection, self._ring, self._group, self._peer = connection, ring, group, peer
         self._memory = _address(ring) + RING_START
         self._taken = 0  # bytes of the ring, counted from the beginning of the job
+        self._begin = 0  # all before was consumed
         self._unsent: deque[bytes] = deque()
         self._by_group: list[tuple[dist.Work, Tensor]] = []
         self._lock = threading.Lock()  # an emulated link sends from a thread
@@ -71,16 +72,25 @@ class Outgoing:
                 self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
                 self._say(HEADER.pack(tag, num_bytes, BY_GROUP))
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes would go through memory now."""
+        return num_bytes <= INLINE_BYTES or self._place(num_bytes) is not None
+
     def _take(self, num_bytes: int) -> int | None:
+        place = self._place(num_bytes)
+        if place is not None:
+            self._taken = place + num_bytes
+        return place
+
+    def _place(self, num_bytes: int) -> int | None:
         """Where in the ring there is room for so many bytes in one piece."""
+        (consumed,) = _COUNT.unpack_from(self._ring, 0)
+        if consumed == self._taken:
+            self._taken = self._begin = self._taken + -self._taken % RING_BYTES  # empty: from its beginning
         place = self._taken
         if place % RING_BYTES + num_bytes > RING_BYTES:
-            place += RING_BYTES - place % RING_BYTES  # not over the end
-        (consumed,) = _COUNT.unpack_from(self._ring, 0)
-        if place + num_bytes - consumed > RING_BYTES:
-            return None
-        self._taken = place + num_bytes
-        return place
+            place += -place % RING_BYTES  # not over the end
+        return None if place + num_bytes - max(consumed, self._begin) > RING_BYTES else place
 
     def _say(self, packet: bytes) -> None:
         self._unsent.append(packet)

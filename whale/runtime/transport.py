@@ -21,6 +21,7 @@ from torch import Tensor
 
 from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import connect
+from whale.runtime.same_host_sums import SameHostSums
 
 if TYPE_CHECKING:
     from whale.runtime.messages import Message
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 NUM_EPOCHS = 256
 """then epochs repeat; ranks are never more than a step apart"""
 MOST_EXCHANGING = 16
-"""ranks that tell each other a few numbers through memory, each to each"""
+"""ranks that tell each other numbers through memory, each to each"""
 FIRST_EXCHANGE = 2**40
 """tags of these, beyond those of all messages"""
+ROOM_S = 1e-4
+"""how long to wait before looking again whether a ring has room"""
 GLOO_THREAD = "gloo_tcp_loop"
 """what gloo calls the thread that reads from its sockets"""
 
@@ -64,6 +67,7 @@ class Transport:
         self._exchange: Callable[[], Tensor] | None = None
         everyone = itertools.permutations(range(ranks.num_ranks), 2) if ranks.num_ranks <= MOST_EXCHANGING else ()
         self._lines_to, self._lines_from = connect(ranks, [*pairs, *everyone], share_memory)
+        self.sums = SameHostSums(self)
         for source, destination in pairs:
             group = self._channel(source, destination)
             if ranks.rank == source:
@@ -144,7 +148,7 @@ class Transport:
         tag = FIRST_EXCHANGE + self._num_passes
         for line in self._lines_to.values():
             line.send(numbers, tag)
-            line.drain()  # this rank may not come back for long
+        self.drain_lines(self._lines_to)
         left = [Arrival(None, everyone[peer], peer, tag, "loss and gradient norm") for peer in self._lines_from]
 
         def finish() -> Tensor:
@@ -155,6 +159,27 @@ class Transport:
 
         self._exchange = finish
         return finish
+
+    def reaches_through_memory(self, ranks: Iterable[int]) -> bool:
+        """Whether all of these, of which this rank is one, can tell each other numbers through memory; all of them find the same."""
+        others = set(ranks) - {self.ranks.rank}
+        return self.ranks.num_ranks <= MOST_EXCHANGING and others <= self._lines_to.keys() and others <= self._lines_from.keys()
+
+    def send_through_memory(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """With a tag that no message has. Waits where the ring is full: only after all messages of a pass, which the peer takes anyway."""
+        line = self._lines_to[peer]
+        while not line.has_room(tensor.nbytes):
+            time.sleep(ROOM_S)
+        line.send(tensor, tag)
+
+    def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
+        """The message of this tag."""
+        self.wait(Arrival(None, buffer, peer, tag, description))
+
+    def drain_lines(self, peers: Iterable[int]) -> None:
+        """All that was sent to these has left; this rank may not come back for long."""
+        for peer in peers:
+            self._lines_to[peer].drain()
 
     def retire(self, message: Message) -> None:
         """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""

@@ -1,0 +1,82 @@
+"""Sums over CPU ranks of one host, through memory.
+
+gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the ranks themselves sum, by the lines that
+carry their messages (`runtime/same_host.py`). A tensor is cut into blocks, and of every block each of k ranks answers for one part:
+
+    offer      every rank sends each of the others the part that the other one answers for
+    reduce     every rank adds up its part: its own, then the others in the order of their ranks; it sends the sum to all others
+    collect    every rank takes the sums of the other parts: all have the same bits
+
+Two blocks are offered ahead, so that nobody waits for the others' copies:
+
+    offer 0, offer 1, reduce 0, offer 2, reduce 1, collect 0, offer 3, reduce 2, collect 1, ...
+
+and messages are taken in the order in which they were sent. At most four parts are on their way from one rank to another, in the first
+bytes of their ring, which stay in the caches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from whale.runtime.transport import Transport
+
+BLOCK_BYTES = 4 * 1024**2
+"""smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""
+FIRST_SUM = 2**41
+"""tags of sums, beyond those of all messages"""
+
+
+class SameHostSums:
+    """Sums of one rank with others that it reaches through memory. All members of a group ask for the same sums in the same order."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._num_sent: Counter[int] = Counter()
+        self._num_taken: Counter[int] = Counter()
+        """by rank"""
+
+    def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when this returns."""
+        own_rank = self._transport.ranks.rank
+        peers = [rank for rank in ranks if rank != own_rank]
+        blocks = [
+            dict(zip(ranks, block.tensor_split(len(ranks)), strict=True))
+            for block in tensor.split(max(1, BLOCK_BYTES // tensor.element_size()))
+        ]
+        arrived = torch.empty_like(blocks[0][own_rank])
+
+        def offer(number: int) -> None:
+            if number < len(blocks):
+                for peer in peers:
+                    self._send(blocks[number][peer], peer)
+
+        offer(0)
+        offer(1)
+        for number in range(len(blocks) + 1):
+            if number < len(blocks):
+                own = blocks[number][own_rank]
+                for peer in peers:
+                    own += self._take(arrived[: own.numel()], peer)
+                for peer in peers:
+                    self._send(own, peer)
+                offer(number + 2)
+            if number > 0:
+                for peer in peers:
+                    self._take(blocks[number - 1][peer], peer)
+        self._transport.drain_lines(peers)
+
+    def _send(self, part: Tensor, peer: int) -> None:
+        self._transport.send_through_memory(part, peer, FIRST_SUM + self._num_sent[peer])
+        self._num_sent[peer] += 1
+
+    def _take(self, part: Tensor, peer: int) -> Tensor:
+        self._transport.take_through_memory(part, peer, FIRST_SUM + self._num_taken[peer], "its part of a sum")
+        self._num_taken[peer] += 1
+        return part
