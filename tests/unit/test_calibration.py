@@ -16,10 +16,9 @@ from whale.cluster.cluster import Cluster, Device, Link
 from whale.cluster.file import dumps, loads
 from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
 from whale.planning.assignment import carries_gradient
-from whale.profiling import operations
+from whale.profiling import operations, turns
 from whale.profiling.calibration import measured_seconds, update_costs
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
-from whale.profiling.steady import steady_seconds
 from whale.runtime.ranks import Ranks
 
 POINTS = (
@@ -104,8 +103,10 @@ def test_measured_operations_survive_the_cluster_file() -> None:
 
 def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
-    monkeypatch.setattr(operations, "TURNS_S", 1e-3)
-    points = operations.measure_operations(Ranks("cpu"))
+    monkeypatch.setattr(turns, "PASS_S", 1e-3)
+    subjects = operations.operations_of(Ranks("cpu"))
+    seconds = turns.take_turns({number: each.subject for number, each in enumerate(subjects)}, Ranks("cpu"), lambda what: None)
+    points = [point for number, each in enumerate(subjects) for point in each.points(seconds[number])]
     found = sorted((point.name, point.work) for point in points)
     assert found == sorted((trial.name, trial.work) for width in (8, 32) for trial in operations.trials("cpu", width))
     assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
@@ -128,9 +129,21 @@ def test_plans_of_measured_devices_take_their_times() -> None:
 
 
 def test_a_neighbour_that_stays_counts_and_one_that_passes_by_does_not() -> None:
-    alone = [1e-3] * 600
-    assert steady_seconds(alone) == pytest.approx(1e-3)
+    def one(*passes: list[float]) -> float:
+        """Of a subject with one piece."""
+        (seconds,) = turns.typical([[[each] for each in taken] for taken in passes])
+        return seconds
+
+    alone, slow = [1e-3] * 100, [2e-3] * 50
+    assert one(alone) == pytest.approx(1e-3)
+    assert one(slow, slow, alone, slow) == pytest.approx(1e-3)  # of another guest of the processor, most of the time
     # every tenth call loses the core for 10 ms: twice the time in the long run, which no median of single calls shows
-    assert steady_seconds([1.1e-2 if i % 10 == 5 else 1e-3 for i in range(600)]) == pytest.approx(2e-3, rel=0.1)
-    assert steady_seconds([*alone, *[1e-2] * 30, *alone]) == pytest.approx(1e-3)  # 300 ms of another job
-    assert steady_seconds([1e-3, 3e-3]) == pytest.approx(2e-3)  # too short for a stretch
+    assert one(*[[1.1e-2 if i % 10 == 5 else 1e-3 for i in range(100)]] * 3) == pytest.approx(2e-3, rel=0.1)
+    assert one([*alone, *[1e-2] * 30, *alone]) == pytest.approx(1e-3)  # 300 ms of another job
+    assert one([1e-3, 3e-3]) == pytest.approx(2e-3)  # too short for a stretch
+
+
+def test_what_a_neighbour_takes_is_shared_by_all_pieces_of_a_turn() -> None:
+    """A turn of 1 + 3 ms that loses the core for 4 ms in every second turn, in one piece or the other."""
+    taken = [[1e-3, 3e-3], [5e-3, 3e-3], [1e-3, 3e-3], [1e-3, 7e-3]] * 10
+    assert turns.typical([taken]) == pytest.approx([1.5e-3, 4.5e-3], rel=0.05)

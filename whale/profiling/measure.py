@@ -3,18 +3,20 @@
 All ranks compute at the same time, as they do in training: ranks that share a core, a memory bus or a power limit see each other. Links are
 measured one after the other, each with the others silent.
 
-    rate of a product    2 n^3 / time, the median of several rounds; the rate of a dtype is that of the largest size
+    rate of a product    2 n^3 / time; the rate of a dtype is that of the largest size
     bandwidth            a copy reads and writes every byte
-    operations           forward and backward of each at several sizes (`operations.py`)
-    link                 time(n) = latency + n / rate, from a small and a large message there and back
-    sum over all ranks   each of k devices sends 2 (k - 1) / k times the bytes
+    operations           forward and backward of each at several sizes (`operations.py`), and updates (`updates.py`)
+    sum over all ranks   as gradients are summed; each of k devices sends 2 (k - 1) / k times the bytes
+    link                 time(n) = latency + n / rate, from a small and a large message there and back, as a pipeline sends them
+
+All but links take turns in several passes (`turns.py`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,23 +26,24 @@ from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Lin
 from whale.cluster.discovery import free_memory_bytes, this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
 from whale.cluster.matching import Place, this_place
-from whale.profiling.operations import measure_operations
-from whale.profiling.updates import measure_updates
+from whale.profiling.operations import operations_of
+from whale.profiling.turns import Subject, Turn, finish, loop, once, take_turns
+from whale.profiling.updates import updates_of
+from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
+from whale.runtime.transport import Transport
 
 TORCH_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = {"cpu": (64, 256, 768), "cuda": (512, 2048, 8192)}
 MEASURED_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": DTYPES}
 """float16 products on a CPU are no way to train"""
-POINT_S = 0.1
-"""how long one round of a point is repeated; enough for the clock and for a busy neighbour to show"""
-NUM_ROUNDS = 3
-LONGEST_CALL_S = 0.5
-"""a size that would take longer for one product is left out: the smaller ones tell enough of so slow a dtype"""
+LONGEST_CALL_S = 0.1
+"""a size that takes longer for one product is left out: the smaller ones tell enough of so slow a dtype"""
 COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 """larger than any cache"""
 SMALL_BYTES, LARGE_BYTES = 8, 8 * 2**20
 NUM_SMALL, NUM_LARGE = 60, 30
+"""messages there and back"""
 SAME = 0.1
 """devices whose figures differ by less than this are of one kind"""
 LEAST_LATENCY_S = 1e-9
@@ -55,151 +58,129 @@ class Figures:
     place: Place
     kind: DeviceKind
     """name of the table or of the driver, with the measured figures"""
+    small_sum_s: float = 0.0
+    large_sum_s: float = 0.0
 
 
 def measure(ranks: Ranks, progress: Progress) -> Cluster:
     """The cluster of the running ranks. All ranks call it and get the same."""
-    device_type = torch.device(ranks.device).type
-    kind = _measured_kind(ranks, device_type, progress)
-    figures = ranks.gather(Figures(this_place(), kind))
-    pairs = _pairs([each.place for each in figures])
+    pairs = _pairs([place.host for place in ranks.gather(this_place())])
+    transport = Transport(ranks, [*pairs, *((b, a) for a, b in pairs)]) if ranks.is_distributed else None
+    figures = ranks.gather(_figures(ranks, transport, progress))
     links: dict[bool, list[Link]] = {True: [], False: []}
     for a, b in pairs:
+        assert transport is not None
         same_host = figures[a].place.host == figures[b].place.host
         progress(f"link between ranks {a} and {b} ({'one host' if same_host else 'two hosts'})")
-        links[same_host].append(ranks.gather(_link(ranks, a, b))[a])
+        links[same_host].append(ranks.gather(_link(transport, a, b))[a])
     all_reduce = None
     if ranks.is_distributed:
-        progress(f"sum over all {ranks.num_ranks} ranks")
-        all_reduce = ranks.from_first(_all_reduce(ranks))
+        small_s, large_s = (max(seconds) for seconds in zip(*((each.small_sum_s, each.large_sum_s) for each in figures)))
+        all_reduce = _line(small_s, large_s, LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks)
     return _cluster(figures, _slowest(links[True]) or PCIE_3_X16, _slowest(links[False]) or ETHERNET_50G, all_reduce)
 
 
-def _measured_kind(ranks: Ranks, device_type: str, progress: Progress) -> DeviceKind:
-    points = []
-    for dtype in MEASURED_DTYPES[device_type]:
-        slowest = float("inf")
-        for size in SIZES[device_type]:
-            if 2.0 * size**3 / slowest > LONGEST_CALL_S:
-                break
-            progress(f"products of {size} x {size} in {dtype}")
-            points.append(MatmulRate(dtype, size, _matmul_rate(ranks, dtype, size)))
-            slowest = min(ranks.gather(points[-1].flop_per_s))  # of all ranks, so that all go on or none
-    progress("memory bandwidth")
-    bandwidth = _bandwidth(ranks, COPIED_BYTES[device_type])
-    progress("operations, forward and backward")
-    operations = measure_operations(ranks)
-    progress("updates of parameters")
-    operations += measure_updates(ranks)
+def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
+    """Of this rank, while all ranks do the same: what a busy neighbour takes away belongs to it."""
+    device_type = torch.device(ranks.device).type
+    progress("making ready")
+    products = {(dtype, size): _product(ranks, dtype, size) for dtype in MEASURED_DTYPES[device_type] for size in SIZES[device_type]}
+    slowest = {key: max(ranks.gather(subject.turn()[0])) for key, subject in products.items()}  # all ranks leave the same ones out
+    operations = [*operations_of(ranks), *updates_of(ranks)]
+    subjects: dict[Hashable, Subject] = {key: subject for key, subject in products.items() if slowest[key] <= LONGEST_CALL_S}
+    subjects |= {"copy": _copy(ranks, COPIED_BYTES[device_type])}
+    subjects |= {number: each.subject for number, each in enumerate(operations)}
+    if transport is not None:
+        subjects |= {"small sum": _sum(transport, SMALL_BYTES), "large sum": _sum(transport, LARGE_BYTES)}
+    seconds = take_turns(subjects, ranks, progress)
+    points = [
+        MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products if (dtype, size) in seconds
+    ]
     rates = {point.dtype: point.flop_per_s for point in points}  # the last, which is the largest size
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
-    return replace(
+    kind = replace(
         this_kind(ranks.device, local),
         flop_per_s=rates["fp32"],
         memory_bytes=free_memory_bytes(ranks.device) // (local if device_type == "cpu" else 1),
-        bytes_per_s=bandwidth,
+        bytes_per_s=2.0 * COPIED_BYTES[device_type] / seconds["copy"][0],
         tf32_flop_per_s=rates.get("tf32"),
         bf16_flop_per_s=rates.get("bf16"),
         fp16_flop_per_s=rates.get("fp16"),
         matmul_rates=tuple(points),
-        operations=operations,
+        operations=tuple(point for number, each in enumerate(operations) for point in each.points(seconds[number])),
     )
+    sums = (seconds["small sum"][0], seconds["large sum"][0]) if transport is not None else (0.0, 0.0)
+    return Figures(this_place(), kind, *sums)
 
 
-def _matmul_rate(ranks: Ranks, dtype: str, size: int) -> float:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    try:
-        a = torch.randn(size, size, device=ranks.device).to(TORCH_DTYPES[dtype])
-        b, out = a.clone(), torch.empty_like(a)
-        return 2.0 * size**3 / _typical_seconds(ranks, lambda: torch.mm(a, b, out=out))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def _product(ranks: Ranks, dtype: str, size: int) -> Subject:
+    a = torch.randn(size, size, device=ranks.device).to(TORCH_DTYPES[dtype])
+    b, out = a.clone(), torch.empty_like(a)
+    one = loop(lambda: torch.mm(a, b, out=out), ranks)
+
+    def turn() -> Turn:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+        try:
+            return one.turn()
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return Subject(turn)
 
 
-def _bandwidth(ranks: Ranks, num_bytes: int) -> float:
+def _copy(ranks: Ranks, num_bytes: int) -> Subject:
     source = torch.ones(num_bytes // 4, device=ranks.device)
     target = torch.empty_like(source)
-    return 2.0 * num_bytes / _typical_seconds(ranks, lambda: target.copy_(source))
+    return loop(lambda: target.copy_(source), ranks)
 
 
-def _typical_seconds(ranks: Ranks, run: Callable[[], object]) -> float:
-    """Time of one call while all ranks do the same: what a busy neighbour takes away belongs to it."""
-    run()  # warm
-    return statistics.median(_round(ranks, run) for _ in range(NUM_ROUNDS))
+def _sum(transport: Transport, num_bytes: int) -> Subject:
+    """Over all ranks, as gradients are summed."""
+    tensor, everyone = torch.zeros(num_bytes // 4, device=transport.ranks.device), tuple(range(transport.ranks.num_ranks))
+    through_memory = transport.reaches_through_memory(everyone)
+    return once(lambda: transport.sums.add_up(tensor, everyone) if through_memory else dist.all_reduce(tensor), transport.ranks, True)
 
 
-def _round(ranks: Ranks, run: Callable[[], object]) -> float:
-    """Mean time of a call over POINT_S."""
-    _finish(ranks)
-    _together(ranks)
-    start, number = time.perf_counter(), 0
-    while True:
-        run()
-        number += 1
-        if number & (number - 1) == 0 or ranks.device == "cpu":  # seldom on CUDA: looking at the clock means waiting for the device
-            _finish(ranks)
-            if (passed := time.perf_counter() - start) > POINT_S:
-                return passed / number
-
-
-def _finish(ranks: Ranks) -> None:
-    if ranks.device != "cpu":
-        torch.cuda.synchronize()
-
-
-def _together(ranks: Ranks) -> None:
-    if ranks.is_distributed:
-        dist.barrier()
-
-
-def _pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
+def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Neighbours on every host, and the first ranks of neighbouring hosts: enough for two kinds of links, and few for many ranks."""
     by_host: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        by_host.setdefault(place.host, []).append(rank)
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
     inside = [(ranks[0], ranks[1]) for ranks in by_host.values() if len(ranks) > 1]
     firsts = [ranks[0] for ranks in by_host.values()]
     return inside + list(zip(firsts, firsts[1:]))
 
 
-def _link(ranks: Ranks, a: int, b: int) -> Link | None:
-    """There and back between two ranks; the others wait."""
-    _together(ranks)
-    if ranks.rank not in (a, b):
+def _link(transport: Transport, a: int, b: int) -> Link | None:
+    """Messages there and back between two ranks, as a pipeline sends them; the others wait."""
+    dist.barrier()
+    rank = transport.ranks.rank
+    if rank not in (a, b):
         return None
-    peer = b if ranks.rank == a else a
-    small, large = (_round_trip(ranks, ranks.rank == a, peer, *what) for what in ((SMALL_BYTES, NUM_SMALL), (LARGE_BYTES, NUM_LARGE)))
+    peer = b if rank == a else a
+    # tags: no two messages between these ranks have the same
+    small = _round_trip(transport, rank == a, peer, SMALL_BYTES, range(NUM_SMALL + 1))
+    large = _round_trip(transport, rank == a, peer, LARGE_BYTES, range(NUM_SMALL + 1, NUM_SMALL + NUM_LARGE + 2))
     return _line(small / 2, large / 2, LARGE_BYTES)
 
 
-def _round_trip(ranks: Ranks, starts: bool, peer: int, num_bytes: int, times: int) -> float:
-    """Median seconds of a message there and back."""
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
+def _round_trip(transport: Transport, starts: bool, peer: int, num_bytes: int, tags: Sequence[int]) -> float:
+    """Seconds of a message there and back, of the faster half of them: neighbours come and go within a link, too."""
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device) for _ in range(2))
     found = []
-    for _ in range(times + 1):
+    for tag in tags:
+        message = Message(peer, tag, ())
         start = time.perf_counter()
-        for send in (starts, not starts):
-            dist.send(message, peer) if send else dist.recv(message, peer)
-        _finish(ranks)
+        if starts:
+            transport.send(sent, message)
+        transport.wait(transport.post(received, message, "a message of whale profile"))
+        if not starts:
+            transport.send(sent, message)
+        finish(transport.ranks.device)
         found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])  # the first opens the connection
-
-
-def _all_reduce(ranks: Ranks) -> Link:
-    """By what each device sends."""
-    seconds = []
-    for num_bytes, times in ((SMALL_BYTES, NUM_SMALL), (LARGE_BYTES, NUM_LARGE)):
-        tensor = torch.zeros(num_bytes // 4, device=ranks.device)
-        found = []
-        for _ in range(times + 1):
-            _together(ranks)
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            _finish(ranks)
-            found.append(time.perf_counter() - start)
-        seconds.append(statistics.median(found[1:]))
-    return _line(seconds[0], seconds[1], LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks)
+        transport.drain()
+    return sorted(found[1:])[len(found) // 4]  # the first opens the connection
 
 
 def _line(small_s: float, large_s: float, num_bytes: float) -> Link:

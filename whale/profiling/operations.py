@@ -13,33 +13,23 @@ the operation.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from whale.cluster.kinds import OperationPoint
 from whale.lowering.collectives import batch_norm_over_devices
 from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES
-from whale.profiling.steady import steady_seconds
+from whale.profiling.turns import Subject, finish, loop
 from whale.runtime.ranks import Ranks
 
-TURNS_S = 0.5
-"""how long the operations of one size and one kind of model take turns"""
-FEWEST_TURNS = 4
 OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", "max_pool2d", "relu", "sum"})
 """what networks with convolutions are made of; all other operations are those of transformers"""
-TURNS_TOGETHER = 11
-"""of operations in which ranks wait for each other"""
-ROUND_S = 0.02
-"""how long one round of a point is repeated"""
-NUM_ROUNDS = 3
 LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
 WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 8192)}
@@ -116,48 +106,54 @@ def _convolution(device: str, width: int) -> list[Trial]:
     ]
 
 
-def measure_operations(ranks: Ranks) -> tuple[OperationPoint, ...]:
-    """Every trial, forward and backward. All ranks call it and measure at the same time."""
-    points: list[OperationPoint] = []
+@dataclass(frozen=True)
+class Operations:
+    """Operations that are timed together, and what their times say."""
+
+    subject: Subject
+    points: Callable[[Sequence[float]], list[OperationPoint]]
+    """from the seconds of each piece of the subject"""
+
+
+def operations_of(ranks: Ranks) -> list[Operations]:
+    """Every trial, forward and backward."""
+    found: list[Operations] = []
     for width in WIDTHS[torch.device(ranks.device).type]:
         chosen = trials(ranks.device, width)
-        if ranks.device == "cpu":
-            points += _in_turns([trial for trial in chosen if trial.name not in OF_CONVOLUTIONS], ranks)
-            points += _in_turns([trial for trial in chosen if trial.name in OF_CONVOLUTIONS], ranks)
-        else:
-            points += _alone(chosen, ranks)
+        for is_convolutional in (False, True):
+            found.append(_model([trial for trial in chosen if (trial.name in OF_CONVOLUTIONS) is is_convolutional], ranks))
         if ranks.is_distributed:
-            points.append(_over_devices(chosen, ranks))
-    return tuple(points)
+            found.append(_over_devices(chosen, ranks))
+    return found
 
 
-def _in_turns(chosen: Sequence[Trial], ranks: Ranks) -> list[OperationPoint]:
-    """Medians of each operation, all stretched by what whole turns take in the long run: a busy neighbour takes the core for a few
-    milliseconds now and then, which no single operation shows."""
+def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
+    """Operations of one kind of model at one size: in turns on a CPU; each by itself on a device that is given work ahead of time."""
     leaf = _leaf(ranks.device, 1)
     chosen = [*chosen, *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS))]
     gradients = [torch.ones_like(trial.run()) for trial in chosen]
-    _turn(chosen, gradients)  # warm
-    _together(ranks)
-    turns: list[tuple[list[float], list[float]]] = []
-    begin = time.perf_counter()
-    while len(turns) < FEWEST_TURNS or time.perf_counter() - begin < TURNS_S:  # a slow rank is not waited for: all go on computing
-        turns.append(_turn(chosen, gradients))
-    forward, backward = ([statistics.median(turn[side][place] for turn in turns) for place in range(len(chosen))] for side in (0, 1))
-    stretch = steady_seconds([sum(turn[0]) + sum(turn[1]) for turn in turns]) / (sum(forward) + sum(backward))
-    start_s = _start_s(*backward[-2:])
-    return [
-        OperationPoint(trial.name, trial.work, stretch * forward[place], stretch * max(LEAST_S, backward[place] - start_s))
-        for place, trial in enumerate(chosen[:-2])
-    ]
+
+    def points(seconds: Sequence[float]) -> list[OperationPoint]:
+        forward, backward = seconds[: len(chosen)], seconds[len(chosen) :]
+        start_s = _start_s(*backward[-2:])
+        return [
+            OperationPoint(trial.name, trial.work, forward[place], max(LEAST_S, backward[place] - start_s))
+            for place, trial in enumerate(chosen[:-2])
+        ]
+
+    if ranks.device == "cpu":
+        return Operations(Subject(partial(_turn, chosen, gradients)), points)
+    each = [loop(trial.run, ranks) for trial in chosen]
+    each += [loop(_backward(trial, gradient), ranks) for trial, gradient in zip(chosen, gradients, strict=True)]
+    return Operations(Subject(lambda: [seconds for subject in each for seconds in subject.turn()]), points)
 
 
-def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "cpu") -> tuple[list[float], list[float]]:
+def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "cpu") -> list[float]:
     """Seconds of each forward and of each backward. Results and gradients stay until the end, as in a step."""
     results, kept = [], []
 
     def now() -> float:
-        _finish(device)
+        finish(device)
         return time.perf_counter()
 
     forward, backward = [0.0] * len(chosen), [0.0] * len(chosen)
@@ -170,10 +166,10 @@ def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "c
         kept.append(torch.autograd.grad(results[place], chosen[place].inputs, gradients[place]))
         backward[place] = now() - start
         results.pop()
-    return forward, backward
+    return forward + backward
 
 
-def _over_devices(chosen: Sequence[Trial], ranks: Ranks) -> OperationPoint:
+def _over_devices(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
     """Batch norm with the statistics of all ranks, between other operations: waiting for each other is part of it."""
     by_name = {trial.name: trial for trial in chosen}
     norm = by_name["batch_norm"]
@@ -182,20 +178,11 @@ def _over_devices(chosen: Sequence[Trial], ranks: Ranks) -> OperationPoint:
     run = partial(batch_norm_over_devices, x, scale, shift, mean, variance, momentum=0.1, eps=1e-5, group=None)
     some = [by_name["conv2d"], replace(norm, name=BATCH_NORM_OVER_DEVICES, run=run), by_name["relu"]]
     gradients = [torch.ones_like(trial.run()) for trial in some]
-    turns = [_turn(some, gradients, ranks.device) for _ in range(TURNS_TOGETHER + 1)][1:]  # the first is warm-up
-    return OperationPoint(
-        BATCH_NORM_OVER_DEVICES, norm.work, *(statistics.median(turn[side][1] for turn in turns) for side in (0, 1))
-    )
 
+    def points(seconds: Sequence[float]) -> list[OperationPoint]:
+        return [OperationPoint(BATCH_NORM_OVER_DEVICES, norm.work, seconds[1], seconds[len(some) + 1])]
 
-def _alone(chosen: Sequence[Trial], ranks: Ranks) -> list[OperationPoint]:
-    """Each in a loop, for devices that are given work ahead of time."""
-    leaf = _leaf(ranks.device, 1)
-    start_s = _start_s(*(_backward_s(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)), ranks) for length in (1, MANY_VIEWS)))
-    return [
-        OperationPoint(trial.name, trial.work, _typical(trial.run, ranks), max(LEAST_S, _backward_s(trial, ranks) - start_s))
-        for trial in chosen
-    ]
+    return Operations(Subject(partial(_turn, some, gradients, ranks.device), is_together=True), points)
 
 
 def _chain(leaf: Tensor, length: int) -> Tensor:
@@ -209,42 +196,7 @@ def _start_s(one: float, many: float) -> float:
     return max(0.0, one - max(0.0, many - one) / (MANY_VIEWS - 1))
 
 
-def _backward_s(trial: Trial, ranks: Ranks) -> float:
+def _backward(trial: Trial, gradient: Tensor) -> Callable[[], object]:
+    """The backward of one forward, as often as one likes."""
     result = trial.run()
-    gradient = torch.ones_like(result)
-
-    def run() -> object:
-        return torch.autograd.grad(result, trial.inputs, gradient, retain_graph=True)
-
-    return _typical(run, ranks)
-
-
-def _typical(run: Callable[[], object], ranks: Ranks) -> float:
-    """Seconds of one call: the median of several rounds."""
-    run()  # warm
-    _together(ranks)
-    return statistics.median(_round(run, ranks.device) for _ in range(NUM_ROUNDS))
-
-
-def _round(run: Callable[[], object], device: str) -> float:
-    _finish(device)
-    start, number, calls = time.perf_counter(), 0, 1
-    while True:
-        for _ in range(calls):
-            run()
-        number += calls
-        _finish(device)
-        passed = time.perf_counter() - start
-        if passed > ROUND_S:
-            return passed / number
-        calls = 2 * calls  # looking at the clock, and at a device, takes time as well
-
-
-def _finish(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def _together(ranks: Ranks) -> None:
-    if ranks.is_distributed:
-        dist.barrier()
+    return lambda: torch.autograd.grad(result, trial.inputs, gradient, retain_graph=True)
