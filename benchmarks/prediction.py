@@ -1,10 +1,9 @@
 """Predicted against measured: step time and peak memory of 2 CPU ranks, over models and plans.
 
-`whale profile` runs in the same processes, on the same two cores, before every case and after it: the speed of a shared machine moves by
-10 to 20 % within minutes. The plan is made for what was measured before, and run; the same model is planned once more for what was
-measured after.
+`whale profile` runs in the same processes, on the same two cores; then each plan is made for what it found, and run.
 
-    step     median of quiet rounds, barrier to barrier, against the mean of `wh.simulate(plan).step_s` of the two plans
+    step     median of the steps that fell into fast moments (`speed.py`), against `wh.simulate(plan).step_s`. Other guests of the processor
+             make a core up to twice as slow for seconds: what `whale profile` measures then does not count either
     memory   largest sum of live bytes in torch's allocator during a step, from the profiler's own memory events (`Total Allocated`),
              which are recorded from before the engine is made, against the simulated peak of that rank
 """
@@ -17,6 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,15 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
-from benchmarks.side_by_side import Side, alternate, run_ranks, say, wait_for_quiet
+from benchmarks.side_by_side import run_ranks, say
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.profiling.measure import measure
+from whale.profiling.turns import STRETCH_S, typical
 from whale.runtime.ranks import Ranks
 
-ROUNDS, STEPS, LIMIT_S = 6, 3, 20.0
-"""quiet rounds, steps in a round, seconds for each case at most"""
+STEPS_S = 15.0
+"""of steps, for each case"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 MARK = "measured step"
 LENGTH = 64
@@ -99,8 +100,8 @@ CASES = (
 class Found:
     """Of one case."""
 
-    predicted_s: tuple[float, float]
-    """of a step, by what was measured before the steps and after them"""
+    predicted_s: float
+    """of a step"""
     measured_s: float
     predicted_bytes: list[float]
     """by rank"""
@@ -109,7 +110,7 @@ class Found:
     @property
     def step(self) -> float:
         """predicted / measured"""
-        return statistics.fmean(self.predicted_s) / self.measured_s
+        return self.predicted_s / self.measured_s
 
     @property
     def memory(self) -> list[float]:
@@ -120,15 +121,15 @@ def make_optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-4)
 
 
-def measure_case(case: Case, before: wh.Cluster, measure_again: Callable[[], wh.Cluster]) -> tuple[Found, wh.Cluster]:
-    """Also gives what `measure_again` found."""
+def measure_case(case: Case, cluster: wh.Cluster) -> Found:
+    """Runs the plan for what was measured."""
     torch.manual_seed(0)
     gc.collect()  # what is left of the case before must not be freed while this one is recorded
     wh.init({**case.config, "check_capture": False})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         batch = {name: tensor.clone() for name, tensor in case.batch().items()}  # in torch's memory, wherever it came from
         model = case.build()
-        engine = wh.parallelize(model, batch, optimizer=make_optimizer, cluster=before)
+        engine = wh.parallelize(model, batch, optimizer=make_optimizer, cluster=cluster)
         del model
         for _ in range(2):
             engine.step(batch)
@@ -136,13 +137,29 @@ def measure_case(case: Case, before: wh.Cluster, measure_again: Callable[[], wh.
             engine.step(batch)
     live: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(live, peak_bytes(watched))
-    times = alternate([Side(case.name, lambda step: engine.step(batch))], ROUNDS, STEPS, LIMIT_S, warm_up=1)
+    measured_s, slow_s = step_seconds(lambda: engine.step(batch))
+    say(f"{case.name}: {measured_s * 1e3:.1f} ms, median of all {slow_s * 1e3:.1f} ms")
     timeline = wh.simulate(engine.plan)
     engine.close()
-    after = measure_again()
-    again = wh.simulate(wh.plan(case.build(), batch, cluster=after, config=wh.Config(case.config), optimizer=make_optimizer))
-    predicted_bytes = [device.peak_total_bytes for device in timeline.devices]
-    return Found((timeline.step_s, again.step_s), times.median(case.name), predicted_bytes, live), after
+    return Found(timeline.step_s, measured_s, [device.peak_total_bytes for device in timeline.devices], live)
+
+
+def step_seconds(step: Callable[[], object]) -> tuple[float, float]:
+    """Of the slowest rank: as `whale profile` would time it, and the median of all steps."""
+    stretches: list[list[list[float]]] = [[]]
+    passed_s = 0.0
+    while passed_s < STEPS_S:
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        passed_s += float(slowest)
+        stretches[-1].append([float(slowest)])
+        if sum(seconds for (seconds,) in stretches[-1]) >= STRETCH_S:
+            stretches.append([])
+    (found,) = typical(stretches[:-1])
+    return found, statistics.median(seconds for stretch in stretches for (seconds,) in stretch)
 
 
 def peak_bytes(watched: profile) -> float:
@@ -162,19 +179,14 @@ def run() -> list[Found]:
     """On every rank."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # by which devices of the cluster are matched
     ranks = Ranks("cpu")
-
-    def calibrate() -> wh.Cluster:
-        wait_for_quiet()
-        return measure(ranks, lambda what: None)
-
-    cluster = calibrate()
+    begin = time.perf_counter()
+    cluster = measure(ranks, lambda what: say(f"{time.perf_counter() - begin:5.1f} s  {what}"))
     results = []
     for case in CASES:
-        found, cluster = measure_case(case, cluster, calibrate)
+        found = measure_case(case, cluster)
         results.append(found)
-        steps = " and ".join(f"{seconds * 1e3:.1f}" for seconds in found.predicted_s)
         memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(found.predicted_bytes, found.measured_bytes, strict=True))
-        say(f"{case.name}: step {steps} / {found.measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
+        say(f"{case.name}: step {found.predicted_s * 1e3:.1f} / {found.measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
     return results
 
 
@@ -183,7 +195,7 @@ def main() -> None:
     print(f"{'case':<40}{'step ms':>9}{'measured':>10}{'ratio':>8}{'memory MB':>22}{'measured':>18}{'ratio':>14}")
     details, margins = {}, []
     for case, found in zip(CASES, results, strict=True):
-        step, memory, step_ms = found.step, found.memory, statistics.fmean(found.predicted_s) * 1e3
+        step, memory, step_ms = found.step, found.memory, found.predicted_s * 1e3
         shown = ["  ".join(f"{value / 1e6:.1f}" for value in values) for values in (found.predicted_bytes, found.measured_bytes)]
         ratios = "  ".join(f"{ratio:.3f}" for ratio in memory)
         print(f"{case.name:<40}{step_ms:>9.1f}{found.measured_s * 1e3:>10.1f}{step:>8.3f}{shown[0]:>22}{shown[1]:>18}{ratios:>14}")

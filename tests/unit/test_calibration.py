@@ -103,7 +103,8 @@ def test_measured_operations_survive_the_cluster_file() -> None:
 
 def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
-    monkeypatch.setattr(turns, "PASS_S", 1e-3)
+    monkeypatch.setattr(turns, "STRETCH_S", 1e-3)
+    monkeypatch.setattr(turns, "MOST_S", 0.0)
     subjects = operations.operations_of(Ranks("cpu"))
     seconds = turns.take_turns({number: each.subject for number, each in enumerate(subjects)}, Ranks("cpu"), lambda what: None)
     points = [point for number, each in enumerate(subjects) for point in each.points(seconds[number])]
@@ -129,21 +130,31 @@ def test_plans_of_measured_devices_take_their_times() -> None:
 
 
 def test_a_neighbour_that_stays_counts_and_one_that_passes_by_does_not() -> None:
-    def one(*passes: list[float]) -> float:
+    def one(*stretches: list[float]) -> float:
         """Of a subject with one piece."""
-        (seconds,) = turns.typical([[[each] for each in taken] for taken in passes])
+        (seconds,) = turns.typical([[[each] for each in taken] for taken in stretches])
         return seconds
 
-    alone, slow = [1e-3] * 100, [2e-3] * 50
-    assert one(alone) == pytest.approx(1e-3)
-    assert one(slow, slow, alone, slow) == pytest.approx(1e-3)  # of another guest of the processor, most of the time
+    alone, slow = [1e-3] * 60, [2e-3] * 30
+    assert one(slow, alone, slow, slow, alone, slow, alone, slow) == pytest.approx(1e-3)  # another guest of the processor
     # every tenth call loses the core for 10 ms: twice the time in the long run, which no median of single calls shows
-    assert one(*[[1.1e-2 if i % 10 == 5 else 1e-3 for i in range(100)]] * 3) == pytest.approx(2e-3, rel=0.1)
-    assert one([*alone, *[1e-2] * 30, *alone]) == pytest.approx(1e-3)  # 300 ms of another job
-    assert one([1e-3, 3e-3]) == pytest.approx(2e-3)  # too short for a stretch
+    assert one(*[[1.1e-2 if i % 10 == 5 else 1e-3 for i in range(60)]] * 4) == pytest.approx(2e-3)
 
 
 def test_what_a_neighbour_takes_is_shared_by_all_pieces_of_a_turn() -> None:
     """A turn of 1 + 3 ms that loses the core for 4 ms in every second turn, in one piece or the other."""
-    taken = [[1e-3, 3e-3], [5e-3, 3e-3], [1e-3, 3e-3], [1e-3, 7e-3]] * 10
-    assert turns.typical([taken]) == pytest.approx([1.5e-3, 4.5e-3], rel=0.05)
+    taken = [[1e-3, 3e-3], [5e-3, 3e-3], [1e-3, 3e-3], [1e-3, 7e-3]] * 4
+    assert turns.typical([taken]) == pytest.approx([1.5e-3, 4.5e-3])
+
+
+@pytest.mark.parametrize(
+    ("num_slow", "passes"),
+    [(0, 6), (3, 10), (12, 6)],
+    ids=["always fast", "fast after three passes", "fast after twelve passes, which nobody can know"],
+)
+def test_passes_end_when_nothing_gets_faster(num_slow: int, passes: int) -> None:
+    """Each pass takes four turns of a second; a slow core takes two."""
+    seconds = iter([2.0] * (1 + 4 * num_slow) + [1.0] * 100)
+    said: list[str] = []
+    turns.take_turns({"one": turns.Subject(lambda: [next(seconds)], is_together=True)}, Ranks("cpu"), said.append)
+    assert len(said) == passes

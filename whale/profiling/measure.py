@@ -38,7 +38,7 @@ SIZES = {"cpu": (64, 256, 768), "cuda": (512, 2048, 8192)}
 MEASURED_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": DTYPES}
 """float16 products on a CPU are no way to train"""
 LONGEST_CALL_S = 0.1
-"""a size that takes longer for one product is left out: the smaller ones tell enough of so slow a dtype"""
+"""a size that would take longer for one product is left out: the smaller ones tell enough of so slow a dtype"""
 COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 """larger than any cache"""
 SMALL_BYTES, LARGE_BYTES = 8, 8 * 2**20
@@ -84,18 +84,14 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     """Of this rank, while all ranks do the same: what a busy neighbour takes away belongs to it."""
     device_type = torch.device(ranks.device).type
     progress("making ready")
-    products = {(dtype, size): _product(ranks, dtype, size) for dtype in MEASURED_DTYPES[device_type] for size in SIZES[device_type]}
-    slowest = {key: max(ranks.gather(subject.turn()[0])) for key, subject in products.items()}  # all ranks leave the same ones out
+    products = _products(ranks)
     operations = [*operations_of(ranks), *updates_of(ranks)]
-    subjects: dict[Hashable, Subject] = {key: subject for key, subject in products.items() if slowest[key] <= LONGEST_CALL_S}
-    subjects |= {"copy": _copy(ranks, COPIED_BYTES[device_type])}
+    subjects: dict[Hashable, Subject] = {**products, "copy": _copy(ranks, COPIED_BYTES[device_type])}
     subjects |= {number: each.subject for number, each in enumerate(operations)}
     if transport is not None:
         subjects |= {"small sum": _sum(transport, SMALL_BYTES), "large sum": _sum(transport, LARGE_BYTES)}
     seconds = take_turns(subjects, ranks, progress)
-    points = [
-        MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products if (dtype, size) in seconds
-    ]
+    points = [MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products]
     rates = {point.dtype: point.flop_per_s for point in points}  # the last, which is the largest size
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
     kind = replace(
@@ -111,6 +107,20 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     )
     sums = (seconds["small sum"][0], seconds["large sum"][0]) if transport is not None else (0.0, 0.0)
     return Figures(this_place(), kind, *sums)
+
+
+def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
+    """By dtype and size, smaller ones first."""
+    found = {}
+    device_type = torch.device(ranks.device).type
+    for dtype in MEASURED_DTYPES[device_type]:
+        rate = float("inf")
+        for size in SIZES[device_type]:
+            if 2.0 * size**3 / rate > LONGEST_CALL_S:
+                break
+            found[dtype, size] = _product(ranks, dtype, size)
+            rate = 2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))  # of the slowest, so that all go on or none
+    return found
 
 
 def _product(ranks: Ranks, dtype: str, size: int) -> Subject:

@@ -30,6 +30,7 @@ from whale.runtime.ranks import Ranks
 
 OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", "max_pool2d", "relu", "sum"})
 """what networks with convolutions are made of; all other operations are those of transformers"""
+LARGE_WIDTH, LONG = 1024, frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
 WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 8192)}
@@ -120,11 +121,18 @@ def operations_of(ranks: Ranks) -> list[Operations]:
     found: list[Operations] = []
     for width in WIDTHS[torch.device(ranks.device).type]:
         chosen = trials(ranks.device, width)
-        for is_convolutional in (False, True):
-            found.append(_model([trial for trial in chosen if (trial.name in OF_CONVOLUTIONS) is is_convolutional], ranks))
+        found += [_model(some, ranks) for some in _models(chosen, width)]
         if ranks.is_distributed:
             found.append(_over_devices(chosen, ranks))
     return found
+
+
+def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
+    """What takes turns. Large operations find nothing in the caches anyway: their long ones go alone, so that a stretch stays short."""
+    alone = [trial for trial in chosen if width >= LARGE_WIDTH and trial.name in LONG]
+    others = [trial for trial in chosen if trial not in alone]
+    models = [[trial for trial in others if (trial.name in OF_CONVOLUTIONS) is is_convolutional] for is_convolutional in (False, True)]
+    return [*models, *([trial] for trial in alone)]
 
 
 def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:

@@ -3,18 +3,18 @@
 A neighbour that no process here can see, such as another guest of the same processor, makes a core up to twice as slow, for a second or
 for ten. What is timed in that second cannot be compared with what is timed in the next. So all subjects take turns, in several passes,
 
-    pass 0:  a a a  b b b  c c c        pass 1:  a a a  b b b  c c c        ...
+    pass 1:  a a a  b b b  c c c        pass 2:  a a a  b b b  c c c        ...
 
-and only the fastest stretches of each count: those in which the core was its own. A stretch is long against the milliseconds for which
-the system gives a core to one of several processes. So whatever runs on the core all the time is in every stretch, and does count.
+until nothing gets faster any more, and the fastest stretches of each count: those in which the core was its own. A stretch is long
+against the milliseconds for which the system gives a core to one of several processes. So whatever runs on the core all the time is in
+every stretch, and does count.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,16 +23,18 @@ import torch.distributed as dist
 
 from whale.runtime.ranks import Ranks
 
-NUM_PASSES = 6
-PASS_S = 0.1
-"""how long each subject takes turns in a pass; one turn at least"""
+FEWEST_PASSES, MOST_S = 6, 45.0
+NUM_FASTEST = 3
+"""stretches of each subject that count"""
+FASTER, NUM_IN_VAIN = 0.01, 4
+"""so many passes in a row that make nothing faster by more than this part are the last ones"""
+STRETCH_S = 0.06
+"""how long a subject takes turns in a pass; one turn at least"""
 TURNS_TOGETHER = 4
 """in a pass, of what ranks do together"""
-STRETCH_S = 0.05
-FASTEST = 0.25
-"""this part of the stretches counts"""
 
 Turn = Sequence[float]
+Stretch = Sequence[Turn]
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -50,55 +52,44 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
     """Typical seconds of each piece of each subject. All ranks call it with the same subjects, and do each of them at the same time."""
     for subject in subjects.values():
         subject.turn()  # warm
-    passes: dict[Key, list[list[Turn]]] = {key: [] for key in subjects}
-    for number in range(NUM_PASSES):
-        progress(f"pass {number + 1} of {NUM_PASSES} over {len(subjects)} kinds of work")
+    taken: dict[Key, list[Stretch]] = {key: [] for key in subjects}
+    totals: list[float] = []
+    begin, goes_on = time.perf_counter(), True
+    while goes_on:
+        progress(f"pass {len(totals) + 1} over {len(subjects)} kinds of work")
         for key, subject in subjects.items():
             if ranks.is_distributed:
                 dist.barrier()
-            passes[key].append(_one_pass(subject))
-    return {key: typical(found) for key, found in passes.items()}
+            taken[key].append(_stretch(subject))
+        totals.append(sum(sum(typical(found)) for found in taken.values()))
+        goes_on = ranks.from_first(time.perf_counter() - begin < MOST_S) and any(ranks.gather(_may_be_faster(totals)))
+    return {key: typical(found) for key, found in taken.items()}
 
 
-def _one_pass(subject: Subject) -> list[Turn]:
-    if subject.is_together:
-        return [subject.turn() for _ in range(TURNS_TOGETHER)]
-    turns: list[Turn] = []
-    begin = time.perf_counter()
-    while not turns or time.perf_counter() - begin < PASS_S:  # a slow rank is not waited for: all go on computing
+def _stretch(subject: Subject) -> Stretch:
+    begin, turns = time.perf_counter(), [subject.turn()]
+    # a slow rank is not waited for: all go on computing
+    while len(turns) < TURNS_TOGETHER if subject.is_together else time.perf_counter() - begin < STRETCH_S:
         turns.append(subject.turn())
     return turns
 
 
-def typical(passes: Sequence[Sequence[Turn]]) -> list[float]:
-    """Seconds of each piece: medians over the fastest stretches, stretched to what a turn takes there on average.
+def _may_be_faster(totals: Sequence[float]) -> bool:
+    """Typical seconds of all subjects after each pass: whether another pass may help."""
+    last = max(FEWEST_PASSES, 1 + NUM_IN_VAIN)
+    return len(totals) < last or totals[-1] < (1 - FASTER) * totals[-1 - NUM_IN_VAIN]
+
+
+def typical(stretches: Sequence[Stretch]) -> list[float]:
+    """Seconds of each piece: medians over the fastest stretches, made as long as their turns are on average.
 
     A process that shares the core takes it for a few milliseconds now and then, which a median of short pieces does not show.
     """
-    stretches = sorted((stretch for turns in passes for stretch in _stretches(turns)), key=_mean_s)
-    chosen = [turn for stretch in stretches[: math.ceil(FASTEST * len(stretches))] for turn in stretch]
-    medians = [statistics.median(piece) for piece in zip(*chosen, strict=True)]
-    factor = _mean_s(chosen) / sum(medians)
+    fastest = sorted(stretches, key=lambda stretch: statistics.fmean(sum(turn) for turn in stretch))[:NUM_FASTEST]
+    turns = [turn for stretch in fastest for turn in stretch]
+    medians = [statistics.median(piece) for piece in zip(*turns, strict=True)]
+    factor = statistics.fmean(sum(turn) for turn in turns) / sum(medians)
     return [factor * seconds for seconds in medians]
-
-
-def _stretches(turns: Sequence[Turn]) -> Iterator[Sequence[Turn]]:
-    """The turns of one pass in pieces of STRETCH_S at least; what is left at the end belongs to the last of them."""
-    begin, passed, found = 0, 0.0, []
-    for place, turn in enumerate(turns):
-        passed += sum(turn)
-        if passed >= STRETCH_S:
-            found.append(turns[begin : place + 1])
-            begin, passed = place + 1, 0.0
-    if not found:
-        yield turns
-        return
-    yield from found[:-1]
-    yield [*found[-1], *turns[begin:]]
-
-
-def _mean_s(turns: Sequence[Turn]) -> float:
-    return statistics.fmean(sum(turn) for turn in turns)
 
 
 # ---- subjects that are one call
