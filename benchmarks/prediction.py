@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 import whale as wh
 from benchmarks import gpt2
 from benchmarks.side_by_side import run_ranks, say
+from benchmarks.speed import NEARLY, Speed
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
@@ -42,8 +43,10 @@ from whale.profiling.measure import measure
 from whale.profiling.turns import STRETCH_S, typical
 from whale.runtime.ranks import Ranks
 
-STEPS_S = 15.0
-"""of steps, for each case"""
+STEPS_S = 170.0
+"""of steps, for all cases together, at most"""
+NUM_FAST = 8
+"""steps of a case at fast moments (`speed.py`) are enough"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 MARK = "measured step"
 LENGTH = 64
@@ -121,7 +124,7 @@ def make_optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-4)
 
 
-def measure_case(case: Case, cluster: wh.Cluster) -> Found:
+def measure_case(case: Case, cluster: wh.Cluster, speed: Speed, limit_s: float) -> Found:
     """Runs the plan for what was measured."""
     torch.manual_seed(0)
     gc.collect()  # what is left of the case before must not be freed while this one is recorded
@@ -137,29 +140,34 @@ def measure_case(case: Case, cluster: wh.Cluster) -> Found:
             engine.step(batch)
     live: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(live, peak_bytes(watched))
-    measured_s, slow_s = step_seconds(lambda: engine.step(batch))
-    say(f"{case.name}: {measured_s * 1e3:.1f} ms, median of all {slow_s * 1e3:.1f} ms")
+    measured_s = step_seconds(case.name, lambda: engine.step(batch), speed, limit_s)
     timeline = wh.simulate(engine.plan)
     engine.close()
     return Found(timeline.step_s, measured_s, [device.peak_total_bytes for device in timeline.devices], live)
 
 
-def step_seconds(step: Callable[[], object]) -> tuple[float, float]:
-    """Of the slowest rank: as `whale profile` would time it, and the median of all steps."""
+def step_seconds(name: str, step: Callable[[], object], speed: Speed, limit_s: float) -> float:
+    """Of the slowest rank, as `whale profile` would time it: the fastest stretches count. Goes on until some moments were fast."""
     stretches: list[list[list[float]]] = [[]]
-    passed_s = 0.0
-    while passed_s < STEPS_S:
+    looks, num_fast, begin, passed_s = [speed.look()], 0, time.perf_counter(), 0.0
+    while passed_s < limit_s and num_fast < NUM_FAST:
         dist.barrier()
         start = time.perf_counter()
         step()
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        took_s = time.perf_counter() - start
+        looks.append(speed.look())
+        slowest = torch.tensor([took_s, time.perf_counter() - begin, speed.slowness(max(looks[-2:]))], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        passed_s += float(slowest)
-        stretches[-1].append([float(slowest)])
+        took_s, passed_s, slowness = (float(value) for value in slowest)
+        num_fast += slowness <= NEARLY
+        stretches[-1].append([took_s])
         if sum(seconds for (seconds,) in stretches[-1]) >= STRETCH_S:
             stretches.append([])
-    (found,) = typical(stretches[:-1])
-    return found, statistics.median(seconds for stretch in stretches for (seconds,) in stretch)
+    (found,) = typical([stretch for stretch in stretches if stretch])
+    every = [seconds for stretch in stretches for (seconds,) in stretch]
+    median_s = statistics.median(every)
+    say(f"{name}: {num_fast} of {len(every)} steps at a fast moment, {found * 1e3:.1f} ms; median of all steps {median_s * 1e3:.1f} ms")
+    return found
 
 
 def peak_bytes(watched: profile) -> float:
@@ -182,8 +190,11 @@ def run() -> list[Found]:
     begin = time.perf_counter()
     cluster = measure(ranks, lambda what: say(f"{time.perf_counter() - begin:5.1f} s  {what}"))
     results = []
-    for case in CASES:
-        found = measure_case(case, cluster)
+    speed, left_s = Speed(), STEPS_S
+    for place, case in enumerate(CASES):
+        begin = time.perf_counter()
+        found = measure_case(case, cluster, speed, left_s / (len(CASES) - place))
+        left_s -= ranks.from_first(time.perf_counter() - begin)
         results.append(found)
         memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(found.predicted_bytes, found.measured_bytes, strict=True))
         say(f"{case.name}: step {found.predicted_s * 1e3:.1f} / {found.measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
