@@ -12,9 +12,7 @@ from torch import Tensor
 
 from whale.lowering.exchange import Groups, as_bytes, sent
 from whale.sharding.grid import Grid
-
-DIRECT_UP_TO_BYTES = 1 << 20
-"""up to here everyone sends everything to everyone and adds up itself: one hop instead of 2 (g - 1) (research/tensor3d.md 4.3)"""
+from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
 
 
 @dataclass(frozen=True)
