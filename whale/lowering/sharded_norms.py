@@ -26,8 +26,8 @@ def layer_norm(x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | N
 
 
 def rms_norm(x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line) -> Tensor:
-    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype, as in torch."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype in which sums are made, as in torch."""
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
     result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, line)  # type: ignore[no-untyped-call]
     return result
 
