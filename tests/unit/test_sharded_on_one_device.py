@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.fx import Graph
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 from whale.compat import fake_mode
 from whale.lowering.communication import RealCommunication
@@ -20,6 +21,8 @@ from whale.sharding.emit import Special
 from whale.sharding.exchange_steps import ExchangePlan
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, whole
+from whale.sharding.local import local_call
+from whale.sharding.operation import Shapes
 
 ALONE = Line(1, 0, None)
 FIRST, HERE, NUM_CLASSES = 2, 3, 7
@@ -104,3 +107,16 @@ def test_a_loss_is_not_rounded_under_autocast() -> None:
         results.append((loss, *torch.autograd.grad(loss / 3, [x])))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_a_mean_loss_divides_by_what_its_tensors_give_together() -> None:
+    """A target wider than the input: a sum on each device, divided by the number of all differences."""
+    x, y = torch.randn(4, 1), torch.randn(4, 6)
+    captured, local = Graph(), Graph()
+    sources = captured.placeholder("x"), captured.placeholder("y")
+    for source, value in zip(sources, (x, y), strict=True):
+        source.meta["val"] = value
+    node = captured.call_function(torch.ops.aten.mse_loss.default, sources)
+    given = local.placeholder("x"), local.placeholder("y")
+    local.output(local_call(local, node, (given, {}), None, Shapes(sympy.Symbol("samples"))))
+    torch.testing.assert_close(GraphModule(nn.Module(), local)(x, y), F.mse_loss(x.expand(4, 6), y))
