@@ -7,7 +7,7 @@ On a line of g devices, with r rows on each of them (of batch norm: r channels, 
     softmax         gathers 2 r          backward sums r
     cross_entropy   gathers 2 r; with class weights or probabilities 3 r + 1                                                        (1)
     argmax          gathers r, and r indices
-    batch_norm      sums r + 1, then r   backward the same
+    batch_norm      sums r + 1, then r   backward sums 2 r
 
 What is gathered goes to each of the others. A small sum is gathered, too, and added up by everyone; a large one goes around in a ring.
 The operations themselves: lowering/sharded_norms.py, lowering/sharded_vocabulary.py.
@@ -55,7 +55,7 @@ def told(op: Operation, local: str, num_rows: float, has_backward: bool) -> list
     if local == "softmax":
         forward, backward = [Told(2 * row, False)], [Told(row, True)]
     elif local == "batch norm":
-        forward = backward = [Told(row + size, True), Told(row, True)]
+        forward, backward = [Told(row + size, True), Told(row, True)], [Told(2 * row, True)]
     elif op.name == "rms_norm":
         forward, backward = [Told(row + size, True)], [Told(row, True)]
     else:
