@@ -122,6 +122,23 @@ def even_collectives(groups: Groups) -> Iterator[str]:
                     yield f"{name} over {axes} of dim {dim}: {step.pattern}"
 
 
+def types_of_tensors(groups: Groups) -> str:
+    """What is only moved may have any type, those that gloo does not know as well; small integers also where their largest is sought."""
+    grid, place, wrong = Grid(2, 2, 2), dist.get_rank(), []
+    same = whole([Cut(4), Cut(6)])
+    rows, columns = (replace(same, axes=axes) for axes in ((("x", "y"), ()), ((), ("x",))))
+    value = np.random.default_rng(3).integers(0, 2, same.shape)
+    line = ops.Line.of(grid, place, ("x",), groups)
+    for dtype in (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
+        for target in (columns, same):
+            parts = (torch.from_numpy(local_parts(value, layout, grid)[place]).to(dtype) for layout in (rows, target))
+            found, expected = exchange(next(parts), plan_exchange(rows, target, grid, place), groups), next(parts)
+            if found.dtype != dtype or not torch.equal(found.to(torch.complex64), expected.to(torch.complex64)):
+                wrong.append(f"{dtype} to {target.axes}")
+    best = ops.argmax(torch.from_numpy(local_parts(value, columns, grid)[place]).to(torch.int16), 1, False, 3 * line.index, line)
+    return "; ".join(wrong + ["int16: argmax"] * (best.tolist() != value.argmax(1).tolist()))
+
+
 def same_bits(groups: Groups) -> float:
     """Sums of floating-point numbers are equal to the bit wherever the layout says that they are the same; and two may be under way."""
     grid = Grid(2, 2, 2)

@@ -51,16 +51,25 @@ class Answers(nn.Module):
             return logits, None, (hidden.T, [logits.argmax(-1), x])
         if self.form == "dict":
             return {"loss": loss, "logits": logits, "none": None, "nested": {"hidden": hidden, "scale": self.second.weight * 2}}
+        if self.form == "over all samples":
+            return self.over_all_samples(x, hidden, logits, labels, loss)
         if self.form == "named tuple":
             return Pair(logits, hidden)
         return Answer(logits, hidden, None, loss)
 
+    def over_all_samples(self, x: Tensor, hidden: Tensor, logits: Tensor, labels: Tensor | None, loss: Tensor | None) -> dict[str, Any]:
+        """Values without a batch dim: sums, means and what is linear in them; of inputs only; part of the loss as well; with an addend."""
+        penalty = 0.1 * hidden.square().mean()
+        found = {"logits": logits, "loss": None if loss is None else loss + penalty, "penalty": penalty, "inputs": x.amax()}
+        found |= {"means": hidden.mean(0), "shifted": logits.sum() + self.second.bias.sum()}
+        return found if labels is None else found | {"right": (logits.argmax(-1) == labels).sum(), "labels": labels.sum()}
 
-FORMS = ("tensor", "tuple", "dict", "named tuple", "dataclass")
 
-HAVE_LOSS = ("dict", "dataclass")
+FORMS = ("tensor", "tuple", "dict", "named tuple", "dataclass", "over all samples")
 
-WITHOUT_LABELS = ("tensor", "dict")
+HAVE_LOSS = ("dict", "dataclass", "over all samples")
+
+WITHOUT_LABELS = ("tensor", "dict", "over all samples")
 
 """forms that are also asked for without labels: the loss is made by `loss=`, or by the model"""
 
@@ -75,7 +84,7 @@ def loss_of_output(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output if isinstance(output, Tensor) else output[0], batch["labels"])
 
 
-ON_REPLICAS = ("tuple", "dict")
+ON_REPLICAS = ("tuple", "dict", "over all samples")
 
 """forms that are also put together from 2 model replicas; the others from 2 stages"""
 
@@ -134,7 +143,8 @@ def test_evaluation_gives_the_local_outputs_in_sample_order(request: pytest.Fixt
     batch = make_batch(7)
     with torch.no_grad():
         expected, expected_without = model(**batch), model(x=batch["x"])
-        local_loss = expected["loss"] if form == "dict" else expected.loss if form == "dataclass" else loss_of_output(expected, batch)
+        own_loss = expected.get("loss") if isinstance(expected, dict) else getattr(expected, "loss", None)
+        local_loss = loss_of_output(expected, batch) if own_loss is None else own_loss
     for rank in evaluated:
         assert rank[form][0] == pytest.approx(local_loss.item(), rel=EXACT)
     torch.testing.assert_close(plain(outputs), plain(expected), rtol=EXACT, atol=EXACT)

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 def run_all() -> dict[str, float | str]:
     groups = cases.make_groups(cases.GRIDS)
     results: dict[str, float | str] = dict(cases.exchange_cases(groups))
+    results["types"] = cases.types_of_tensors(groups)
     results["same bits"] = cases.same_bits(groups)
     worst: dict[str, float] = defaultdict(float)
     families = (cases.norms, cases.softmaxes, cases.embeddings, cases.cross_entropies, products.experts)
@@ -31,7 +32,7 @@ def answers() -> list[dict[str, float | str]]:
     return run_ranks(run_all, cases.NUM_RANKS, timeout_s=100)
 
 
-@pytest.mark.parametrize("way", ["all_to_all", "peer_to_peer", "even_collectives"])
+@pytest.mark.parametrize("way", ["all_to_all", "peer_to_peer", "even_collectives", "types"])
 def test_exchanges_between_random_layouts(answers, way) -> None:
     assert [answer[way] for answer in answers] == [""] * cases.NUM_RANKS
 

@@ -86,7 +86,7 @@ class Net(nn.Module):
         logits = self.head(features)
         if labels is None:
             return {"logits": logits, "extra": self.extra(features)}
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "mean": logits.mean(0), "sum": labels.sum()}
 
 
 class Data(Dataset[dict[str, Tensor]]):
@@ -151,7 +151,7 @@ def test_loader_outputs_and_export_on_a_grid(tmp_path: Path) -> None:
     model.eval()
     expected = model(**data.batch(0, 7))
     assert ranks[0]["loss"] == pytest.approx(expected["loss"].item(), abs=1e-6)
-    assert torch.allclose(ranks[0]["outputs"]["logits"], expected["logits"], atol=1e-6)
+    assert all(torch.allclose(ranks[0]["outputs"][name], expected[name], atol=1e-6) for name in ("logits", "mean", "sum"))
     assert all(torch.allclose(ranks[0]["without labels"][name], tensor, atol=1e-6) for name, tensor in model(data.x[:3]).items())
     assert all(rank["loader"] == ranks[0]["loader"] and len(rank["loader"]) == NUM_SAMPLES // 8 for rank in ranks)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -197,7 +197,7 @@ def test_too_many_stages() -> None:
 
 def test_the_reason_has_the_numbers() -> None:
     reason = cut(np.array([1.0, 2.0, 4.0]), np.array([9.0, 0.5, 0.25]), 2).reason
-    assert "2 stages of 3 operations" in reason and "stage 1 (operations 2 to 2) with 4.25 s" in reason and "0.25 s in all" in reason
+    assert "2 stages of 3 operations" in reason and "stage 1 (operations 2 to 2) with 4.25 s" in reason and "250 ms in all" in reason
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,31 @@ def test_a_plain_pair_trains_as_locally() -> None:
     assert torch.allclose(outputs, local(x).detach(), rtol=1e-4, atol=1e-6)
 
 
+class OverSamples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits = self.layer(x)
+        return logits, logits.amax(0), logits.mean(0), logits - logits.mean(0)
+
+
+def test_outputs_that_parts_of_the_batch_do_not_give_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = x_and_y()
+    model = OverSamples()
+    wh.init({"num_micro_batch": 2})
+    engine = wh.parallelize(model, (x, y), loss=lambda output, batch: F.cross_entropy(output[0], batch[1]), optimizer=sgd)
+    outputs, _ = (engine.evaluate((x, y), outputs=True).outputs for _ in range(2))
+    with torch.no_grad():
+        logits, _, mean, _ = model(x)
+    assert outputs[1] is None
+    torch.testing.assert_close((outputs[0], outputs[2]), (logits, mean))
+    told = [record.message for record in caplog.records if "engine.evaluate" in record.message]
+    assert len(told) == 2 and "is None" in told[0] and "mixes samples" in told[1], "each once"
+    assert all("test_first_mistakes.py" in message for message in told)
+
+
 def test_a_misspelt_argument_is_refused() -> None:
     x, y = x_and_y()
     wh.init()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
+from whale.compat import fake_mode
+from whale.lowering.communication import RealCommunication
 from whale.lowering.lines import Line
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
 from whale.sharding.describe import layout_of
+from whale.sharding.emit import Special
 from whale.sharding.exchange_steps import ExchangePlan
+from whale.sharding.grid import Grid
+from whale.sharding.layout import Cut, whole
+from whale.sharding.local import local_call
+from whale.sharding.operation import Shapes
 
 ALONE = Line(1, 0, None)
 FIRST, HERE, NUM_CLASSES = 2, 3, 7
@@ -49,6 +60,38 @@ def test_a_linear_layer_under_autocast(keep: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+OPERATIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "softmax": (torch.ops.aten.softmax.int, (-1,)),
+    "log_softmax": (torch.ops.aten.log_softmax.int, (-1,)),
+    "layer_norm": (torch.ops.aten.layer_norm.default, ([NUM_CLASSES],)),
+    "rms_norm": (torch.ops.aten.rms_norm.default, ([NUM_CLASSES],)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_norms_and_softmax_have_the_type_that_autocast_gives_there(name: str, device: str) -> None:
+    """torch itself says it for fake tensors of any device; ours then runs on the CPU."""
+    operation, arguments = OPERATIONS[name]
+    x = torch.randn(5, NUM_CLASSES, generator=torch.Generator().manual_seed(0)).bfloat16()
+    graph = Graph()
+    node = graph.call_function(operation, (graph.placeholder("x"), *arguments))
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    try:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        with fake_mode():
+            node.meta["val"] = operation(torch.empty(x.shape, dtype=x.dtype, device=device), *arguments)
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+    layout = whole([Cut(5), Cut(NUM_CLASSES)])
+    special = Special("softmax" if "softmax" in name else "norm", node, (), (layout,), (layout,), 0)
+    found = RealCommunication(Grid(1, 1, 1), 0, {}, {}, "gloo").operation(special)(x)
+    assert found.dtype == node.meta["val"].dtype == (torch.float32 if device == "cuda" else torch.bfloat16)
+    torch.testing.assert_close(found, operation(x.to(found.dtype), *arguments))
+
+
 def test_a_loss_is_not_rounded_under_autocast() -> None:
     """A sum over many rows in bfloat16 has two digits."""
     generator = torch.Generator().manual_seed(0)
@@ -64,3 +107,16 @@ def test_a_loss_is_not_rounded_under_autocast() -> None:
         results.append((loss, *torch.autograd.grad(loss / 3, [x])))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_a_mean_loss_divides_by_what_its_tensors_give_together() -> None:
+    """A target wider than the input: a sum on each device, divided by the number of all differences."""
+    x, y = torch.randn(4, 1), torch.randn(4, 6)
+    captured, local = Graph(), Graph()
+    sources = captured.placeholder("x"), captured.placeholder("y")
+    for source, value in zip(sources, (x, y), strict=True):
+        source.meta["val"] = value
+    node = captured.call_function(torch.ops.aten.mse_loss.default, sources)
+    given = local.placeholder("x"), local.placeholder("y")
+    local.output(local_call(local, node, (given, {}), None, Shapes(sympy.Symbol("samples"))))
+    torch.testing.assert_close(GraphModule(nn.Module(), local)(x, y), F.mse_loss(x.expand(4, 6), y))

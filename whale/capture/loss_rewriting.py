@@ -25,9 +25,12 @@ MADE_FROM = ("stack_trace", "nn_module_stack", "custom", "autocast", "seq_nr")
 """what a new node takes over from the node that it replaces"""
 
 
+def results(captured: CapturedGraph) -> list[Node]:
+    return list(captured.output.args[0])  # type: ignore[arg-type,union-attr]
+
+
 def loss_node(captured: CapturedGraph) -> Node:
-    (loss,) = captured.output.all_input_nodes
-    return loss
+    return results(captured)[0]
 
 
 def live_leaves(flow: SampleFlow) -> list[Node]:
@@ -48,13 +51,9 @@ class Rewriter:
         self.replaced: list[Node] = []
 
     def run(self) -> LossPlan:
-        loss = loss_node(self.captured)
-        leaves = live_leaves(self.flow)
-        self._lift(loss)
-        reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)
-        for node in [node for node in self.flow.live if isinstance(self.flow.states[node], Summed)]:
-            self._scale_addends(node)
-        loss = loss_node(self.captured)
+        """The graph's first result is the loss; further ones (of evaluation) stay one node each."""
+        reductions = self._make_sums()
+        loss, *others = results(self.captured)
         summed = not self.flow.all_reduce and self._adds_up(loss)
         terms = self._split(loss) if summed else [self.scaled(loss, loss)]
         terms = [
@@ -62,13 +61,27 @@ class Rewriter:
             for term, times in Counter(terms).items()
         ]
         infos = tuple(self._describe(term) for term in terms)
-        self.captured.output.args = (tuple(terms),)
+        self.captured.output.args = ((*terms, *others),)
         self._prune(self.replaced)
         if not self.flow.all_reduce:
             return LossPlan(infos, self.whole.finish(), self.whole.buffers)
         for node in reductions:
             node.meta["all_reduce"] = "sum"
         return LossPlan(infos, self.whole.finish(), self.whole.buffers, reductions)
+
+    def run_without_loss(self) -> LossPlan:
+        self._make_sums()
+        self._prune(self.replaced)
+        return LossPlan((), self.whole.finish(), self.whole.buffers)
+
+    def _make_sums(self) -> tuple[Node, ...]:
+        """Steps 1 to 3, after which every Summed value is a plain sum over parts; the nodes that hold the leaves."""
+        leaves = live_leaves(self.flow)
+        self._lift()
+        reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)
+        for node in [node for node in self.flow.live if isinstance(self.flow.states[node], Summed)]:
+            self._scale_addends(node)
+        return reductions
 
     # ------------------------------------------------------------------------------------------------------------ new nodes
 
@@ -131,11 +144,10 @@ class Rewriter:
 
     # ---------------------------------------------------------------------------------------------------------------- steps
 
-    def _lift(self, loss: Node) -> None:
+    def _lift(self) -> None:
         """Step 1. Sources are copied from the untouched graph first, then all uses change."""
         uses = [(node, operand) for node in self.flow.live for operand in self.flow.whole_operands(node)]
-        if isinstance(self.flow.states[loss], Whole):
-            uses.append((self.captured.output, loss))
+        uses += [(self.captured.output, node) for node in results(self.captured) if isinstance(self.flow.states[node], Whole)]
         order = self.whole.order
         uses.sort(key=lambda use: (order[use[1]], order[use[0]]))
         lifted = {operand: self._lifted(operand) for _, operand in uses}

@@ -51,6 +51,11 @@ def rewrite_loss(captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: b
     return LossPlan(not_additive=problem) if problem else Rewriter(captured, flow).run()
 
 
+def rewrite_outputs(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
+    """The same for a graph whose results are outputs of the model and no loss."""
+    return Rewriter(captured, flow).run_without_loss()
+
+
 def weigh_loss(captured: CapturedGraph, kinds: dict[Node, Kind]) -> LossPlan:
     """For `loss_per_micro_batch`: the loss of the samples at hand, weighted by their share of the mini-batch. Not the local loss."""
     rewriter = Rewriter(captured, SampleFlow(captured, kinds))
@@ -70,4 +75,14 @@ def _problem(captured: CapturedGraph, flow: SampleFlow) -> NotAdditive | None:
     return None
 
 
-__all__ = ["LossPlan", "LossTerms", "NotAdditive", "TermInfo", "batch_reductions", "rewrite_loss", "split_loss", "weigh_loss"]
+__all__ = [
+    "LossPlan",
+    "LossTerms",
+    "NotAdditive",
+    "TermInfo",
+    "batch_reductions",
+    "rewrite_loss",
+    "rewrite_outputs",
+    "split_loss",
+    "weigh_loss",
+]

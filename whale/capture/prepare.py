@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from whale.capture.capture import Capture
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, value_kinds
-from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, weigh_loss
-from whale.capture.sample_states import PerSample, batch_dim
-from whale.capture.samples import SampleFlow
+from whale.capture.loss_rewriting import results
+from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, rewrite_outputs, weigh_loss
+from whale.capture.sample_states import Mixed, PerSample, Shared, Summed, batch_dim
+from whale.capture.samples import SampleFlow, ancestors
 from whale.capture.sizes import normalise_sizes
 
 LOSS = "the loss"
@@ -32,6 +32,10 @@ class Prepared:
     """set when the graph may run only on one device with one micro-batch"""
     output_leaves: list[Node | str] = field(default_factory=list)
     """evaluation: for each tensor of the model's output its node, or LOSS, or MIXED for one that is made of all samples together"""
+    summed_outputs: frozenset[Node] = frozenset()
+    """of these nodes, those of which every part of the mini-batch gives a part: they add up"""
+    warnings: tuple[str, ...] = ()
+    """for who asks for outputs"""
 
     @property
     def captured(self) -> CapturedGraph:
@@ -39,7 +43,7 @@ class Prepared:
 
     @property
     def terms(self) -> list[Node]:
-        return _results(self.captured)[: self.num_terms]
+        return results(self.captured)[: self.num_terms]
 
     @property
     def outputs(self) -> list[Node]:
@@ -56,21 +60,14 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     batched = next(node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched)
     normalise_sizes(captured.graph, captured.batch_symbol, batched)
-    results = _results(captured)
-    if not capture.has_loss:
-        kinds = value_kinds(captured)
-        _mark_rows_out_of_order(SampleFlow(captured, kinds))
-        return Prepared(capture, kinds, LossPlan(), 0, output_leaves=_leaves(captured, kinds, results))
-    loss_node, outputs = results[0], results[1:]
-    captured.output.args = ((loss_node,),)
-    keeper = _keep(captured, [node for node in outputs if node is not loss_node])
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
     _mark_rows_out_of_order(flow)
-    loss = rewrite_loss(captured, kinds, flow=flow)
+    outputs = _Outputs(captured, kinds, capture.has_loss)
+    loss = outputs.rewrite(flow)
     problem = loss.not_additive
     if problem is not None and num_micro_batch == 1:
-        loss = rewrite_loss(captured, kinds, all_reduce=True)
+        loss = outputs.rewrite(SampleFlow(captured, kinds, all_reduce=True))
         if loss.not_additive is None:
             captured.notes.append(f"the loss is not a sum over samples ({problem.line}): its batch sums are all-reduced inside the forward")
     only_whole = None
@@ -81,12 +78,63 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         shared = batch_reductions(captured, kinds)
         only_whole = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
         loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
-    terms = _results(captured)
-    kept = iter(_release(captured, keeper))
-    kinds = value_kinds(captured)
-    leaves = _leaves(captured, kinds, [next(kept) if node is not loss_node else LOSS for node in outputs])
-    captured.output.args = ((*terms, *dict.fromkeys(node for node in leaves if isinstance(node, Node))),)
-    return Prepared(capture, kinds, loss, len(terms), only_whole, leaves)
+    leaves = outputs.leaves(all_samples_in_one_place=only_whole is not None)
+    return Prepared(capture, value_kinds(captured), loss, len(loss.terms), only_whole, leaves, frozenset(outputs.summed), outputs.warnings)
+
+
+class _Outputs:
+    """The results of an evaluation besides the loss, while the loss is taken apart. Training has none."""
+
+    def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], has_loss: bool) -> None:
+        self.captured, self.kinds, self.loss = captured, kinds, results(captured)[:has_loss]
+        self.all = results(captured)[has_loss:]
+        self.now = {node: node for node in self.all if node not in self.loss}
+        """output -> the node that holds it after rewriting"""
+        self.exact: set[Node] = {node for node in self.now if batch_dim(node, captured.batch_symbol) is not None}
+        """of these, those that can be put together from parts"""
+        self.summed: set[Node] = set()
+        """nodes whose parts add up to the output"""
+        self.mixing: set[Node] = set()
+        """outputs in which samples depend on each other"""
+        self.warnings: tuple[str, ...] = ()
+
+    def rewrite(self, flow: SampleFlow) -> LossPlan:
+        """Takes the loss apart, and with it each output without a batch dim that is linear in sums and means over the samples. A loss that
+        is not additive leaves the graph as it was, without the outputs as results."""
+        captured = self.captured
+        if not flow.all_reduce:
+            self.exact |= {node for node in self.now if isinstance(flow.states[node], Shared)}
+        self.mixing = {node for node in self.now if isinstance(flow.states[node], Mixed)}
+        together = [node for node in self.now if node not in self.exact and not isinstance(flow.states[node], Mixed | PerSample)]
+        captured.output.args = ((*self.loss, *together),)
+        keeper = _keep(captured, [node for node in self.now if node not in together])
+        flow.live = ancestors(captured.output)
+        loss = rewrite_loss(captured, self.kinds, flow=flow) if self.loss else rewrite_outputs(captured, flow)
+        apart = _release(captured, keeper)
+        if loss.not_additive is not None:
+            captured.output.args = (tuple(self.loss),)
+            return loss
+        new = results(captured)[len(loss.terms) :]
+        self.now |= zip((node for node in self.now if node not in together), apart, strict=True)
+        self.now |= zip(together, new, strict=True)
+        self.exact |= {node for node in together if self.now[node].meta["val"].dtype == node.meta["val"].dtype}
+        self.summed = {self.now[node] for node in together if isinstance(flow.states[node], Summed)}
+        captured.output.args = (tuple(results(captured)[: len(loss.terms)]),)
+        return loss
+
+    def leaves(self, all_samples_in_one_place: bool) -> list[Node | str]:
+        """`Prepared.output_leaves`; its nodes become results of the graph."""
+        found: list[Node | str] = []
+        for node in self.all:
+            is_known = node in self.exact or all_samples_in_one_place
+            found.append(LOSS if node in self.loss else self.now[node] if is_known else MIXED)
+            if found[-1] == MIXED:
+                self.warnings += (f"the output at {user_line(node)} is None: parts of the samples do not add up to it",)
+            elif node in self.mixing and not all_samples_in_one_place:
+                self.warnings += (f"the output at {user_line(node)} mixes samples: it is that of each device and micro-batch alone",)
+        terms = results(self.captured)
+        self.captured.output.args = ((*terms, *dict.fromkeys(node for node in found if isinstance(node, Node))),)
+        return found
 
 
 def _mark_rows_out_of_order(flow: SampleFlow) -> None:
@@ -109,16 +157,3 @@ def _release(captured: CapturedGraph, keeper: Node) -> list[Node]:
     nodes = list(keeper.args[0])  # type: ignore[arg-type]
     captured.graph.erase_node(keeper)
     return nodes  # type: ignore[return-value]
-
-
-def _leaves(captured: CapturedGraph, kinds: dict[Node, Kind], nodes: Sequence[Node | str]) -> list[Node | str]:
-    """Outputs that can be put together from parts: with a batch dim, or without samples at all."""
-    leaves: list[Node | str] = []
-    for node in nodes:
-        mixed = isinstance(node, Node) and kinds[node] is Kind.ACTIVATION and batch_dim(node, captured.batch_symbol) is None
-        leaves.append(MIXED if mixed else node)
-    return leaves
-
-
-def _results(captured: CapturedGraph) -> list[Node]:
-    return list(captured.output.args[0])  # type: ignore[arg-type,union-attr]

@@ -146,14 +146,21 @@ def _by_name(node: Node, function: Callable[[dict[str, Any]], Any]) -> Callable[
     return call
 
 
+def _dtype(special: Special) -> torch.dtype:
+    """What torch's own operation gave when the model was captured, on the type of device that runs: autocast has a list for each (on CUDA
+    norms and softmax run in float32, on the CPU in the type of their input)."""
+    dtype: torch.dtype = special.node.meta["val"].dtype
+    return dtype
+
+
 def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
     line, is_layer = around.line(special), op_name(special.node) == "layer_norm"
 
     def run(given: dict[str, Any]) -> Tensor:
-        num_dims = len(given["normalized_shape"])
+        num_dims, x = len(given["normalized_shape"]), given["input"].to(_dtype(special))
         if is_layer:
-            return sharded_ops.layer_norm(given["input"], num_dims, given["weight"], given["bias"], given["eps"], line)
-        return sharded_ops.rms_norm(given["input"], num_dims, given["weight"], given["eps"], line)
+            return sharded_ops.layer_norm(x, num_dims, given["weight"], given["bias"], given["eps"], line)
+        return sharded_ops.rms_norm(x, num_dims, given["weight"], given["eps"], line)
 
     return _by_name(special.node, run)
 
@@ -169,12 +176,7 @@ def _summa(special: Special, around: RealCommunication) -> Callable[..., Any]:
 def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
     line = around.line(special)
     function = sharded_ops.log_softmax if "log" in op_name(special.node) else sharded_ops.softmax
-
-    def run(given: dict[str, Any]) -> Tensor:
-        x = given["self"] if given["dtype"] is None else given["self"].to(given["dtype"])
-        return function(x, given["dim"], line)
-
-    return _by_name(special.node, run)
+    return _by_name(special.node, lambda given: function(given["self"].to(_dtype(special)), given["dim"], line))
 
 
 def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:

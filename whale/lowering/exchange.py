@@ -72,8 +72,6 @@ def _fresh(result: Tensor, x: Tensor) -> Tensor:
 
 def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
     """The steps one after the other, without history."""
-    if x.dtype == torch.bool:  # gloo does not send it
-        return run(x.view(torch.uint8), steps, groups).view(torch.bool)
     for step in steps:
         x = start(x, step, groups).wait()
     return x
@@ -100,7 +98,7 @@ class Pending:
         if self.result is not None:
             return self.result
         if self.stacked is not None:
-            return self.stacked.sum(0)
+            return self.stacked.sum(0, dtype=self.stacked.dtype)
         return _put_together(self.step, self.x, self.parts)
 
 
@@ -129,7 +127,7 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
         return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
     flat = x.contiguous().view(-1)
     room = x.new_empty(flat.numel() * len(step.places))
-    work = _must(dist.all_gather_single(room, flat, group=group, async_op=True))
+    work = _must(dist.all_gather_single(as_bytes(room), as_bytes(flat), group=group, async_op=True))
     if step.is_in_order:
         return Pending(step, x, [work], {}, result=room.view(step.shape), outgoing=[flat])
     return Pending(step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat])
@@ -140,7 +138,8 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
     outgoing = _packed(x, step.leaving, step.leaves_in_order)
     arriving, leaving = step.sizes
     room = x.new_empty(sum(arriving))
-    work = _must(dist.all_to_all_single(room, outgoing, arriving, leaving, group=group, async_op=True))
+    to_me, to_others = ([number * x.element_size() for number in numbers] for numbers in (arriving, leaving))
+    work = _must(dist.all_to_all_single(as_bytes(room), as_bytes(outgoing), to_me, to_others, group=group, async_op=True))
     pending = Pending(step, x, [work], {}, outgoing=[outgoing])
     if step.is_in_order:
         pending.result = room.view(step.shape)
@@ -176,6 +175,11 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
             _part(result, there.ranges).copy_(_gathered(x, here))
         pending.result = result
     return pending
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """A view. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is only moved has none."""
+    return flat.view(torch.uint8)
 
 
 def _must(work: dist.Work | None) -> dist.Work:

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.lowering.exchange import Groups, sent
+from whale.lowering.exchange import Groups, as_bytes, sent
 from whale.sharding.grid import Grid
-
-DIRECT_UP_TO_BYTES = 1 << 20
-"""up to here everyone sends everything to everyone and adds up itself: one hop instead of 2 (g - 1) (research/tensor3d.md 4.3)"""
+from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ def gathered(value: Tensor, line: Line) -> Tensor:
     _count((line.size - 1) * value.numel() * value.element_size())
     room = value.new_empty((line.size, *value.shape))
     if dist.get_backend(line.group) == "nccl":
-        dist.all_gather_single(room.view(-1), value.contiguous().view(-1), group=line.group)
+        dist.all_gather_single(as_bytes(room.view(-1)), as_bytes(value.contiguous().view(-1)), group=line.group)
     else:
-        dist.all_to_all_single(room.view(-1), value.reshape(-1).repeat(line.size), group=line.group)
+        dist.all_to_all_single(as_bytes(room.view(-1)), as_bytes(value.reshape(-1).repeat(line.size)), group=line.group)
     return room
 
 

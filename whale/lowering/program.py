@@ -19,6 +19,7 @@ from whale.capture.prepare import Prepared
 from whale.capture.sample_states import CASTS
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import GridGroups
+from whale.lowering.exchange import as_bytes
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.planning.plan import Plan
@@ -186,16 +187,14 @@ def _is_view_of_parameter(node: Node) -> bool:
 
 def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any) -> Tensor:
     """The whole tensor on every device of a stage, each of which has its own rows."""
-    full = torch.zeros(
-        (batch_size, *tensor.shape[1:]), dtype=torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, device=tensor.device
-    )
+    full = tensor.new_zeros((batch_size, *tensor.shape[1:]))
     start = 0
     for first, last in intervals:
         full[first:last] = tensor[start : start + last - first]
         start += last - first
     if group is not None:
-        dist.all_reduce(full, group=group)
-    return full.to(tensor.dtype)
+        dist.all_reduce(as_bytes(full.view(-1)), group=group)  # every byte is zero on all devices but one
+    return full
 
 
 def lower(

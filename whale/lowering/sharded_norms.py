@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.lowering.lines import Line, gathered, sum_over_line, summed, wide
+from whale.lowering.lines import Line, gathered, summed, wide
 
 
 def layer_norm(x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line) -> Tensor:
@@ -26,8 +26,8 @@ def layer_norm(x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | N
 
 
 def rms_norm(x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line) -> Tensor:
-    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype, as in torch."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype in which sums are made, as in torch."""
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
     result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, line)  # type: ignore[no-untyped-call]
     return result
 
@@ -43,24 +43,14 @@ def batch_norm(
     line: Line,
 ) -> Tensor:
     """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the line; running statistics are updated in place."""
-    dims = [0, *range(2, x.ndim)]
-    shape = [1, -1] + [1] * (x.ndim - 2)
-    values = wide(x)
-    num_local = float(x.numel() // max(1, x.shape[1]))
-    sums = sum_over_line(torch.cat([values.sum(dims), values.new_tensor([num_local])]), line)
-    count = sums[-1].detach()
-    mean = sums[:-1] / count
-    centred = values - mean.view(shape)
-    variance = sum_over_line(centred.square().sum(dims), line) / count  # a second round: exact where one round would cancel
+    result: Tensor
+    result, mean, variance, count = _BatchNorm.apply(x, weight, bias, eps, line)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
-    result = centred * torch.rsqrt(variance + eps).view(shape)
-    result = result if weight is None else result * weight.view(shape)
-    result = result if bias is None else result + bias.view(shape)
-    return result.to(x.dtype)
+    return result
 
 
 def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor, float]:
@@ -146,3 +136,51 @@ class _RMSNorm(torch.autograd.Function):
         g = dy if weight is None else dy * weight
         sums = summed((g * normal).sum(ctx.dims, keepdim=True), ctx.line) / ctx.total
         return torch.addcmul(g, normal, sums, value=-1).mul_(scale).to(x.dtype), None, d_weight, None, None
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Two rounds in forward, so that nothing cancels. Kept for backward: x and two numbers a channel, as torch's own batch norm does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(result, mean, variance, number of values), of all devices."""
+        dims, shape = _around_channels(x)
+        values = wide(x)
+        num_here = float(x.numel() // max(1, x.shape[1]))
+        sums = summed(torch.cat([values.sum(dims), values.new_tensor([num_here])]), line)
+        count = sums[-1].clone()
+        mean = sums[:-1] / count
+        variance = summed((values - mean.view(shape)).square_().sum(dims), line) / count
+        rate = torch.rsqrt(variance + eps)
+        scale = rate if weight is None else rate * weight
+        result = (values - mean.view(shape)).mul_(scale.view(shape))
+        if bias is not None:
+            result += bias.view(shape)
+        ctx.save_for_backward(x, weight, mean, rate, count)
+        ctx.line, ctx.bias_dtype = line, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rate, count = ctx.saved_tensors
+        dims, shape = _around_channels(x)
+        dy = gradients[0].to(mean.dtype)
+        centred = x.to(mean.dtype) - mean.view(shape)
+        own = torch.stack([dy.sum(dims), (dy * centred).sum(dims)])
+        d_weight = (own[1] * rate).to(weight.dtype) if weight is not None else None
+        d_bias = own[0].to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        if not ctx.needs_input_grad[0]:  # the same on all devices of the line
+            return None, d_weight, d_bias, None, None
+        sums = summed(own, ctx.line) / count
+        scale = rate if weight is None else rate * weight
+        slope = -scale * rate.square() * sums[1]
+        dx = centred.mul_(slope.view(shape)).addcmul_(dy, scale.view(shape)).sub_((scale * sums[0]).view(shape))  # line (2)
+        return dx.to(x.dtype), d_weight, d_bias, None, None
+
+
+def _around_channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """All dims but that of the channels, and the shape of a number for each channel."""
+    return [0, *range(2, x.ndim)], [1, -1] + [1] * (x.ndim - 2)

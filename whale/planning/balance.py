@@ -19,7 +19,7 @@ from whale.planning.plan import DeviceMemory
 from whale.planning.samples import Division, divide
 from whale.planning.shares import UNLIMITED, DoesNotFit, Load, NoRoom, even_shares, micro_batch_sizes
 from whale.planning.virtual_devices import VirtualDevice
-from whale.report.units import human_bytes
+from whale.report.units import human_bytes, human_seconds
 
 SHOWN = 8
 """devices whose figures are written out in a message"""
@@ -210,7 +210,7 @@ def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
     shares = situation.samples_by_rank(size)
     idle = [rank for rank, share in enumerate(shares) if not share]
     even = _even_time(situation, size)
-    why = f"of {size} samples in a micro-batch; the slowest device takes {division.slowest_s:.4g} s"
+    why = f"of {size} samples in a micro-batch; the slowest device takes {human_seconds(division.slowest_s)}"
     if even is not None and even > division.slowest_s * (1 + 1e-9):
         why += f", {even / division.slowest_s:.3g} times less than with even shares"
     limited = [rank for rank, share in enumerate(shares) if share and share == situation.memory[rank].most_samples() < UNLIMITED]

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from whale.planning.shares import NoRoom
-from whale.report.units import human_bytes
+from whale.report.units import human_bytes, human_seconds
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -131,7 +131,7 @@ def cut(
         if (_between(used, chosen) > limit).any():
             free = float(_stage_times(chain, chosen).max())
             chain, chosen = within, _best(within)
-            why = f"; memory moved the cuts (slowest without limits: {free:.4g} s)"
+            why = f"; memory moved the cuts (slowest without limits: {human_seconds(free)})"
     stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
     slowest, total_crossing = float(stage_times.max()), float(chain.crossing[np.arange(num_stages + 1), chosen].sum())
@@ -140,8 +140,8 @@ def cut(
     num_operations = int(chain.points[-1])
     reason = (
         f"{num_stages} stages of {num_operations} operations, cut at {num_stages - 1} of {len(chain.points) - 2} points: "
-        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with {slowest:.4g} s, "
-        f"mean {stage_times.mean():.4g} s; the cuts send {total_crossing:.4g} s in all{why}"
+        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with {human_seconds(slowest)}, "
+        f"mean {human_seconds(stage_times.mean())}; the cuts send {human_seconds(total_crossing)} in all{why}"
     )
     return Cuts(starts, slowest, total_crossing, reason)
 

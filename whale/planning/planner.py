@@ -34,6 +34,7 @@ from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.virtual_devices import place
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
+from whale.report.units import human_seconds
 from whale.simulation.simulate import simulate
 
 SAMPLES = "samples by rank"
@@ -60,14 +61,14 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         return _plan(problem, workload, drafts[0], model), drafts[0].assignment
     if max(draft.num_actions for draft in drafts) > MOST_ACTIONS:
         best = min(drafts, key=lambda draft: draft.slowest_s)
-        times = ", ".join(f"{draft.order.name} {draft.slowest_s:.4g} s" for draft in drafts)
+        times = ", ".join(f"{draft.order.name} {human_seconds(draft.slowest_s)}" for draft in drafts)
         why = f"the slowest device for one micro-batch: {times}"
         return _with_order(_plan(problem, workload, best, model), best, why), best.assignment
     plans = [_plan(problem, workload, draft, model) for draft in drafts]
     steps = [simulate(plan).gradients_s for plan in plans]
     fastest = steps.index(min(steps))
-    why = "a simulated step: " + ", ".join(f"{draft.order.name} {step_s:.4g} s" for draft, step_s in zip(drafts, steps, strict=True))
-    return _with_order(plans[fastest], drafts[fastest], why), drafts[fastest].assignment
+    times = ", ".join(f"{draft.order.name} {human_seconds(step_s)}" for draft, step_s in zip(drafts, steps, strict=True))
+    return _with_order(plans[fastest], drafts[fastest], f"a simulated step: {times}"), drafts[fastest].assignment
 
 
 def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
@@ -132,7 +133,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     if len(drafts) == 1:
         return next(iter(drafts.values()))
     best = min(drafts, key=lambda number: drafts[number].predicted_s)
-    compared = ", ".join(f"{number}: {each.predicted_s:.4g} s" for number, each in drafts.items())
+    compared = ", ".join(f"{number}: {human_seconds(each.predicted_s)}" for number, each in drafts.items())
     why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
     return replace(drafts[best], why_chunks=why)
 

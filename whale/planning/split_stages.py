@@ -22,6 +22,7 @@ from whale.planning.split import Split
 from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
+from whale.report.units import human_bytes, human_seconds
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.grid import Grid
 from whale.sharding.layout import Cut, Layout, whole
@@ -314,9 +315,9 @@ def together_seconds(sharding: Sharding, num_micro_batch: int, again: float = 0.
 
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
     sent = sum(each.sent_bytes for each in best.shardings.values())
-    why = f"one micro-batch takes {best.seconds:.4g} s, a device sends {sent:.4g} bytes in it"
+    why = f"one micro-batch takes {human_seconds(best.seconds)}, a device sends {human_bytes(sent)} in it"
     others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
-    compared = ", ".join(f"{each.grid.name} {each.seconds:.4g} s" for each in others)
+    compared = ", ".join(f"{each.grid.name} {human_seconds(each.seconds)}" for each in others)
     why += f"; the next of {num_grids} grids: {compared}" if others else "; as asked for"
     numbers = ", ".join(str(device.index) for device in best.devices)
     return Decision(f"grid of VirtualDevice {numbers}", best.grid.name, why + (f"; {best.uneven}" if best.uneven else ""))

@@ -181,7 +181,10 @@ class Engine:
     # ---- evaluation
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
-        """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed."""
+        """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed.
+
+        A sum or mean over samples is that of the whole batch; what parts of it do not add up to (a maximum) is None, with a warning.
+        """
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
         if isinstance(batch, ShardedBatch):
@@ -203,6 +206,8 @@ class Engine:
         totals = None
         if prepared.num_terms:
             totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport)
+        for warning in prepared.warnings if outputs else ():
+            self._tell(f"engine.evaluate: {warning}")
         gathered = gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks) if outputs else None
         return EvaluationResult(totals, gathered)
 
@@ -307,10 +312,14 @@ class Engine:
         emulation = self._job.emulation
         if emulation is None or emulation.stub is None:
             return False
-        if self._job.ranks.rank == 0 and consequence not in self._told:
-            self._told.add(consequence)
-            logger.warning("stub chunks stand for the model: %s", consequence)
+        self._tell(f"stub chunks stand for the model: {consequence}")
         return True
+
+    def _tell(self, warning: str) -> None:
+        """Once, on rank 0."""
+        if self._job.ranks.rank == 0 and warning not in self._told:
+            self._told.add(warning)
+            logger.warning(warning)
 
     def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:
         """The graph for this batch, and what this rank runs it on."""

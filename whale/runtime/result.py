@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.report.units import human_seconds
+
 if TYPE_CHECKING:
     from whale.runtime.transport import Transport
 
@@ -84,7 +86,7 @@ class StepResult:
         return float(self.totals.values()[1] ** 0.5)
 
     def __repr__(self) -> str:
-        return f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, total={self.timing.total_s:.3f} s)"
+        return f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, total={human_seconds(self.timing.total_s)})"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -82,13 +83,15 @@ def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ow
 def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks) -> Any:
     """The model's outputs as it would return them, on rank 0; None elsewhere."""
     prepared = lowered.prepared
-    found: dict[Node, Tensor | None] = {}
+    found: dict[Node, Tensor] = {}
     symbol = prepared.captured.batch_symbol
     samples = SampleMap(lowered.plan, program.batch_size, program.num_micro_batch)
     for stage, nodes in sorted(lowered.outputs_of_stage.items()):
         for place, node in enumerate(nodes):
-            dim = batch_dim(node, symbol)
-            found[node] = _gather_output(lowered, outcome, samples, stage, place, dim, ranks)
+            parts = _gather_parts(lowered, outcome, samples, (stage, place), node, ranks)
+            if ranks.rank == 0:
+                dim = batch_dim(node, symbol)
+                found[node] = torch.cat(parts, dim) if dim is not None else reduce(torch.add, parts)
     if ranks.rank != 0:
         return None
     loss = torch.tensor(totals.values()[0], dtype=prepared.terms[0].meta["val"].dtype) if totals is not None else None
@@ -96,28 +99,30 @@ def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, tot
     return _rebuild(prepared, leaves)
 
 
-def _gather_output(
-    lowered: Lowered, outcome: StepOutcome, samples: SampleMap, stage: int, place: int, dim: int | None, ranks: Ranks
-) -> Tensor | None:
-    """One output tensor: parts in order of micro-batch, replica, device; a value without samples is taken from the first."""
-    plan = lowered.plan
+def _gather_parts(
+    lowered: Lowered, outcome: StepOutcome, samples: SampleMap, result: tuple[int, int], node: Node, ranks: Ranks
+) -> list[Tensor]:
+    """The parts of one output (its stage, and its place there) in order of micro-batch, replica, device, on rank 0; none elsewhere.
+
+    Devices of a grid have a sum over all samples of their replica, so one of them gives it; what has no samples, one device in all.
+    """
+    plan, (stage, place) = lowered.plan, result
     device = plan.virtual_devices[plan.stages[stage].virtual_device]
-    owners = [
-        (micro_batch, rank)
-        for micro_batch in range(samples.num_micro_batch)
-        for replica in range(plan.num_replicas)
-        for rank, (start, stop) in zip(device.ranks[replica], samples.devices(micro_batch, replica, device.index), strict=True)
-        if start < stop
-    ]
+    has_samples = batch_dim(node, lowered.prepared.captured.batch_symbol) is not None
+    owners: list[tuple[int, int]] = []
+    for micro_batch in range(samples.num_micro_batch):
+        for replica in range(plan.num_replicas):
+            intervals = zip(device.ranks[replica], samples.devices(micro_batch, replica, device.index), strict=True)
+            holders = [(micro_batch, rank) for rank, (start, stop) in intervals if start < stop]
+            owners += holders if has_samples or device.grid is None else holders[:1]
+    if not has_samples and node not in lowered.prepared.summed_outputs:
+        owners = owners[:1]
     parts = []
-    for micro_batch, rank in owners if dim is not None else owners[:1]:
-        mine = outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None
-        part = _exchange(mine, rank, ranks)
+    for micro_batch, rank in owners:
+        part = _exchange(outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None, rank, ranks)
         if part is not None:
             parts.append(part)
-    if ranks.rank != 0:
-        return None
-    return torch.cat(parts, dim) if dim is not None else parts[0]
+    return parts if ranks.rank == 0 else []
 
 
 def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:

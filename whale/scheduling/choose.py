@@ -101,8 +101,10 @@ def _candidate(name: str, graph: StageGraph, costs: Costs, num_micro_batch: int,
 
 
 def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
+    from whale.report.units import human_seconds  # its package shows plans, which hold schedules
+
     others = sorted((each for each in candidates if each is not best), key=lambda each: each.timeline.step_s)
-    reason = f"{best.name}: predicted {best.timeline.step_s:.4g} s, bubble {100 * best.timeline.bubble:.1f} %"
+    reason = f"{best.name}: predicted {human_seconds(best.timeline.step_s)}, bubble {100 * best.timeline.bubble:.1f} %"
     if others:
-        reason += f"; the best of {len(others)} others, {others[0].name}, would take {others[0].timeline.step_s:.4g} s"
+        reason += f"; the best of {len(others)} others, {others[0].name}, would take {human_seconds(others[0].timeline.step_s)}"
     return reason

@@ -36,7 +36,7 @@ WORDS = {
     TRAVEL: "by experts, tokens by all-to-all",
 }
 """options in words; others are named by their dim"""
-TOLD = (embedding, class_loss, pointwise_loss)
+LISTED = (embedding, class_loss, pointwise_loss)
 """rules of operations that the plan lists although they neither multiply nor, often, send: whether they are cut is what a user asks"""
 
 
@@ -52,8 +52,8 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         choices[index[node]] = tuple(chosen[axis].name if axis in chosen else "" for axis in AXES)  # type: ignore[assignment]
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
         cost = solver.terms.node_costs[node]
-        if cost.flop or sent.get(node) or RULES.get(op_name(node)) in TOLD:
-            told = solver.terms.told_bytes(node, chosen)
+        told = solver.terms.told_bytes(node, chosen)
+        if cost.flop or sent.get(node) or told or RULES.get(op_name(node)) in LISTED:
             operations.append(ShardedOperation(index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told))
         if cost.output_bytes > _itemsize(node) and not any(option.is_cut for option in space.options[node]) and grid.axes:
             replicated.append(what)

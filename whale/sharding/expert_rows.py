@@ -51,6 +51,7 @@ def readers_in_place(start: Node, is_end: Callable[[Node], bool]) -> list[Node] 
 
 
 def _is_row_by_row(node: Node, rows: Collection[Node]) -> bool:
+    """Stricter than its namesake in capture/experts.py: it is also asked of lowered graphs, whose nodes know no shapes."""
     if node.op != "call_function" or not all(source in rows for source in node.all_input_nodes):
         return False
     if node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):

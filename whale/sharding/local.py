@@ -77,12 +77,13 @@ def empty_pooling(x: Tensor, shapes: list[list[int]]) -> Tensor | tuple[Tensor, 
 
 
 def _mean(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes) -> Node:
-    before = shapes.of(node.args[0].meta["val"])  # type: ignore[union-attr]
     if op_name(node) != "mean":
+        whole_shape = torch.broadcast_shapes(*(shapes.of(source.meta["val"]) for source in node.all_input_nodes))
         names = [each.name for each in schema(node.target).arguments]
-        whole = dict(zip(names, positional)) | keywords | {"reduction": SUM}
-        total = graph.call_function(node.target, (), whole)  # type: ignore[arg-type]
-        return graph.call_function(aten.div.Tensor, (total, float(prod(before))))
+        given = dict(zip(names, positional)) | keywords | {"reduction": SUM}
+        total = graph.call_function(node.target, (), given)  # type: ignore[arg-type]
+        return graph.call_function(aten.div.Tensor, (total, float(prod(whole_shape))))
+    before = shapes.of(node.args[0].meta["val"])  # type: ignore[union-attr]
     dims = dims_of_argument(node, "dim", len(before))
     keep = bool(positional[2]) if len(positional) > 2 else bool(keywords.get("keepdim", False))
     dtype = {"dtype": keywords["dtype"]} if keywords.get("dtype") is not None else {}

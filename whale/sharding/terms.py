@@ -18,6 +18,7 @@ from whale.sharding.eliminate import Array
 from whale.sharding.exchange_costs import GridCosts, sent_bytes
 from whale.sharding.grid import Grid
 from whale.sharding.operation import SAME, Option, Placement, Shapes
+from whale.sharding.row_numbers import LOCAL_FORMS, told
 from whale.sharding.sharding import ORDER
 from whale.sharding.space import Space, numel_bytes
 
@@ -25,8 +26,6 @@ MOST_SHARING = 3
 """readers of one value whose shared exchanges are counted together"""
 MOST_ENTRIES = 400_000
 """of one table of readers"""
-ROW_NUMBERS = {"norm": 4, "softmax": 3, "class loss": 2, "batch norm": 4}
-"""local forms of operations that work over a cut dim: numbers that a device tells each of the others for a row, forward and backward"""
 
 Choice = Option | Placement
 """on one axis: the option of an operation, or how something stored or received lies"""
@@ -94,31 +93,28 @@ class Terms:
         if panels := self.panel_bytes(node, options):
             messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
             return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
-        told = self._told(node, options)
-        if not told:
+        line, sent = self._told(node, options)
+        if not sent:
             return self.travel(node, options)
-        return sum(2 * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in told.items())
+        rate = min(self.costs.rate(axis) for axis in line)
+        return sum(self.costs.latency_s + number / rate for number in sent)
 
     def told_bytes(self, node: Node, options: Mapping[str, Option]) -> float:
         """What one device tells the others inside an operation: maxima and sums of rows."""
-        return sum(self._told(node, options).values())
+        return sum(self._told(node, options)[1])
 
-    def _told(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """The same by axis."""
-        axes = [axis for axis, option in options.items() if option.local in ROW_NUMBERS]
-        if not axes:
-            return {}
-        first, local = self.space.operations[node].inputs[0].meta["val"], options[axes[0]].local
-        shape = self.shapes.of(first)
-        width = shape[-1] if local != "batch norm" else prod(shape) // max(shape[1], 1)
-        if local == "class loss":
-            width = shape[1]
-        rows = prod(shape) / max(width, 1) * first.dtype.itemsize
-        rows *= prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut and not option.local)
-        number = ROW_NUMBERS[local] * rows
-        if local == "batch norm":  # a sum like that of gradients, not a message to each of the others
-            return {axis: 2 * number * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
-        return {axis: number * (self.grid.size(axis) - 1) for axis in axes}
+    def _told(self, node: Node, options: Mapping[str, Option]) -> tuple[list[str], list[float]]:
+        """The axes along which devices tell each other something, and the bytes of each message."""
+        line = [axis for axis, option in options.items() if option.local in LOCAL_FORMS]
+        if not line:
+            return [], []
+        op, option = self.space.operations[node], options[line[0]]
+        shape, along = self.shapes.of(op.inputs[0].meta["val"]), option.inputs[0]
+        assert isinstance(along, int)
+        num_rows = float(shape[1] if option.local == "batch norm" else prod(size for dim, size in enumerate(shape) if dim != along))
+        num_rows *= prod(1 / self.grid.size(axis) for axis, other in options.items() if other.is_cut and axis not in line)
+        size = prod(self.grid.size(axis) for axis in line)
+        return line, [each.sent_bytes(size) for each in told(op, option.local, num_rows, op.inputs[0] in self.space.program.gradients)]
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
