@@ -20,10 +20,11 @@ from whale.planning.assignment import Assignment, apply_plan, carries_gradient, 
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
-from whale.planning.drafts import Draft, Problem, draft_stages
+from whale.planning.drafts import Draft, draft_stages
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
+from whale.planning.problem import Problem
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.shares import DoesNotFit, NoRoom, check_batch
