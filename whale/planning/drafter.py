@@ -39,6 +39,13 @@ class Priced:
     stages: tuple[Stage, ...]
     schedule: scheduling.Schedule
     situation: Situation
+    fastest: scheduling.Schedule
+    """whatever the memory"""
+
+    @property
+    def is_lean(self) -> bool:
+        """The schedule was made for the memory that there is."""
+        return self.schedule is not self.fastest
 
 
 @dataclass(frozen=True)
@@ -78,36 +85,36 @@ class Drafter:
 
     def choose(self) -> tuple[Priced, Priced]:
         """(nothing computed again, the best); raises where memory is too small."""
-        wanted, size = self.problem.config.recompute, self.problem.largest_micro_batch
+        wanted = self.problem.config.recompute
         nothing = self.price(self.kept.nothing)
-        if wanted is not True and not (wanted == "auto" and self.is_limited(nothing)):
+        if wanted is not True and not (wanted == "auto" and self.is_short(nothing)):
             self._refuse_unless_it_fits(nothing)
             return nothing, nothing
-        everything = self.kept.everything(nothing.schedule)
+        everything = self.kept.everything(nothing.fastest)
         if wanted is True:
             candidates = [self.price(everything)]
         else:
-            some = enough(self.kept, self._demands(nothing), nothing.schedule)
+            some = enough(self.kept, self._demands(nothing), nothing.fastest)
             candidates = [nothing, *(self.price(choice) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
         fitting = [each for each in candidates if self._fits(each)]
         if not fitting:
             self._refuse_unless_it_fits(candidates[-1])
-        return nothing, min(fitting, key=lambda each: each.situation.divide(size).slowest_s)
+        return nothing, min(fitting, key=self.step_seconds)
 
     def price(self, choice: Choice) -> Priced:
         """With the fastest schedule, or where memory limits that one, with a schedule made for the memory."""
         name, count, stages = self.problem.config.schedule, self.problem.config.num_micro_batch, self._stages(choice)
         costs = self.costs(stages, count)
         schedule = fastest_schedule(name, self.stage_graph, count, costs)
-        fastest = Priced(stages, schedule, self._situation(choice, schedule))
-        if name in FIXED_ORDERS or not self.is_limited(fastest):
+        fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
+        if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
         kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
         room = [self.workload.room_to_work(part) for part in self.assignment.slices]
         shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
         limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
         schedule = lean_schedule(name, self.stage_graph, count, limits)
-        lean = Priced(stages, schedule, self._situation(choice, schedule))
+        lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
     def _stages(self, choice: Choice) -> tuple[Stage, ...]:
@@ -133,13 +140,20 @@ class Drafter:
     def _fits(self, priced: Priced) -> bool:
         return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
 
-    def is_limited(self, priced: Priced) -> bool:
-        """Whether memory keeps samples from the devices that would do them fastest."""
-        if not self._fits(priced):
-            return True
+    def is_short(self, priced: Priced) -> bool:
+        """Whether memory is short: it makes the step longer, or has no room for this at all."""
+        return priced.is_lean or not self._fits(priced) or self.slowed(priced) > 1 + SAME_TIME
+
+    def slowed(self, priced: Priced) -> float:
+        """How much longer the slowest device takes because memory keeps samples from faster ones; 1: no longer."""
         size = self.problem.largest_micro_batch
         free_s = priced.situation.without_limits().divide(size).slowest_s
-        return priced.situation.divide(size).slowest_s > free_s * (1 + SAME_TIME)
+        return priced.situation.divide(size).slowest_s / free_s if free_s else 1.0
+
+    def step_seconds(self, priced: Priced) -> float:
+        """Of forwards and backwards, in the order of the schedule."""
+        costs = self.costs(priced.stages, self.problem.config.num_micro_batch)
+        return scheduling.simulate(priced.schedule, costs).step_s * self.slowed(priced)
 
     def _refuse_unless_it_fits(self, priced: Priced) -> None:
         config = self.problem.config
@@ -156,7 +170,7 @@ class Drafter:
         refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
 
     def _demands(self, priced: Priced) -> list[Demand]:
-        """What every VirtualDevice is to hold if speed alone decides who gets which samples."""
+        """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets which samples."""
         division, found = priced.situation.without_limits().divide(self.problem.largest_micro_batch), []
         for device in self.placement.virtual_devices:
             ranks = []
@@ -164,8 +178,8 @@ class Drafter:
                 for rank, share in zip(members, division.runs[replica][device.index], strict=True):
                     ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
-            order, shared = priced.schedule.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
-            most = partial(self._most_on_grid, stages, priced.schedule) if device.grid is not None else None
+            order, shared = priced.fastest.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
+            most = partial(self._most_on_grid, stages, priced.fastest) if device.grid is not None else None
             found.append(Demand(stages, order, shared, tuple(ranks), most))
         return found
 

@@ -45,6 +45,10 @@ class Draft:
     """of the device that takes longest for the largest micro-batch"""
     without_recompute: Situation
     """what it would be if the planner had nothing computed again"""
+    slowed: float
+    """how much longer the slowest device takes because of its memory"""
+    is_short_of_memory: bool
+    """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
     """of every stage: what is computed again in backward"""
     why_chunks: str = ""
@@ -52,7 +56,7 @@ class Draft:
     @cached_property
     def predicted_s(self) -> float:
         """Of forwards and backwards."""
-        return scheduling.simulate(self.schedule, self.costs).step_s
+        return scheduling.simulate(self.schedule, self.costs).step_s * self.slowed
 
     @property
     def placement(self) -> Placement:
@@ -94,7 +98,7 @@ def draft_stages(
     costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
         order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
-        slowest_s, nothing.situation, drafter.regions(best.stages),
+        slowest_s, nothing.situation, drafter.slowed(best), drafter.is_short(nothing), drafter.regions(best.stages),
     )  # fmt: skip
 
 
@@ -114,11 +118,11 @@ def _choose(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
             found.append((each, *each.choose()))
         except DoesNotFit as error:
             refused.append(error)
-        if found and not found[0][0].is_limited(found[0][1]):
+        if found and not found[0][0].is_short(found[0][1]):
             return found[0]
     if not found:
         raise refused[-1]
-    return min(found, key=lambda each: each[2].situation.divide(drafter.problem.largest_micro_batch).slowest_s)
+    return min(found, key=lambda each: each[0].step_seconds(each[2]))
 
 
 def _split(

@@ -83,14 +83,20 @@ class CutProblem:
         orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
         return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
 
-    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
-        """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""
+    def memory(
+        self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], most_in_flight: int, again: bool = False
+    ) -> StageMemory:
+        """`most_in_flight`: no stage holds more micro-batches at once.
+
+        `again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time.
+        """
         kept = self.workload.kept_by_operation(operations)
         static = np.array(self.workload.static_by_operation(operations, names_behind, len(self.ranks[0]) > 1))
         fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
         samples = np.ceil(self.shares() * micro_batch)  # of each replica
-        flying = np.array([in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)])
+        stages = range(self.num_stages)
+        flying = np.array([min(most_in_flight, in_flight(self.schedule, k, self.num_stages, self.num_micro_batch)) for k in stages])
         rows = [static + (1 if again else number) * (fixed + samples.max() * per_sample) for number in flying]
         # 0 is not known, so no limit
         capacities = np.array([[self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage] for stage in self.ranks])
@@ -124,9 +130,9 @@ def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:
-    """Micro-batches that a stage keeps at least, before the schedule is made.
+    """Micro-batches that a stage is first taken to keep, before the schedule is made.
 
-    1f1b keeps as many as there are stages from it on. The others can do with as few where memory is short; what they really keep is
-    checked when the schedule is there. Only gpipe always keeps all.
+    1f1b keeps as many as there are stages from it on. Schedules that are made for their costs can do with as few, and with fewer
+    (`cutting.py`); what they really keep is checked when the schedule is there. Only gpipe always keeps all.
     """
     return num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)
