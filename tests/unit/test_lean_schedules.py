@@ -133,3 +133,18 @@ def test_chunks_that_fit_are_found_where_one_stage_a_device_does_not(name: str) 
 def test_before_a_schedule_is_made_only_gpipe_is_taken_to_keep_everything() -> None:
     found = {name: [in_flight(name, stage, 3, 8) for stage in range(3)] for name in ("gpipe", "1f1b", "zero-bubble", "auto")}
     assert found == {"gpipe": [8, 8, 8], "1f1b": [3, 2, 1], "zero-bubble": [3, 2, 1], "auto": [3, 2, 1]}
+
+
+def test_cuts_of_chunks_are_not_moved_to_where_they_do_not_fit() -> None:
+    """A device that is three times as fast. With much memory cuts are moved to give the slow one half more than the cut before had there."""
+
+    def plan_on(*memory: float) -> wh.Plan:
+        kinds = [DeviceKind(f"k{i}", rate, int(room), 1e12) for i, (rate, room) in enumerate(zip((3e8, 1e8), memory, strict=True))]
+        cluster = Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e12, 0.0), Link(1e12, 0.0))
+        config = {"num_task_graph": 2, "num_micro_batch": 4, "schedule": "interleaved", "num_waves": 2, "recompute": False}
+        return wh.plan(Net(), torch.randn(8, NUM_TOKENS, WIDTH), cluster=cluster, config=config)
+
+    free = [memory.total_bytes(2) for memory in plan_on(PLENTY, PLENTY).memory]
+    room = 1.25 * free[0], 0.75 * free[1]
+    for device, most in zip(wh.simulate(plan_on(*room)).devices, room, strict=True):
+        assert device.peak_total_bytes <= most

@@ -142,18 +142,21 @@ class Drafter:
 
     def is_short(self, priced: Priced) -> bool:
         """Whether memory is short: it makes the step longer, or has no room for this at all."""
-        return priced.is_lean or not self._fits(priced) or self.slowed(priced) > 1 + SAME_TIME
+        if priced.is_lean or not self._fits(priced):
+            return True
+        slowest_s = priced.situation.divide(self.problem.largest_micro_batch).slowest_s
+        return self.lost_seconds(priced) > SAME_TIME * slowest_s
 
-    def slowed(self, priced: Priced) -> float:
-        """How much longer the slowest device takes because memory keeps samples from faster ones; 1: no longer."""
-        size = self.problem.largest_micro_batch
+    def lost_seconds(self, priced: Priced) -> float:
+        """How much longer the slowest device takes for its micro-batches because memory keeps samples from faster ones."""
+        size, count = self.problem.largest_micro_batch, self.problem.config.num_micro_batch
         free_s = priced.situation.without_limits().divide(size).slowest_s
-        return priced.situation.divide(size).slowest_s / free_s if free_s else 1.0
+        return count * (priced.situation.divide(size).slowest_s - free_s)
 
     def step_seconds(self, priced: Priced) -> float:
         """Of forwards and backwards, in the order of the schedule."""
         costs = self.costs(priced.stages, self.problem.config.num_micro_batch)
-        return scheduling.simulate(priced.schedule, costs).step_s * self.slowed(priced)
+        return scheduling.simulate(priced.schedule, costs).step_s + self.lost_seconds(priced)
 
     def _refuse_unless_it_fits(self, priced: Priced) -> None:
         config = self.problem.config

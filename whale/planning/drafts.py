@@ -45,8 +45,8 @@ class Draft:
     """of the device that takes longest for the largest micro-batch"""
     without_recompute: Situation
     """what it would be if the planner had nothing computed again"""
-    slowed: float
-    """how much longer the slowest device takes because of its memory"""
+    lost_s: float
+    """how much longer the slowest device takes because memory keeps samples from faster ones"""
     is_short_of_memory: bool
     """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
@@ -56,7 +56,7 @@ class Draft:
     @cached_property
     def predicted_s(self) -> float:
         """Of forwards and backwards."""
-        return scheduling.simulate(self.schedule, self.costs).step_s * self.slowed
+        return scheduling.simulate(self.schedule, self.costs).step_s + self.lost_s
 
     @property
     def placement(self) -> Placement:
@@ -98,7 +98,7 @@ def draft_stages(
     costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
         order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
-        slowest_s, nothing.situation, drafter.slowed(best), drafter.is_short(nothing), drafter.regions(best.stages),
+        slowest_s, nothing.situation, drafter.lost_seconds(best), drafter.is_short(nothing), drafter.regions(best.stages),
     )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,8 +32,8 @@ from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
-from whale.planning.task_graphs import from_marks
-from whale.planning.virtual_devices import place
+from whale.planning.task_graphs import TaskGraphs, from_marks
+from whale.planning.virtual_devices import Placement, place
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
 from whale.simulation.simulate import simulate
@@ -118,16 +120,14 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
 
+    def draft_of(task_graphs: TaskGraphs, why: str, over: Placement, is_chunked: bool) -> Draft:
+        return draft_stages(problem, workload, operations, order, task_graphs, why, over, is_chunked)
+
     def draft(num_chunks: int) -> Draft:
-        if num_chunks > 1:
-            chunks, over = ChunkCuts(workload, cluster, placement, num_chunks, config).cut(operations, problem.kinds)
-            return draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
-        for task_graphs, why in cutting.each():
-            try:
-                return draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
-            except DoesNotFit as error:
-                last = error
-        raise last  # of the cut for least memory
+        if num_chunks == 1:
+            return _fastest((partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1)
+        chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(operations, problem.kinds)
+        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 2)
 
     drafts: dict[int, Draft] = {}
     refused: list[ValueError] = []
@@ -147,6 +147,23 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     compared = ", ".join(f"{number}: {each.predicted_s:.4g} s" for number, each in drafts.items())
     why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
     return replace(drafts[best], why_chunks=why)
+
+
+def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
+    """Of the first so many that fit, or of one where memory does not make its step longer. Raises what the last one lacks if none fits."""
+    found: list[Draft] = []
+    refused: list[DoesNotFit] = []
+    for make in drafts:
+        try:
+            found.append(make())
+        except DoesNotFit as error:
+            refused.append(error)
+            continue
+        if len(found) == number or not found[-1].is_short_of_memory:
+            break
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda draft: draft.predicted_s) if len(found) > 1 else found[0]
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
