@@ -136,7 +136,7 @@ def test_before_a_schedule_is_made_only_gpipe_is_taken_to_keep_everything() -> N
 
 
 def test_cuts_of_chunks_are_not_moved_to_where_they_do_not_fit() -> None:
-    """A device that is three times as fast. With much memory cuts are moved to give the slow one half more than the cut before had there."""
+    """A device is three times as fast. With much memory cuts are moved to give the slow one half more than it had before."""
 
     def plan_on(*memory: float) -> wh.Plan:
         kinds = [DeviceKind(f"k{i}", rate, int(room), 1e12) for i, (rate, room) in enumerate(zip((3e8, 1e8), memory, strict=True))]
