@@ -196,13 +196,21 @@ class Workload:
             + sum(rooms),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
-            update_bytes=UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0,
+            update_bytes=self.room_to_update(rooms),
         )
 
     def room_to_work(self, part: StageSlice) -> int:
-        """Bytes beside the samples that a backward works with: a gradient is made before it is added to the one that is there."""
+        """Bytes beside the samples that a backward works with."""
         trained = self.trained_bytes(part)
-        return max(trained, default=0) + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * sum(trained))
+        return self.room_beside(max(trained, default=0), sum(trained))
+
+    def room_beside(self, largest_bytes: int, trained_bytes: int) -> int:
+        """The same for trained parameters of so many bytes: a gradient is made before it is added to the one that is there."""
+        return largest_bytes + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * trained_bytes)
+
+    def room_to_update(self, rooms: Iterable[int]) -> int:
+        """Bytes that the optimizer makes for a moment. `rooms`: to work, of every stage of a device."""
+        return UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0
 
     @cached_property
     def batch_bytes(self) -> int:
