@@ -8,8 +8,8 @@ schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +23,7 @@ from whale.config import Config
 from whale.planning.assignment import state_behind
 from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
 from whale.planning.cuts import Floats
-from whale.planning.pipeline_cuts import slowest_pair
+from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
 from whale.planning.plan import Crossing, Stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts
 from whale.planning.virtual_devices import Placement, VirtualDevice
@@ -70,7 +70,6 @@ class ChunkCuts:
     placement: Placement
     count: int
     config: Config
-    _known_memory: list[ChunkMemory] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_loop(self) -> bool:
@@ -86,10 +85,11 @@ class ChunkCuts:
         """Cuts that differ, to be tried while memory is short: moved for the shortest step; moved so that no device is over-full, then for
         the shortest step; not moved. Each chunk is a TaskGraph of its own. Raises ValueError where the model has too few points."""
         activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+        memory = cache(lambda: self._memory(activations, kinds))  # only where it is short
         found: list[dict[Node, int]] = []
         for num_moves_of, over_full, why in (
             (self.num_moves, None, ""),
-            (self.most_moves, partial(self._over_full, activations, kinds), "; so that no device is over-full, as far as that goes"),
+            (self.most_moves, lambda starts: memory().over_full(starts), "; so that no device is over-full, as far as that goes"),
             (None, None, "; not moved: memory has no room for cuts with a shorter step"),
         ):
             task_graphs, over = self._cut(operations, kinds, num_moves_of, over_full)
@@ -124,11 +124,6 @@ class ChunkCuts:
         return task_graphs, Placement(
             placement.virtual_devices, devices, placement.num_replicas, f"{placement.reason}; their chunks lie in {shape} over them"
         )
-
-    def _over_full(self, operations: Sequence[Node], kinds: Mapping[Node, Kind], starts: Sequence[int]) -> float:
-        if not self._known_memory:
-            self._known_memory.append(self._memory(operations, kinds))
-        return self._known_memory[0].over_full(starts)
 
     def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> ChunkMemory:
         """In the order that the schedule has; one that is made for its costs is taken to keep what 1F1B does on these devices."""
@@ -174,8 +169,7 @@ class ChunkCuts:
         return np.array([rows[index] for index in self.devices])
 
     def crossing_seconds(self, node: Node) -> float:
-        """Of a value of the whole mini-batch over one link of the kind that is inside a host."""
-        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
+        return crossing_seconds(self.workload, self.cluster, node)
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
@@ -198,15 +192,13 @@ class ChunkCuts:
         return self.config.schedule not in FIXED_ORDERS
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings. A backward is two forwards.
+        """Of a step with these forwards and crossings.
 
         A published order is simulated. Made for its costs, an order comes near to the least time that there is, which is a formula. A
         little is added for unlike work: where a change does not make the step shorter, it may be half of one that does.
         """
         graph, number = scheduling.StageGraph.chain(len(stages), self.devices), self.config.num_micro_batch
-        forward = tuple(float(seconds) / number for seconds in stages)
-        messages = {(k, k + 1): float(seconds) / number for k, seconds in enumerate(crossings)}
-        costs = scheduling.Costs(forward, forward, forward, messages)
+        costs = costs_of_cut(stages, crossings, number)
         spread = SPREAD_PART * float(np.sqrt(np.mean(np.square(self._work(stages)))))
         if self.is_list_scheduled:
             return scheduling.lower_bound(graph, costs, number) + spread

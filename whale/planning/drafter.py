@@ -13,6 +13,7 @@ from whale.capture.sample_states import batch_dim
 from whale.planning.assignment import Assignment
 from whale.planning.balance import Situation, refuse_unless_it_fits
 from whale.planning.chunks import FIXED_ORDERS, schedule_costs
+from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.plan import Crossing, DeviceMemory, Stage
 from whale.planning.pricing import stage_seconds
@@ -27,9 +28,6 @@ from whale.planning.split_stages import together_seconds
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
-
-SAME_TIME = 1e-9
-"""relative: memory that costs less than this does not limit"""
 
 
 @dataclass(frozen=True)

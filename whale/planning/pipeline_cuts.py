@@ -63,8 +63,7 @@ class CutProblem:
         return np.array(rows)
 
     def crossing_seconds(self, node: Node) -> float:
-        """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
-        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
+        return crossing_seconds(self.workload, self.cluster, node)
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
@@ -75,13 +74,10 @@ class CutProblem:
         return tuple(slowest_pair(self.cluster, list(zip(here, there, strict=True))) for here, there in pairwise(self.ranks))
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards."""
+        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica."""
         graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
-        forward = tuple(float(seconds) / count for seconds in stages)
-        messages = {(k, k + 1): float(seconds) / count for k, seconds in enumerate(crossings)}
-        costs = scheduling.Costs(forward, forward, forward, messages)
         orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
-        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
+        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs_of_cut(stages, crossings, count)).step_s
 
     def memory(
         self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], most_in_flight: int, again: bool = False
@@ -116,6 +112,18 @@ class CutProblem:
         quarter = len(operations) // 4
         middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
+
+
+def crossing_seconds(workload: Workload, cluster: Cluster, node: Node) -> float:
+    """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
+    return workload.costs[node].output_bytes / cluster.intra_host.bytes_per_s
+
+
+def costs_of_cut(stages: Floats, crossings: Floats, num_micro_batch: int) -> scheduling.Costs:
+    """Of a chain of stages with these forwards of a mini-batch and these crossings between them. A backward is two forwards."""
+    forward = tuple(float(seconds) / num_micro_batch for seconds in stages)
+    messages = {(k, k + 1): float(seconds) / num_micro_batch for k, seconds in enumerate(crossings)}
+    return scheduling.Costs(forward, forward, forward, messages)
 
 
 def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
