@@ -104,3 +104,13 @@ def test_memory_decides_what_is_kept() -> None:
     assert wh.simulate(small).step_s > wh.simulate(free).step_s
     with pytest.raises(ValueError, match="does not fit"):
         plan_with(int(needed(again) * 0.8), recompute=False)
+
+
+def test_a_grid_has_room_for_the_update() -> None:
+    """Half a weight, its gradient, AdamW's two averages, and the two tensors that AdamW makes for a moment."""
+    kind = DeviceKind("card", 1e13, 10**9, 1e12)
+    cluster = wh.Cluster(tuple(Device(rank, "host", rank, kind) for rank in range(2)), PCIE_3_X16, ETHERNET_50G)
+    model = wh.annotate(torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False)), {"*": wh.split(2, (1, 2, 1))})
+    plan = wh.plan(model, torch.zeros(2, 512), loss=lambda output, batch: output.square().mean(), cluster=cluster)
+    for device, memory in zip(wh.simulate(plan).devices, plan.memory, strict=True):
+        assert 6 * 512 * 256 * 4 <= device.peak_total_bytes <= memory.total_bytes(2)

@@ -16,6 +16,7 @@ from whale.cluster.cluster import Cluster, Device, Link
 from whale.cluster.file import dumps, loads
 from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
 from whale.planning.assignment import carries_gradient
+from whale.planning.workload import Workload
 from whale.profiling import operations, turns
 from whale.profiling.calibration import measured_seconds, update_costs
 from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
@@ -75,6 +76,19 @@ def test_the_cost_model_takes_measured_times_where_there_are_any() -> None:
     assert seconds(cost, MEASURED) == pytest.approx(1e-4)
     assert seconds(cost, MEASURED, "bf16") == pytest.approx(1e-4 / 4)  # by the ratio of the rates
     assert seconds(cost, replace(MEASURED, operations=())) == pytest.approx(1e6 / 1e11 + 1e4 / 1e10)
+
+
+def test_a_batch_norm_over_devices_takes_no_less_than_one_alone() -> None:
+    # measured in 2 us where one alone took 3, its backward in 9 us where one alone took 5
+    points = (OperationPoint("batch_norm", 1e3, 3e-6, 5e-6), OperationPoint("batch_norm_over_devices", 1e3, 2e-6, 9e-6))
+    layout, tensors = read_batch(torch.ones(4, 6))
+    task = Task(lambda output, batch: output.sum(), "cpu", None)
+    captured = capture_training(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), layout, tensors, task).captured
+    norm = next(node for node in captured.compute_nodes() if "batch_norm" in str(node.target))
+    more = Workload(captured, 4, carries_gradient(captured), 0.0, share=2).over_devices(norm, replace(MEASURED, operations=points))
+    assert more is not None
+    for num_samples in (1, 2, 4):
+        assert more.forward.of(num_samples) == 0.0 < more.backward.of(num_samples)
 
 
 def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:

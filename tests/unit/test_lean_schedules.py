@@ -1,8 +1,9 @@
-"""Schedules that are made for their costs stay within the memory of the devices: where 1F1B fits, they do."""
+"""Schedules that are made for their costs stay within the memory of the devices: where 1F1B fits, they do, and often where it does not."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -90,11 +91,60 @@ def test_1f1b_in_place_of_another_schedule_is_said() -> None:
     assert _schedule_reason(taken, "1f1b").startswith("4 micro-batches over 2 stages")
 
 
-def test_memory_too_small_for_1f1b_is_refused(plain: tuple[float, float]) -> None:
+def test_with_less_memory_than_1f1b_needs_fewer_are_in_flight(plain: tuple[float, float]) -> None:
+    """0.78 of its memory: at one micro-batch in flight the fullest stage needs 0.72 of it."""
+    with pytest.raises(ValueError, match="does not fit"):
+        plan_of(0.78 * plain[1], schedule="1f1b")
+    plan = plan_of(0.78 * plain[1], schedule="zero-bubble")
+    assert max(device.peak_total_bytes for device in wh.simulate(plan).devices) <= 0.78 * plain[1]
+    assert "in flight on a stage, for which there is memory" in plan.decisions[0].why
+
+
+def test_the_shortest_step_decides_between_recomputing_and_waiting(plain: tuple[float, float]) -> None:
+    waiting, recomputing = (predicted(0.86 * plain[1], schedule="zero-bubble", recompute=wanted)[0] for wanted in (False, "auto"))
+    assert recomputing < waiting
+
+
+def test_memory_too_small_for_one_micro_batch_is_refused(plain: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"no cut into 4 stages fits|does not fit"):
         predicted(0.7 * plain[1], schedule="auto")
+
+
+def plan_of_unlike_layers(num_bytes: float, name: str) -> wh.Plan:
+    """Weights of 3, 3, 1 and 1 units: two stages have 3 and 5 of them at best, two devices with two chunks each 4 and 4."""
+    kind = DeviceKind("k", 1e8, int(num_bytes), 1e12)
+    cluster = Cluster(tuple(Device(i, "h", i, kind) for i in range(2)), Link(1e12, 0.0), Link(1e12, 0.0))
+    sizes = (WIDTH, 3 * WIDTH, WIDTH, WIDTH, WIDTH)
+    model = nn.Sequential(*(nn.Linear(here, there, bias=False) for here, there in pairwise(sizes)))
+    config = {"num_task_graph": 2, "num_micro_batch": 2, "schedule": name}
+    return wh.plan(model, torch.randn(4, WIDTH), loss=lambda output, batch: output.square().mean(), cluster=cluster, config=config)
+
+
+@pytest.mark.parametrize("name", ["wave", "interleaved", "auto"])
+def test_chunks_that_fit_are_found_where_one_stage_a_device_does_not(name: str) -> None:
+    room = 1.01 * max(memory.total_bytes(2) for memory in plan_of_unlike_layers(PLENTY, "wave").memory)
+    with pytest.raises(ValueError, match=r"no cut into 2 stages fits|does not fit"):
+        plan_of_unlike_layers(room, "1f1b")
+    plan = plan_of_unlike_layers(room, name)
+    assert len(plan.stages) == 4
+    assert max(device.peak_total_bytes for device in wh.simulate(plan).devices) <= room
 
 
 def test_before_a_schedule_is_made_only_gpipe_is_taken_to_keep_everything() -> None:
     found = {name: [in_flight(name, stage, 3, 8) for stage in range(3)] for name in ("gpipe", "1f1b", "zero-bubble", "auto")}
     assert found == {"gpipe": [8, 8, 8], "1f1b": [3, 2, 1], "zero-bubble": [3, 2, 1], "auto": [3, 2, 1]}
+
+
+def test_cuts_of_chunks_are_not_moved_to_where_they_do_not_fit() -> None:
+    """A device is three times as fast. With much memory cuts are moved to give the slow one half more than it had before."""
+
+    def plan_on(*memory: float) -> wh.Plan:
+        kinds = [DeviceKind(f"k{i}", rate, int(room), 1e12) for i, (rate, room) in enumerate(zip((3e8, 1e8), memory, strict=True))]
+        cluster = Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e12, 0.0), Link(1e12, 0.0))
+        config = {"num_task_graph": 2, "num_micro_batch": 4, "schedule": "interleaved", "num_waves": 2, "recompute": False}
+        return wh.plan(Net(), torch.randn(8, NUM_TOKENS, WIDTH), cluster=cluster, config=config)
+
+    free = [memory.total_bytes(2) for memory in plan_on(PLENTY, PLENTY).memory]
+    room = 1.25 * free[0], 0.75 * free[1]
+    for device, most in zip(wh.simulate(plan_on(*room)).devices, room, strict=True):
+        assert device.peak_total_bytes <= most

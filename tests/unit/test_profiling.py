@@ -11,12 +11,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import whale as wh
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
 from whale.planning.assignment import carries_gradient
+from whale.planning.workload import INSIDE_OPERATIONS
 from whale.profiling.costs import NodeCost, backward_factors, concrete_shape, node_costs, seconds, value_bytes
 
 SAMPLE_BATCH, OTHER_BATCH = 4, 7
@@ -223,3 +225,14 @@ def test_a_graph_of_8000_nodes() -> None:
     captured = CapturedGraph(graph, (), {}, {}, layer.batch_symbol, SAMPLE_BATCH)
     costs = node_costs(captured, OTHER_BATCH)
     assert len(costs) == len(graph.nodes)
+
+
+def test_gradients_that_came_in_stay_until_the_backward_is_over() -> None:
+    """The widest product works on two gradients of 64 numbers. The 8 numbers that the tanh behind it has kept are gone by then, but not
+    the gradient of as many that came back for them."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8))
+    marked = wh.annotate(model, {"[0-2]": wh.replicate(1), "3": wh.replicate(1)})
+    plan = wh.plan(marked, torch.randn(4, 8), loss=lambda output, batch: output.sum(), cluster=2, config={"recompute": False})
+    assert plan.figures is not None
+    stage = plan.figures.stages[0]
+    assert stage.working_sample_bytes - INSIDE_OPERATIONS * stage.kept_sample_bytes == pytest.approx(2 * 64 * 4)

@@ -189,6 +189,13 @@ def test_memory_follows_the_micro_batches_in_flight() -> None:
     assert [point.time_s for point in first.memory] == sorted(point.time_s for point in first.memory)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_the_memory_curve_reaches_the_peak(name: str) -> None:
+    """Also where most is there for a moment only: one micro-batch keeps less than its backward works with when its gradients are there."""
+    for device in wh.simulate(plan_of(name, 2, 1, [(1.0, 1.0, 1.0)] * 2)).devices:
+        assert max(point.total_bytes for point in device.memory) == device.peak_total_bytes
+
+
 def test_all_times_can_be_stretched() -> None:
     plan = plan_of("1f1b", 3, 4, [(1.0, 1.0, 1.0)] * 3, link=Link(100.0, 0.1), update_s=0.5)
     assert plan.figures is not None

@@ -7,9 +7,9 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -20,11 +20,13 @@ from whale.annotation import Strategy
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.planning.assignment import state_behind
+from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
 from whale.planning.cuts import Floats
-from whale.planning.pipeline_cuts import slowest_pair
+from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
 from whale.planning.plan import Crossing, Stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts
-from whale.planning.virtual_devices import Placement
+from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
 from whale.scheduling.placement import loop, zigzag
 
@@ -40,6 +42,9 @@ SPREAD_PART = 1e-3
 """of the mean square work of the devices, as a part of the time of a cut"""
 ACTION_S = 1e-4
 """what the runtime adds to a forward or backward"""
+
+NumMoves = Callable[[Floats, Floats], int]
+OverFull = Callable[[Sequence[int]], float]
 
 
 def chunk_counts(config: Config, num_virtual_devices: int) -> tuple[int, ...]:
@@ -76,8 +81,25 @@ class ChunkCuts:
         number = len(self.placement.virtual_devices)
         return loop(number, self.count) if self.is_loop else zigzag(number, self.count)
 
-    def cut(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> tuple[TaskGraphs, Placement]:
-        """Each chunk a TaskGraph of its own; raises ValueError where the model has too few points."""
+    def each(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> Iterator[tuple[TaskGraphs, Placement]]:
+        """Cuts that differ, to be tried while memory is short: moved for the shortest step; moved so that no device is over-full, then for
+        the shortest step; not moved. Each chunk is a TaskGraph of its own. Raises ValueError where the model has too few points."""
+        activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+        memory = cache(lambda: self._memory(activations, kinds))  # only where it is short
+        found: list[dict[Node, int]] = []
+        for num_moves_of, over_full, why in (
+            (self.num_moves, None, ""),
+            (self.most_moves, lambda starts: memory().over_full(starts), "; so that no device is over-full, as far as that goes"),
+            (None, None, "; not moved: memory has no room for cuts with a shorter step"),
+        ):
+            task_graphs, over = self._cut(operations, kinds, num_moves_of, over_full)
+            if task_graphs.of_operation not in found:
+                found.append(task_graphs.of_operation)
+                yield replace(task_graphs, reason=task_graphs.reason + why), over
+
+    def _cut(
+        self, operations: Sequence[Node], kinds: Mapping[Node, Kind], num_moves_of: NumMoves | None, over_full: OverFull | None
+    ) -> tuple[TaskGraphs, Placement]:
         config, placement, count, devices = self.config, self.placement, self.count, self.devices
         try:
             cut = from_cuts(
@@ -88,7 +110,8 @@ class ChunkCuts:
                 self.crossing_seconds,
                 step_of=self.step_seconds,
                 boundary_weights=self.boundary_weights,
-                num_moves_of=self.num_moves,
+                num_moves_of=num_moves_of,
+                over_full=over_full,
             )
         except ValueError as error:
             said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
@@ -101,6 +124,35 @@ class ChunkCuts:
         return task_graphs, Placement(
             placement.virtual_devices, devices, placement.num_replicas, f"{placement.reason}; their chunks lie in {shape} over them"
         )
+
+    def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> ChunkMemory:
+        """In the order that the schedule has; one that is made for its costs is taken to keep what 1F1B does on these devices."""
+
+        def names_behind(node: Node) -> list[str]:
+            return [name for name, _ in state_behind(node, kinds)]
+
+        graph = scheduling.StageGraph.chain(len(self.devices), self.devices)
+        number = self.config.num_micro_batch
+        orders = scheduling.one_f_one_b(graph, number) if self.is_list_scheduled else self._published_orders(graph)
+        is_shared = any(len(device.ranks) * device.num_devices > 1 for device in self.placement.virtual_devices)
+        return ChunkMemory(
+            OperationBytes.of(self.workload, operations, names_behind, is_shared),
+            self.devices,
+            [moments_in_flight(order, graph.stages_of(device)) for device, order in enumerate(orders)],
+            [self._room(device) for device in self.placement.virtual_devices],
+        )
+
+    def _room(self, device: VirtualDevice) -> DeviceRoom:
+        """Devices get samples in proportion to their speed; the places of a grid run on all of their replica, each on its part."""
+        micro_batch = -(-self.workload.batch_size // self.config.num_micro_batch)
+        ranks = [rank for replica in device.ranks for rank in replica]
+        kinds = [self.cluster.devices[rank].kind for rank in ranks]
+        memory = [float(kind.memory_bytes or np.inf) - self.workload.batch_bytes for kind in kinds]
+        if device.grid is not None:
+            return DeviceRoom(min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices)
+        rates = np.array([kind.rate(self.config.dtype) for kind in kinds])
+        samples = np.ceil(micro_batch * rates / rates.sum())
+        return min((DeviceRoom(room, float(number)) for room, number in zip(memory, samples, strict=True)), key=DeviceRoom.of_a_sample)
 
     def times(self, operations: Sequence[Node]) -> Floats:
         """(chunks, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
@@ -117,8 +169,7 @@ class ChunkCuts:
         return np.array([rows[index] for index in self.devices])
 
     def crossing_seconds(self, node: Node) -> float:
-        """Of a value of the whole mini-batch over one link of the kind that is inside a host."""
-        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
+        return crossing_seconds(self.workload, self.cluster, node)
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
@@ -141,26 +192,30 @@ class ChunkCuts:
         return self.config.schedule not in FIXED_ORDERS
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings. A backward is two forwards.
+        """Of a step with these forwards and crossings.
 
         A published order is simulated. Made for its costs, an order comes near to the least time that there is, which is a formula. A
         little is added for unlike work: where a change does not make the step shorter, it may be half of one that does.
         """
         graph, number = scheduling.StageGraph.chain(len(stages), self.devices), self.config.num_micro_batch
-        forward = tuple(float(seconds) / number for seconds in stages)
-        messages = {(k, k + 1): float(seconds) / number for k, seconds in enumerate(crossings)}
-        costs = scheduling.Costs(forward, forward, forward, messages)
+        costs = costs_of_cut(stages, crossings, number)
         spread = SPREAD_PART * float(np.sqrt(np.mean(np.square(self._work(stages)))))
         if self.is_list_scheduled:
             return scheduling.lower_bound(graph, costs, number) + spread
-        orders = scheduling.interleaved_orders(graph, number) if self.is_loop else scheduling.wave_orders(graph, number)
-        return scheduling.simulate(scheduling.Schedule("cut", graph, number, orders), costs).step_s + spread
+        return scheduling.simulate(scheduling.Schedule("cut", graph, number, self._published_orders(graph)), costs).step_s + spread
+
+    def _published_orders(self, graph: scheduling.StageGraph) -> scheduling.Orders:
+        make = scheduling.interleaved_orders if self.is_loop else scheduling.wave_orders
+        return make(graph, self.config.num_micro_batch)
 
     def num_moves(self, stages: Floats, crossings: Floats) -> int:
         """Moves of single cuts that are worth trying: none where equal chunks make equal devices and messages are short."""
         work = self._work(stages)
         if work.max() <= UNEVEN * work.mean() and crossings.max(initial=0.0) <= LONG_MESSAGE * stages.max():
             return 0
+        return self.most_moves(stages, crossings)
+
+    def most_moves(self, stages: Floats, crossings: Floats) -> int:
         return MOVE_BUDGET // (len(stages) * (1 if self.is_list_scheduled else self.config.num_micro_batch))
 
     def _work(self, stages: Floats) -> Floats:

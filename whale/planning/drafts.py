@@ -1,65 +1,29 @@
-"""Stages, schedule and shares of one order of the devices: priced without recomputation, and with it where memory asks for that."""
+"""Stages, schedule and shares of one order of the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch.fx import Node
 
 from whale import scheduling
-from whale.annotation import Mark, Strategy
-from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind, trains_batch_norm
-from whale.capture.losses import NotAdditive
-from whale.capture.sample_states import batch_dim
-from whale.cluster.cluster import Cluster
-from whale.config import Config
 from whale.planning.assignment import Assignment, make_assignment
-from whale.planning.balance import Order, Situation, refuse_unless_it_fits
-from whale.planning.chunks import FIXED_ORDERS, schedule_costs
-from whale.planning.describe import crossings, describe_stages, holders
-from whale.planning.plan import Crossing, DeviceMemory, Stage
-from whale.planning.pricing import stage_seconds
-from whale.planning.recompute import Counts, Regions
-from whale.planning.recompute_choice import Choice, Demand, Stages, enough
-from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lean_schedule
-from whale.planning.shares import DoesNotFit, Load, micro_batch_sizes
+from whale.planning.balance import Order, Situation
+from whale.planning.drafter import Drafter, Priced
+from whale.planning.plan import Crossing, Stage
+from whale.planning.problem import Problem
+from whale.planning.recompute import Regions
+from whale.planning.recompute_choice import Choice
+from whale.planning.shares import DoesNotFit
 from whale.planning.split import Split
-from whale.planning.split_memory import grid_memory, repeated_part
-from whale.planning.split_stages import SplitProblem, together_seconds
+from whale.planning.split_stages import SplitProblem
 from whale.planning.stages import assign_stages, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.virtual_devices import Placement, VirtualDevice
-from whale.planning.workload import ADAM_STATE, Workload
+from whale.planning.virtual_devices import Placement
+from whale.planning.workload import Workload
 from whale.profiling.costs import value_bytes
-
-SAME_TIME = 1e-9
-"""relative: memory that costs less than this does not limit"""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be planned."""
-
-    captured: CapturedGraph
-    """with the loss already split into terms"""
-    kinds: Mapping[Node, Kind]
-    marks: Mapping[Node, Mark]
-    default_strategy: Strategy | None
-    term_texts: tuple[str, ...]
-    only_whole: NotAdditive | None
-    """why the loss may not be cut over micro-batches or devices, if so"""
-    cluster: Cluster
-    config: Config
-    batch_size: int
-    optimizer_ratio: float = ADAM_STATE
-    """bytes of optimizer state for each byte of trainable parameters"""
-
-    @property
-    def largest_micro_batch(self) -> int:
-        return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
 
 
 @dataclass(frozen=True)
@@ -81,6 +45,10 @@ class Draft:
     """of the device that takes longest for the largest micro-batch"""
     without_recompute: Situation
     """what it would be if the planner had nothing computed again"""
+    lost_s: float
+    """how much longer the slowest device takes because memory keeps samples from faster ones"""
+    is_short_of_memory: bool
+    """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
     """of every stage: what is computed again in backward"""
     why_chunks: str = ""
@@ -88,7 +56,7 @@ class Draft:
     @cached_property
     def predicted_s(self) -> float:
         """Of forwards and backwards."""
-        return scheduling.simulate(self.schedule, self.costs).step_s
+        return scheduling.simulate(self.schedule, self.costs).step_s + self.lost_s
 
     @property
     def placement(self) -> Placement:
@@ -98,20 +66,11 @@ class Draft:
     def num_actions(self) -> int:
         """Of all devices in a step."""
         devices = self.placement.virtual_devices
-        return sum(len(order) * len(_ranks(device)) for order, device in zip(self.schedule.orders, devices, strict=True))
+        return sum(len(order) * device.num_devices * len(device.ranks) for order, device in zip(self.schedule.orders, devices, strict=True))
 
     @property
     def choice(self) -> Choice:
         return tuple((stage.num_regions, stage.num_recomputed) for stage in self.stages)
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """One choice of what is computed again."""
-
-    stages: tuple[Stage, ...]
-    schedule: scheduling.Schedule
-    situation: Situation
 
 
 def draft_stages(
@@ -134,16 +93,16 @@ def draft_stages(
     move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
     assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
     split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
-    drafter, nothing, best = _choose(_Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage)))
+    drafter, nothing, best = _choose(Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage)))
     slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
     costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
         order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
-        slowest_s, nothing.situation, drafter.regions(best.stages),
+        slowest_s, nothing.situation, drafter.lost_seconds(best), drafter.is_short(nothing), drafter.regions(best.stages),
     )  # fmt: skip
 
 
-def _choose(drafter: _Drafter) -> tuple[_Drafter, _Priced, _Priced]:
+def _choose(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
     """The draft with what its grids gather kept, or gathered again in backward where that is asked for, or memory makes it faster:
     (draft, nothing computed again, the best)."""
     wanted = drafter.problem.config.keep_gathered
@@ -152,18 +111,18 @@ def _choose(drafter: _Drafter) -> tuple[_Drafter, _Priced, _Priced]:
         return again, *again.choose()
     if again is None:
         return drafter, *drafter.choose()
-    found: list[tuple[_Drafter, _Priced, _Priced]] = []
+    found: list[tuple[Drafter, Priced, Priced]] = []
     refused: list[DoesNotFit] = []
     for each in (drafter, again):
         try:
             found.append((each, *each.choose()))
         except DoesNotFit as error:
             refused.append(error)
-        if found and not found[0][0].is_limited(found[0][1]):
+        if found and not found[0][0].is_short(found[0][1]):
             return found[0]
     if not found:
         raise refused[-1]
-    return min(found, key=lambda each: each[2].situation.divide(drafter.problem.largest_micro_batch).slowest_s)
+    return min(found, key=lambda each: each[0].step_seconds(each[2]))
 
 
 def _split(
@@ -188,213 +147,3 @@ def _split(
         num_micro_batch=problem.config.num_micro_batch,
         state_per_weight=2.0 + workload.optimizer_ratio,
     ).solve()
-
-
-@dataclass(frozen=True)
-class _Drafter:
-    """One cut into stages, before it is decided what is computed again."""
-
-    problem: Problem
-    workload: Workload
-    task_graphs: TaskGraphs
-    split: Split
-    assignment: Assignment
-    device_of_stage: tuple[int, ...]
-
-    @property
-    def placement(self) -> Placement:
-        return self.split.placement
-
-    @cached_property
-    def kept(self) -> Stages:
-        return Stages(self.workload, self.assignment, self.problem.config.recompute)
-
-    def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
-        """Of every stage, what is computed again in backward."""
-        return tuple(self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed)) for stage in stages)
-
-    @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
-        problem = self.problem
-        micro_batch = problem.batch_size / problem.config.num_micro_batch
-        return crossings(problem.captured, self.assignment, self.placement, self.device_of_stage, problem.cluster, micro_batch)
-
-    @cached_property
-    def stage_graph(self) -> scheduling.StageGraph:
-        edges = tuple(sorted({(c.source, c.destination) for c in self.crossings}))
-        gradient_edges = tuple(sorted({(c.source, c.destination) for c in self.crossings if c.gradient}))
-        return scheduling.StageGraph(self.device_of_stage, edges, gradient_edges)
-
-    def choose(self) -> tuple[_Priced, _Priced]:
-        """(nothing computed again, the best); raises where memory is too small."""
-        wanted, size = self.problem.config.recompute, self.problem.largest_micro_batch
-        nothing = self.price(self.kept.nothing)
-        if wanted is not True and not (wanted == "auto" and self.is_limited(nothing)):
-            self._refuse_unless_it_fits(nothing)
-            return nothing, nothing
-        everything = self.kept.everything(nothing.schedule)
-        if wanted is True:
-            candidates = [self.price(everything)]
-        else:
-            some = enough(self.kept, self._demands(nothing), nothing.schedule)
-            candidates = [nothing, *(self.price(choice) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
-        fitting = [each for each in candidates if self._fits(each)]
-        if not fitting:
-            self._refuse_unless_it_fits(candidates[-1])
-        return nothing, min(fitting, key=lambda each: each.situation.divide(size).slowest_s)
-
-    def price(self, choice: Choice) -> _Priced:
-        """With the fastest schedule, or where memory limits that one, with a schedule made for the memory."""
-        name, count, stages = self.problem.config.schedule, self.problem.config.num_micro_batch, self._stages(choice)
-        costs = self.costs(stages, count)
-        schedule = fastest_schedule(name, self.stage_graph, count, costs)
-        fastest = _Priced(stages, schedule, self._situation(choice, schedule))
-        if name in FIXED_ORDERS or not self.is_limited(fastest):
-            return fastest
-        kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
-        room = [self.workload.room_to_work(part) for part in self.assignment.slices]
-        shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
-        limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
-        schedule = lean_schedule(name, self.stage_graph, count, limits)
-        lean = _Priced(stages, schedule, self._situation(choice, schedule))
-        return lean if self._fits(lean) or not self._fits(fastest) else fastest
-
-    def _stages(self, choice: Choice) -> tuple[Stage, ...]:
-        problem, workload = self.problem, self.workload
-        kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
-        times = []
-        for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
-            again = self.kept.regions(stage, choice[stage])
-            if stage in self.split.shardings:
-                part_again = repeated_part(workload, self.split.spaces[stage], again)
-                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch, part_again))
-                continue
-            times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
-        described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
-        return tuple(
-            replace(stage, num_regions=regions, num_recomputed=recomputed)
-            for stage, (regions, recomputed) in zip(described, choice, strict=True)
-        )
-
-    def costs(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Costs:
-        return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
-
-    def _fits(self, priced: _Priced) -> bool:
-        return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
-
-    def is_limited(self, priced: _Priced) -> bool:
-        """Whether memory keeps samples from the devices that would do them fastest."""
-        if not self._fits(priced):
-            return True
-        size = self.problem.largest_micro_batch
-        free_s = priced.situation.without_limits().divide(size).slowest_s
-        return priced.situation.divide(size).slowest_s > free_s * (1 + SAME_TIME)
-
-    def _refuse_unless_it_fits(self, priced: _Priced) -> None:
-        config = self.problem.config
-        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
-
-        def situation_with(num_micro_batch: int) -> Situation:
-            name = config.schedule if config.schedule in FIXED_ORDERS else "1f1b"  # what others come to where memory is short
-            return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
-
-        def recompute_fits() -> bool:
-            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
-
-        again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
-        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
-
-    def _demands(self, priced: _Priced) -> list[Demand]:
-        """What every VirtualDevice is to hold if speed alone decides who gets which samples."""
-        division, found = priced.situation.without_limits().divide(self.problem.largest_micro_batch), []
-        for device in self.placement.virtual_devices:
-            ranks = []
-            for replica, members in enumerate(device.ranks):
-                for rank, share in zip(members, division.runs[replica][device.index], strict=True):
-                    ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
-            stages = tuple(self._stages_of(device))
-            order, shared = priced.schedule.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
-            most = partial(self._most_on_grid, stages, priced.schedule) if device.grid is not None else None
-            found.append(Demand(stages, order, shared, tuple(ranks), most))
-        return found
-
-    def _most_on_grid(
-        self, stages: Sequence[int], schedule: scheduling.Schedule, whole: DeviceMemory, choice: Mapping[int, Counts]
-    ) -> DeviceMemory:
-        """From the memory of one device that runs these stages, that of the place of their grid that needs most."""
-        return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
-
-    def _on_grid(
-        self, stages: Sequence[int], whole: DeviceMemory, choice: Mapping[int, Counts], schedule: scheduling.Schedule
-    ) -> list[DeviceMemory]:
-        """By place."""
-        flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
-        regions = {stage: self.kept.regions(stage, choice[stage]) for stage in stages}
-        return grid_memory(self.workload, self.split, stages, whole, flying, regions)
-
-    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
-        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
-        problem, workload = self.problem, self.workload
-        kinds = [device.kind for device in problem.cluster.devices]
-        loads, memory = {}, {}
-        for device in self.placement.virtual_devices:
-            stages = self._stages_of(device)
-            operations = [node for stage in stages for node in self.assignment.slices[stage].operations]
-            again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
-            needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
-            if device.grid is not None:
-                load = Load(sum(self._grid_seconds(stage, choice[stage]) for stage in stages) / self.split.num_samples)
-                for place, part in enumerate(self._on_grid(stages, needed, dict(enumerate(choice)), schedule)):
-                    for rank in (members[place] for members in device.ranks):
-                        loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
-                continue
-            needed = needed.with_shared(self._shared_bytes(tuple(stages)))
-            totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
-            for rank in _ranks(device):
-                loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
-                memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
-        ranks = range(problem.cluster.num_devices)
-        return Situation(
-            self.placement.virtual_devices,
-            tuple(loads[rank] for rank in ranks),
-            tuple(memory[rank] for rank in ranks),
-            tuple(kind.name for kind in kinds),
-            _least_samples(problem.captured, self.assignment),
-            workload.batch_bytes / problem.batch_size,
-        )
-
-    def _grid_seconds(self, stage: int, counts: Counts) -> float:
-        """Of one micro-batch, its share of the sums of gradients included."""
-        sharding = self.split.shardings[stage]
-        again = repeated_part(self.workload, self.split.spaces[stage], self.kept.regions(stage, counts))
-        return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
-
-    def _stages_of(self, device: VirtualDevice) -> list[int]:
-        return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
-
-    def _shared_bytes(self, stages: tuple[int, ...]) -> int:
-        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other devices."""
-        return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
-
-    @cached_property
-    def _shared_bytes_of_device(self) -> dict[int, int]:
-        replicas, devices = self.placement.num_replicas, self.placement.virtual_devices
-        found = dict.fromkeys(range(len(devices)), 0)
-        for name, held_by in holders(self.problem.captured, self.assignment).items():
-            owners = {self.device_of_stage[stage] for stage in held_by}
-            state = self.problem.captured.state[name]
-            if state.kind == "parameter" and state.trainable and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1):
-                for owner in owners:
-                    found[owner] += state.num_bytes
-        return found
-
-
-def _ranks(device: VirtualDevice) -> list[int]:
-    return [rank for replica in device.ranks for rank in replica]
-
-
-def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
-    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
-    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
-    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
-    return 1 if sums_inside or unbatched or captured.buffer_updates else 0

@@ -27,9 +27,6 @@ class Seconds:
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(self.sample_s + other.sample_s, self.fixed_s + other.fixed_s)
 
-    def __sub__(self, other: Seconds) -> Seconds:
-        return Seconds(self.sample_s - other.sample_s, self.fixed_s - other.fixed_s)
-
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -45,10 +42,6 @@ class StageTimes:
     def __add__(self, other: StageTimes) -> StageTimes:
         forward, inputs = self.forward + other.forward, self.input_backward + other.input_backward
         return StageTimes(forward, inputs, self.weight_backward + other.weight_backward, self.accumulate + other.accumulate)
-
-    def __sub__(self, other: StageTimes) -> StageTimes:
-        forward, inputs = self.forward - other.forward, self.input_backward - other.input_backward
-        return StageTimes(forward, inputs, self.weight_backward - other.weight_backward, self.accumulate - other.accumulate)
 
     @property
     def backward(self) -> Seconds:

@@ -63,8 +63,7 @@ class CutProblem:
         return np.array(rows)
 
     def crossing_seconds(self, node: Node) -> float:
-        """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
-        return self.workload.costs[node].output_bytes / self.cluster.intra_host.bytes_per_s
+        return crossing_seconds(self.workload, self.cluster, node)
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
@@ -75,22 +74,25 @@ class CutProblem:
         return tuple(slowest_pair(self.cluster, list(zip(here, there, strict=True))) for here, there in pairwise(self.ranks))
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica. A backward is two forwards."""
+        """Of a step with these forwards and crossings of a mini-batch, by simulation of one replica."""
         graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
-        forward = tuple(float(seconds) / count for seconds in stages)
-        messages = {(k, k + 1): float(seconds) / count for k, seconds in enumerate(crossings)}
-        costs = scheduling.Costs(forward, forward, forward, messages)
         orders = scheduling.gpipe(graph, count) if self.schedule == "gpipe" else scheduling.one_f_one_b(graph, count)
-        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs).step_s
+        return scheduling.simulate(scheduling.Schedule("cut", graph, count, orders), costs_of_cut(stages, crossings, count)).step_s
 
-    def memory(self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], again: bool = False) -> StageMemory:
-        """`again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time."""
+    def memory(
+        self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], most_in_flight: int, again: bool = False
+    ) -> StageMemory:
+        """`most_in_flight`: no stage holds more micro-batches at once.
+
+        `again`: the stages compute everything again in backward. They keep what enters them and work on one micro-batch at a time.
+        """
         kept = self.workload.kept_by_operation(operations)
         static = np.array(self.workload.static_by_operation(operations, names_behind, len(self.ranks[0]) > 1))
         fixed, per_sample = np.array([each.fixed_bytes for each in kept]), np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
         samples = np.ceil(self.shares() * micro_batch)  # of each replica
-        flying = np.array([in_flight(self.schedule, k, self.num_stages, self.num_micro_batch) for k in range(self.num_stages)])
+        stages = range(self.num_stages)
+        flying = np.array([min(most_in_flight, in_flight(self.schedule, k, self.num_stages, self.num_micro_batch)) for k in stages])
         rows = [static + (1 if again else number) * (fixed + samples.max() * per_sample) for number in flying]
         # 0 is not known, so no limit
         capacities = np.array([[self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage] for stage in self.ranks])
@@ -112,6 +114,18 @@ class CutProblem:
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
 
 
+def crossing_seconds(workload: Workload, cluster: Cluster, node: Node) -> float:
+    """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
+    return workload.costs[node].output_bytes / cluster.intra_host.bytes_per_s
+
+
+def costs_of_cut(stages: Floats, crossings: Floats, num_micro_batch: int) -> scheduling.Costs:
+    """Of a chain of stages with these forwards of a mini-batch and these crossings between them. A backward is two forwards."""
+    forward = tuple(float(seconds) / num_micro_batch for seconds in stages)
+    messages = {(k, k + 1): float(seconds) / num_micro_batch for k, seconds in enumerate(crossings)}
+    return scheduling.Costs(forward, forward, forward, messages)
+
+
 def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
     """Of ranks that all send one message at once: by what the slowest takes longer than one alone over a link inside a host."""
     devices = cluster.devices
@@ -124,9 +138,9 @@ def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:
-    """Micro-batches that a stage keeps at least, before the schedule is made.
+    """Micro-batches that a stage is first taken to keep, before the schedule is made.
 
-    1f1b keeps as many as there are stages from it on. The others can do with as few where memory is short; what they really keep is
-    checked when the schedule is there. Only gpipe always keeps all.
+    1f1b keeps as many as there are stages from it on. Schedules that are made for their costs can do with as few, and with fewer
+    (`cutting.py`); what they really keep is checked when the schedule is there. Only gpipe always keeps all.
     """
     return num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)

@@ -6,32 +6,34 @@ Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> sched
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch.fx import Node
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.names import count
-from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan, state_behind
+from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
+from whale.planning.cutting import Cutting
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
-from whale.planning.drafts import Draft, Problem, draft_stages
-from whale.planning.pipeline_cuts import CutProblem
+from whale.planning.drafts import Draft, draft_stages
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
+from whale.planning.problem import Problem
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
-from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
-from whale.planning.virtual_devices import place
+from whale.planning.task_graphs import TaskGraphs, from_marks
+from whale.planning.virtual_devices import Placement, place
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
 from whale.report.units import human_seconds
@@ -108,34 +110,61 @@ def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNot
 
 
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
-    """The best number of chunks for this order of the devices; raises where memory is too small."""
+    """The best number of chunks for this order of the devices; raises where memory is too small for every one."""
     captured, config, cluster = problem.captured, problem.config, problem.cluster
     operations = live_operations(captured)
-    task_graphs, why = _task_graphs(problem, workload, operations, order)
-    placement = place([s.num_devices for s in task_graphs.strategies], cluster.num_devices, colocate=config.colocate)
-    placement = with_grids(placement, task_graphs)
+    cutting = Cutting(problem, workload, operations, order)
+    placement = place([s.num_devices for s in cutting.wanted.strategies], cluster.num_devices, colocate=config.colocate)
+    placement = with_grids(placement, cutting.wanted)
     widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
     placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
+
+    def draft_of(task_graphs: TaskGraphs, why: str, over: Placement, is_chunked: bool) -> Draft:
+        return draft_stages(problem, workload, operations, order, task_graphs, why, over, is_chunked)
+
+    def draft(num_chunks: int) -> Draft:
+        if num_chunks == 1:
+            return _fastest((partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1)
+        chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(operations, problem.kinds)
+        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 2)
+
     drafts: dict[int, Draft] = {}
+    refused: list[ValueError] = []
     for num_chunks in chunk_counts(config, len(placement.virtual_devices)):
         try:
-            if num_chunks == 1:
-                drafts[num_chunks] = draft_stages(problem, workload, operations, order, task_graphs, why, placement, False)
-            else:
-                chunks, over = ChunkCuts(workload, cluster, placement, num_chunks, config).cut(operations, problem.kinds)
-                drafts[num_chunks] = draft_stages(problem, workload, operations, order, chunks, chunks.reason, over, True)
-        except ValueError:
-            if not drafts:
-                raise
-            break  # "auto": more chunks than the model has points, or than memory has room for
+            drafts[num_chunks] = draft(num_chunks)
+        except DoesNotFit as error:  # "auto": other numbers of chunks lie otherwise in memory
+            refused.append(error)
+        except ValueError as error:  # "auto": more chunks than the model has points
+            refused.append(error)
+            break
+    if not drafts:
+        raise refused[0]
     if len(drafts) == 1:
         return next(iter(drafts.values()))
     best = min(drafts, key=lambda number: drafts[number].predicted_s)
     compared = ", ".join(f"{number}: {human_seconds(each.predicted_s)}" for number, each in drafts.items())
     why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
     return replace(drafts[best], why_chunks=why)
+
+
+def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
+    """Of the first so many that fit, or of one where memory does not make its step longer. Raises what the last one lacks if none fits."""
+    found: list[Draft] = []
+    refused: list[DoesNotFit] = []
+    for make in drafts:
+        try:
+            found.append(make())
+        except DoesNotFit as error:
+            refused.append(error)
+            continue
+        if len(found) == number or not found[-1].is_short_of_memory:
+            break
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda draft: draft.predicted_s) if len(found) > 1 else found[0]
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
@@ -232,46 +261,6 @@ def _width(problem: Problem) -> int:
         return problem.config.num_task_graph
     strategies = from_marks(live_operations(problem.captured), problem.kinds, problem.marks, problem.default_strategy).strategies
     return sum(strategy.num_devices for strategy in strategies)
-
-
-def _task_graphs(problem: Problem, workload: Workload, operations: list[Node], order: Order) -> tuple[TaskGraphs, str]:
-    config, wanted = problem.config, problem.config.num_task_graph
-    if wanted is None or problem.cluster.num_devices == 1:
-        found = from_marks(operations, problem.kinds, problem.marks, problem.default_strategy)
-        return found, found.reason
-    if problem.marks or problem.default_strategy:
-        raise ValueError(
-            f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out'
-        )
-    if problem.cluster.num_devices % wanted:
-        place([1] * wanted, problem.cluster.num_devices, colocate=config.colocate)  # says what would fit
-    cuts = CutProblem(workload, problem.cluster, order, wanted, config.num_micro_batch, config.schedule, config.dtype)
-
-    def names_behind(node: Node) -> list[str]:
-        return [name for name, _ in state_behind(node, problem.kinds)]
-
-    def cut_with(again: bool) -> TaskGraphs:
-        return from_cuts(
-            operations,
-            problem.kinds,
-            wanted,
-            cuts.times,
-            cuts.crossing_seconds,
-            lambda nodes: cuts.memory(nodes, names_behind, again),
-            cuts.step_seconds,
-            only_thin=again,
-            boundary_weights=cuts.boundary_weights,
-        )
-
-    try:
-        found = cut_with(config.recompute is True)
-    except NoRoom:
-        if config.recompute != "auto":
-            raise
-        found = cut_with(True)
-    except ValueError as error:
-        raise ValueError(f'"num_task_graph": {wanted}: {error}') from None
-    return found, f'"num_task_graph": {wanted}; {found.reason}'
 
 
 def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:

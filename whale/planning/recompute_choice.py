@@ -1,9 +1,10 @@
 """How much of each stage is computed again in backward: as little as memory asks for.
 
-Without limits by memory nothing is. Otherwise three drafts are priced and the one whose slowest device is fastest is taken:
+Without limits by memory nothing is. Otherwise three drafts are priced and the one with the shortest step is taken:
 
-    nothing      where it fits; memory may then give samples to slower devices
-    enough       every device gets the samples that its speed asks for, and computes again as few regions as make them fit
+    nothing      where it fits; memory may then give samples to slower devices, or ask for a schedule that keeps less and waits more
+    enough       every device gets the samples that its speed asks for, in the fastest schedule, and computes again as few regions as
+                 make them fit
     everything   all regions of all stages: the smallest memory that there is
 
 A stage is cut into the number of regions that makes  in flight * what the regions keep + the largest region  smallest.

@@ -6,14 +6,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from whale.planning.plan import Decision
 from whale.planning.virtual_devices import Placement
 from whale.report.units import human_bytes, human_seconds
+from whale.sharding.grid import Grid
 from whale.sharding.layout import Layout
 from whale.sharding.record import StageSharding
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
+
+
+class HeldBytes(NamedTuple):
+    """What one place of a grid holds."""
+
+    parameters: int
+    trained: int
+    """of these"""
+    largest: int
+    """of its trained parameters"""
+    shared: int
+    """of the trained ones those whose gradients are summed with other devices"""
 
 
 @dataclass(frozen=True)
@@ -28,24 +42,31 @@ class Split:
     num_samples: int
     """of a replica in the largest micro-batch"""
     decisions: tuple[Decision, ...] = ()
-    _held: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict, repr=False, compare=False)
+    _held: dict[tuple[int, ...], list[HeldBytes]] = field(default_factory=dict, repr=False, compare=False)
     """what `held_bytes` has found"""
 
-    def held_bytes(self, stages: Sequence[int]) -> list[tuple[int, int]]:
-        """By place of a grid with these stages: (bytes of parameters, those of them that are trained). Parameters that lie alike, which are
-        most of those of equal layers, are looked at once."""
+    def held_bytes(self, stages: Sequence[int]) -> list[HeldBytes]:
+        """By place of a grid with these stages. Parameters that lie alike, which are most of those of equal layers, are looked at once."""
         known = self._held.get(tuple(stages))
         if known is None:
             alike: Counter[tuple[Layout, int, bool]] = Counter()
             state = self.spaces[stages[0]].program.captured.state
             for name, layout in {name: layout for stage in stages for name, layout in self.shardings[stage].stored.items()}.items():
                 alike[layout, state[name].dtype.itemsize, state[name].trainable] += 1
-            grid, known = self.shardings[stages[0]].grid, []
-            for place in range(grid.num_devices):
-                held = [(number * size * layout.local_count(grid, place), trained) for (layout, size, trained), number in alike.items()]
-                known.append((sum(number for number, _ in held), sum(number for number, trained in held if trained)))
-            self._held[tuple(stages)] = known
+            grid = self.shardings[stages[0]].grid
+            known = self._held[tuple(stages)] = [self._held_at(place, grid, alike) for place in range(grid.num_devices)]
         return known
+
+    def _held_at(self, place: int, grid: Grid, alike: Mapping[tuple[Layout, int, bool], int]) -> HeldBytes:
+        """`alike`: how many parameters lie so, have entries of so many bytes, and are trained or not."""
+        parameters = trained = largest = shared = 0
+        for (layout, entry_bytes, is_trained), number in alike.items():
+            one = entry_bytes * layout.local_count(grid, place)
+            parameters += number * one
+            if is_trained:
+                trained, largest = trained + number * one, max(largest, one)
+                shared += number * one * (self.placement.num_replicas > 1 or len(layout.same_places(grid, place)) > 1)
+        return HeldBytes(parameters, trained, largest, shared)
 
     def records(self) -> tuple[StageSharding, ...]:
         return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))

@@ -45,20 +45,26 @@ def grid_memory(
     per_sample = sum(flying * each.sample_bytes for flying, each in zip(in_flight, kept, strict=True))
     all_kept = [workload.saved.total(split.spaces[stage].program.operations, (), again.get(stage, {})) for stage in stages]
     working = max(0.0, whole.sample_bytes - sum(flying * each.sample_bytes for flying, each in zip(in_flight, all_kept, strict=True)))
+    rooms = [rooms_to_work(workload, split, stage) for stage in stages]
     found = []
-    for parameters, trainable in split.held_bytes(stages):
-        found.append(
-            replace(
-                whole,
-                parameter_bytes=parameters,
-                gradient_bytes=trainable,
-                optimizer_bytes=round(workload.optimizer_ratio * trainable),
-                fixed_bytes=round(fixed),
-                sample_bytes=per_sample + working / grid.num_devices,
-                update_bytes=0,
-            )
+    for place, held in enumerate(split.held_bytes(stages)):
+        here = [room[place] for room in rooms]
+        memory = replace(
+            whole,
+            parameter_bytes=held.parameters,
+            gradient_bytes=held.trained,
+            optimizer_bytes=round(workload.optimizer_ratio * held.trained),
+            fixed_bytes=round(fixed) + sum(here),
+            sample_bytes=per_sample + working / grid.num_devices,
+            update_bytes=workload.room_to_update(here),
         )
+        found.append(memory.with_shared(held.shared))
     return found
+
+
+def rooms_to_work(workload: Workload, split: Split, stage: int) -> list[int]:
+    """By place: bytes beside the samples that the backward of a stage works with, as `Workload.room_to_work` without a grid."""
+    return [workload.room_beside(held.largest, held.trained) for held in split.held_bytes((stage,))]
 
 
 def on_grids(
@@ -76,8 +82,14 @@ def on_grids(
         again = repeated_part(workload, space, regions[stage])
         forward, inputs, weights = (Seconds(s / split.num_samples) for s in together_seconds(sharding, 1, again))
         times = dict.fromkeys(alone.times, StageTimes(forward, inputs, weights))
-        working = alone.working_sample_bytes / sharding.grid.num_devices
-        return StageFigures(times, kept.sample_bytes, kept.fixed_bytes, working)
+        return StageFigures(
+            times,
+            kept.sample_bytes,
+            kept.fixed_bytes,
+            working_sample_bytes=alone.working_sample_bytes / sharding.grid.num_devices,
+            weight_part_sample_bytes=alone.weight_part_sample_bytes / sharding.grid.num_devices,
+            working_fixed_bytes=max(rooms_to_work(workload, split, stage)),
+        )
 
     layouts = {name: layout for sharding in split.shardings.values() for name, layout in sharding.stored.items()}
     devices = {stage: split.placement.virtual_devices[device] for stage, device in enumerate(device_of_stage)}

@@ -87,6 +87,7 @@ def from_cuts(
     only_thin: bool = False,
     boundary_weights: Sequence[float] | None = None,
     num_moves_of: Callable[[Floats, Floats], int] | None = None,
+    over_full: Callable[[Sequence[int]], float] | None = None,
 ) -> TaskGraphs:
     """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
 
@@ -94,7 +95,8 @@ def from_cuts(
     `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
     counted in full and in part, for they may be hidden under compute, and the fastest is taken.
     `boundary_weights`: by what the crossing in front of every stage but the first is longer, where links differ.
-    `num_moves_of(the same)`: how many moves of single cuts are tried in the end, each kept if the step is shorter. Without memory limits.
+    `num_moves_of(the same)`: how many moves of single cuts are tried in the end, each kept if the step is shorter.
+    `over_full(starts of the stages)`: by how much devices would be over-full. Moves that make that less come before shorter steps.
     `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
@@ -132,7 +134,11 @@ def from_cuts(
             counted = f"messages count {best:.2g} of their time in the cut, the best of {len(MESSAGE_WEIGHTS)}"
             cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
     if step_of is not None and num_moves_of is not None and (tries := num_moves_of(*stages_and_crossings(cuts.starts))):
-        starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), lambda starts: step_of(*stages_and_crossings(starts)), tries)
+
+        def cost_of(starts: Sequence[int]) -> tuple[float, float]:
+            return over_full(starts) if over_full is not None else 0.0, step_of(*stages_and_crossings(starts))
+
+        starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), cost_of, tries)
         moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
         if moved:
             cuts = replace(cuts, starts=starts, reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step")
@@ -146,14 +152,17 @@ MOVES = (1, -1, 2, -2, 4, -4, 8, -8)
 """by how many points a cut is moved"""
 
 
-def _move_cuts(starts: Sequence[int], points: np.ndarray, step_of: Callable[[Sequence[int]], float], tries: int) -> tuple[int, ...]:
-    """Starts of stages from which no move of one cut makes the step shorter, or what is found after so many tries."""
+def _move_cuts(
+    starts: Sequence[int], points: np.ndarray, cost_of: Callable[[Sequence[int]], tuple[float, float]], tries: int
+) -> tuple[int, ...]:
+    """Starts of stages from which no move of one cut costs less, or what is found after so many tries. Of two costs the first one counts
+    before the second."""
     places = [-1, *(int(place) for place in np.searchsorted(points, starts[1:])), len(points)]  # in `points`, both ends included
 
     def starts_at(places: Sequence[int]) -> tuple[int, ...]:
         return (0, *(int(points[place]) for place in places[1:-1]))
 
-    best, is_better = step_of(starts_at(places)), True
+    best, is_better = cost_of(starts_at(places)), True
     while is_better:
         is_better = False
         for cut_index in range(1, len(places) - 1):
@@ -165,9 +174,9 @@ def _move_cuts(starts: Sequence[int], points: np.ndarray, step_of: Callable[[Seq
                 if not tries:
                     return starts_at(places)
                 tries -= 1
-                step = step_of(starts_at(moved))
-                if step < best * (1 - SAME_TIME):
-                    best, places, is_better = step, moved, True
+                cost = cost_of(starts_at(moved))
+                if cost[0] < best[0] * (1 - SAME_TIME) or (cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)):
+                    best, places, is_better = cost, moved, True
     return starts_at(places)
 
 

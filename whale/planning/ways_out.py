@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device
 from whale.planning.chunks import FIXED_ORDERS
-from whale.planning.drafts import Problem
+from whale.planning.problem import Problem
 
 OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
 """for each kind of change: so many operations are drafted in all, with at least so many tries"""

@@ -60,6 +60,9 @@ class _Form(NamedTuple):
     backward_factors: tuple[float, float]
 
 
+Parts = tuple[float, float, float]
+"""seconds of a forward, and of the input part and the weight part of a backward"""
+
 INSIDE_OPERATIONS = 0.02
 """of weights, gradients and state, and of what is kept: about as much is held for a moment inside operations and by messages on their way;
 measured by benchmarks/prediction.py"""
@@ -128,18 +131,29 @@ class Workload:
         return {node: _Form(few[node], many, backward_factors(node, many, self.gradients)) for node, many in self.costs.items()}
 
     def _times_of_form(self, form: _Form, kind: DeviceKind) -> StageTimes:
-        costs = (form.few, form.many)
-        forward = self._line(*(seconds(cost, kind, self.dtype) for cost in costs))
-        backwards = [backward_seconds(cost, form.backward_factors, kind, self.dtype) for cost in costs]
-        return StageTimes(forward, *(self._line(few_s, many_s) for few_s, many_s in zip(*backwards, strict=True)))
+        return self._lines(*(self._parts(cost, form, kind) for cost in (form.few, form.many)))
+
+    def _parts(self, cost: NodeCost, form: _Form, kind: DeviceKind) -> Parts:
+        return seconds(cost, kind, self.dtype), *backward_seconds(cost, form.backward_factors, kind, self.dtype)
+
+    def _lines(self, few: Parts, many: Parts) -> StageTimes:
+        return StageTimes(*(self._line(few_s, many_s) for few_s, many_s in zip(few, many, strict=True)))
 
     def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes | None:
-        """What a batch norm takes more with the statistics of all devices than with those of one; None where that was not measured."""
+        """What a batch norm takes more with the statistics of all devices than with those of one; None where that was not measured.
+
+        Never less than nothing: both were measured, one after the other, and either may have come out too long.
+        """
         if BATCH_NORM_OVER_DEVICES not in curves(kind):
             return None
         form = self._forms[batch_norm]
-        few, many = (replace(cost, operation=BATCH_NORM_OVER_DEVICES) for cost in (form.few, form.many))
-        return self._times_of_form(form._replace(few=few, many=many), kind) - self._times_of_nodes(kind)[batch_norm]
+
+        def more(cost: NodeCost) -> Parts:
+            alone, over = (self._parts(each, form, kind) for each in (cost, replace(cost, operation=BATCH_NORM_OVER_DEVICES)))
+            forward, inputs, weights = (max(0.0, here - there) for here, there in zip(over, alone, strict=True))
+            return forward, inputs, weights
+
+        return self._lines(more(form.few), more(form.many))
 
     def accumulate_seconds(self, part: StageSlice, kind: DeviceKind) -> Seconds:
         """Adding the gradients of a micro-batch to those before it, which are read and written; the new ones are still in the caches.
@@ -165,12 +179,13 @@ class Workload:
 
     def stage_bytes(self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]) -> StageBytes:
         """What a stage keeps of one micro-batch. `crossing`: what it receives and sends."""
+        crossing = tuple(crossing)
         kept = self.saved.total(operations, crossing, regions)
         again = self.saved.largest_region(regions)
         later = [(node, source) for node in operations if (source := split_input(node, self.gradients)) is not None]
         inputs = self.saved.results(source for _, source in later)
         gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
-        working = room_beside_kept(operations, self.gradients, self.saved) if not regions else self._room_of_any_operation(operations)
+        working = self._room_of_any_operation(operations) if regions else room_beside_kept(operations, self.gradients, self.saved, crossing)
         working += again.sample_bytes + INSIDE_OPERATIONS * kept.sample_bytes
         return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working, again.fixed_bytes)
 
@@ -196,13 +211,21 @@ class Workload:
             + sum(rooms),
             sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
             capacity_bytes=0,
-            update_bytes=UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0,
+            update_bytes=self.room_to_update(rooms),
         )
 
     def room_to_work(self, part: StageSlice) -> int:
-        """Bytes beside the samples that a backward works with: a gradient is made before it is added to the one that is there."""
+        """Bytes beside the samples that a backward works with."""
         trained = self.trained_bytes(part)
-        return max(trained, default=0) + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * sum(trained))
+        return self.room_beside(max(trained, default=0), sum(trained))
+
+    def room_beside(self, largest_bytes: int, trained_bytes: int) -> int:
+        """The same for trained parameters of so many bytes: a gradient is made before it is added to the one that is there."""
+        return largest_bytes + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * trained_bytes)
+
+    def room_to_update(self, rooms: Iterable[int]) -> int:
+        """Bytes that the optimizer makes for a moment. `rooms`: to work, of every stage of a device."""
+        return UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0
 
     @cached_property
     def batch_bytes(self) -> int:

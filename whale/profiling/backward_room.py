@@ -2,7 +2,8 @@
 
 Backward goes through the operations from the last to the first. While it does operation i there are, of the samples,
 
-    kept(i)       what operations up to i saved; the rest was let go
+    kept(i)       what operations up to i saved; the rest was let go. Not so what crosses into the stage or out of it: the runtime
+                  holds what came in until the backward is over, and for every result the gradient that came back, of the same size
     pending(i)    gradients of values that were made before i and read behind it: a residual waits while its branch is differentiated
     work(i)       COPIES of the largest of its result and its inputs: a gradient that comes in and one that goes out
 
@@ -11,7 +12,7 @@ so that the backward needs  max_i kept(i) + pending(i) + work(i),  which is coun
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from torch.fx import Node
 
@@ -23,14 +24,15 @@ COPIES_OF_CONVOLUTION = 3
 CONVOLUTIONS = frozenset(f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
 
 
-def room_beside_kept(operations: Sequence[Node], gradients: Container[Node], saved: Saved) -> float:
-    """Bytes for each sample. `gradients`: values that carry a gradient."""
+def room_beside_kept(operations: Sequence[Node], gradients: Container[Node], saved: Saved, crossing: Iterable[Node] = ()) -> float:
+    """Bytes for each sample. `gradients`: values that carry a gradient; `crossing`: values that the stage receives or sends."""
     place = {node: index for index, node in enumerate(operations)}
+    held = {storage for node in crossing for storage in saved.result_of_node.get(node, ())}
     first_saved: dict[int, int] = {}
     made: dict[int, int] = {}
     last_read: dict[int, int] = {}
     for index, node in enumerate(operations):
-        for storage in saved.of_node.get(node, ()):
+        for storage in saved.of_node.get(node, frozenset()) - held:
             first_saved.setdefault(storage, index)
         for storage in saved.result_of_node.get(node, ()):
             made.setdefault(storage, index)

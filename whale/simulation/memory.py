@@ -29,6 +29,8 @@ class Account:
         self.used = dict.fromkeys(CLASSES, 0.0)
         self.peak: dict[str, float] = {}
         """of every class at the moment at which most was used in all"""
+        self._high = (0.0, 0.0)
+        """most in all since it was last asked for, and the activations of that moment"""
         self._with_gradients: set[int] = set()
 
     @property
@@ -106,8 +108,17 @@ class Account:
     def take(self, what: str, num_bytes: float, action: str) -> None:
         """An emulated device overrides this, to refuse what it has no room for."""
         self.used[what] += num_bytes
-        if self.total > sum(self.peak.values()):
+        total = self.total
+        if total > self._high[0]:
+            self._high = (total, self.used[ACTIVATIONS])
+        if total > sum(self.peak.values()):
             self.peak = dict(self.used)
+
+    def points(self) -> list[tuple[float, float]]:
+        """(in all, activations): the fullest moment since the last call, if more was there then, and now."""
+        high, now = self._high, (self.total, self.used[ACTIVATIONS])
+        self._high = now
+        return [high, now] if high[0] > now[0] else [now]
 
 
 def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:

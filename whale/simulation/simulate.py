@@ -19,7 +19,7 @@ from whale.planning.plan import Plan
 from whale.scheduling import Action, Edge, Kind
 from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.links import Links
-from whale.simulation.memory import ACTIVATIONS, Account, shared_bytes
+from whale.simulation.memory import Account, shared_bytes
 from whale.simulation.sums import Sum, sums_of
 from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, MemoryPoint, Timeline
 from whale.simulation.times import Times
@@ -64,7 +64,7 @@ class _Rank:
         """its last action is over"""
 
     def note_memory(self, now: float) -> None:
-        self.memory.append(MemoryPoint(now, self.account.total, self.account.used[ACTIVATIONS]))
+        self.memory += [MemoryPoint(now, *point) for point in self.account.points()]
 
 
 class _Simulation:

@@ -1,0 +1,266 @@
+"""One cut into stages, priced without recomputation, and with it where memory asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from whale import scheduling
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import trains_batch_norm
+from whale.capture.sample_states import batch_dim
+from whale.planning.assignment import Assignment
+from whale.planning.balance import Situation, refuse_unless_it_fits
+from whale.planning.chunks import FIXED_ORDERS, schedule_costs
+from whale.planning.cuts import SAME_TIME
+from whale.planning.describe import crossings, describe_stages, holders
+from whale.planning.plan import Crossing, DeviceMemory, Stage
+from whale.planning.pricing import stage_seconds
+from whale.planning.problem import Problem
+from whale.planning.recompute import Counts, Regions
+from whale.planning.recompute_choice import Choice, Demand, Stages, enough
+from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lean_schedule
+from whale.planning.shares import Load
+from whale.planning.split import Split
+from whale.planning.split_memory import grid_memory, repeated_part
+from whale.planning.split_stages import together_seconds
+from whale.planning.task_graphs import TaskGraphs
+from whale.planning.virtual_devices import Placement, VirtualDevice
+from whale.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One choice of what is computed again."""
+
+    stages: tuple[Stage, ...]
+    schedule: scheduling.Schedule
+    situation: Situation
+    fastest: scheduling.Schedule
+    """whatever the memory"""
+
+    @property
+    def is_lean(self) -> bool:
+        """The schedule was made for the memory that there is."""
+        return self.schedule is not self.fastest
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One cut into stages, before it is decided what is computed again."""
+
+    problem: Problem
+    workload: Workload
+    task_graphs: TaskGraphs
+    split: Split
+    assignment: Assignment
+    device_of_stage: tuple[int, ...]
+
+    @property
+    def placement(self) -> Placement:
+        return self.split.placement
+
+    @cached_property
+    def kept(self) -> Stages:
+        return Stages(self.workload, self.assignment, self.problem.config.recompute)
+
+    def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
+        """Of every stage, what is computed again in backward."""
+        return tuple(self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed)) for stage in stages)
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        problem = self.problem
+        micro_batch = problem.batch_size / problem.config.num_micro_batch
+        return crossings(problem.captured, self.assignment, self.placement, self.device_of_stage, problem.cluster, micro_batch)
+
+    @cached_property
+    def stage_graph(self) -> scheduling.StageGraph:
+        edges = tuple(sorted({(c.source, c.destination) for c in self.crossings}))
+        gradient_edges = tuple(sorted({(c.source, c.destination) for c in self.crossings if c.gradient}))
+        return scheduling.StageGraph(self.device_of_stage, edges, gradient_edges)
+
+    def choose(self) -> tuple[Priced, Priced]:
+        """(nothing computed again, the best); raises where memory is too small."""
+        wanted = self.problem.config.recompute
+        nothing = self.price(self.kept.nothing)
+        if wanted is not True and not (wanted == "auto" and self.is_short(nothing)):
+            self._refuse_unless_it_fits(nothing)
+            return nothing, nothing
+        everything = self.kept.everything(nothing.fastest)
+        if wanted is True:
+            candidates = [self.price(everything)]
+        else:
+            some = enough(self.kept, self._demands(nothing), nothing.fastest)
+            candidates = [nothing, *(self.price(choice) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
+        fitting = [each for each in candidates if self._fits(each)]
+        if not fitting:
+            self._refuse_unless_it_fits(candidates[-1])
+        return nothing, min(fitting, key=self.step_seconds)
+
+    def price(self, choice: Choice) -> Priced:
+        """With the fastest schedule, or where memory limits that one, with a schedule made for the memory."""
+        name, count, stages = self.problem.config.schedule, self.problem.config.num_micro_batch, self._stages(choice)
+        costs = self.costs(stages, count)
+        schedule = fastest_schedule(name, self.stage_graph, count, costs)
+        fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
+        if name in FIXED_ORDERS or not self.is_short(fastest):
+            return fastest
+        kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
+        room = [self.workload.room_to_work(part) for part in self.assignment.slices]
+        shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
+        schedule = lean_schedule(name, self.stage_graph, count, limits)
+        lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
+        return lean if self._fits(lean) or not self._fits(fastest) else fastest
+
+    def _stages(self, choice: Choice) -> tuple[Stage, ...]:
+        problem, workload = self.problem, self.workload
+        kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
+        times = []
+        for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
+            again = self.kept.regions(stage, choice[stage])
+            if stage in self.split.shardings:
+                part_again = repeated_part(workload, self.split.spaces[stage], again)
+                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch, part_again))
+                continue
+            times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
+        described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
+        return tuple(
+            replace(stage, num_regions=regions, num_recomputed=recomputed)
+            for stage, (regions, recomputed) in zip(described, choice, strict=True)
+        )
+
+    def costs(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Costs:
+        return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
+
+    def _fits(self, priced: Priced) -> bool:
+        return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
+
+    def is_short(self, priced: Priced) -> bool:
+        """Whether memory is short: it makes the step longer, or has no room for this at all."""
+        if priced.is_lean or not self._fits(priced):
+            return True
+        slowest_s = priced.situation.divide(self.problem.largest_micro_batch).slowest_s
+        return self.lost_seconds(priced) > SAME_TIME * slowest_s
+
+    def lost_seconds(self, priced: Priced) -> float:
+        """How much longer the slowest device takes for its micro-batches because memory keeps samples from faster ones."""
+        size, count = self.problem.largest_micro_batch, self.problem.config.num_micro_batch
+        free_s = priced.situation.without_limits().divide(size).slowest_s
+        return count * (priced.situation.divide(size).slowest_s - free_s)
+
+    def step_seconds(self, priced: Priced) -> float:
+        """Of forwards and backwards, in the order of the schedule."""
+        costs = self.costs(priced.stages, self.problem.config.num_micro_batch)
+        return scheduling.simulate(priced.schedule, costs).step_s + self.lost_seconds(priced)
+
+    def _refuse_unless_it_fits(self, priced: Priced) -> None:
+        config = self.problem.config
+        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
+
+        def situation_with(num_micro_batch: int) -> Situation:
+            name = config.schedule if config.schedule in FIXED_ORDERS else "1f1b"  # what others come to where memory is short
+            return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
+
+        def recompute_fits() -> bool:
+            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
+
+        again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
+        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
+
+    def _demands(self, priced: Priced) -> list[Demand]:
+        """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets which samples."""
+        division, found = priced.situation.without_limits().divide(self.problem.largest_micro_batch), []
+        for device in self.placement.virtual_devices:
+            ranks = []
+            for replica, members in enumerate(device.ranks):
+                for rank, share in zip(members, division.runs[replica][device.index], strict=True):
+                    ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
+            stages = tuple(self._stages_of(device))
+            order, shared = priced.fastest.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
+            most = partial(self._most_on_grid, stages, priced.fastest) if device.grid is not None else None
+            found.append(Demand(stages, order, shared, tuple(ranks), most))
+        return found
+
+    def _most_on_grid(
+        self, stages: Sequence[int], schedule: scheduling.Schedule, whole: DeviceMemory, choice: Mapping[int, Counts]
+    ) -> DeviceMemory:
+        """From the memory of one device that runs these stages, that of the place of their grid that needs most."""
+        return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
+
+    def _on_grid(
+        self, stages: Sequence[int], whole: DeviceMemory, choice: Mapping[int, Counts], schedule: scheduling.Schedule
+    ) -> list[DeviceMemory]:
+        """By place."""
+        flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
+        regions = {stage: self.kept.regions(stage, choice[stage]) for stage in stages}
+        return grid_memory(self.workload, self.split, stages, whole, flying, regions)
+
+    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
+        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
+        problem, workload = self.problem, self.workload
+        kinds = [device.kind for device in problem.cluster.devices]
+        loads, memory = {}, {}
+        for device in self.placement.virtual_devices:
+            stages = self._stages_of(device)
+            operations = [node for stage in stages for node in self.assignment.slices[stage].operations]
+            again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
+            needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
+            if device.grid is not None:
+                load = Load(sum(self._grid_seconds(stage, choice[stage]) for stage in stages) / self.split.num_samples)
+                for place, part in enumerate(self._on_grid(stages, needed, dict(enumerate(choice)), schedule)):
+                    for rank in (members[place] for members in device.ranks):
+                        loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
+                continue
+            needed = needed.with_shared(self._shared_bytes(tuple(stages)))
+            totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
+            for rank in _ranks(device):
+                loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
+                memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
+        ranks = range(problem.cluster.num_devices)
+        return Situation(
+            self.placement.virtual_devices,
+            tuple(loads[rank] for rank in ranks),
+            tuple(memory[rank] for rank in ranks),
+            tuple(kind.name for kind in kinds),
+            _least_samples(problem.captured, self.assignment),
+            workload.batch_bytes / problem.batch_size,
+        )
+
+    def _grid_seconds(self, stage: int, counts: Counts) -> float:
+        """Of one micro-batch, its share of the sums of gradients included."""
+        sharding = self.split.shardings[stage]
+        again = repeated_part(self.workload, self.split.spaces[stage], self.kept.regions(stage, counts))
+        return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
+
+    def _stages_of(self, device: VirtualDevice) -> list[int]:
+        return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
+
+    def _shared_bytes(self, stages: tuple[int, ...]) -> int:
+        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other devices."""
+        return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
+
+    @cached_property
+    def _shared_bytes_of_device(self) -> dict[int, int]:
+        replicas, devices = self.placement.num_replicas, self.placement.virtual_devices
+        found = dict.fromkeys(range(len(devices)), 0)
+        for name, held_by in holders(self.problem.captured, self.assignment).items():
+            owners = {self.device_of_stage[stage] for stage in held_by}
+            state = self.problem.captured.state[name]
+            if state.kind == "parameter" and state.trainable and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1):
+                for owner in owners:
+                    found[owner] += state.num_bytes
+        return found
+
+
+def _ranks(device: VirtualDevice) -> list[int]:
+    return [rank for replica in device.ranks for rank in replica]
+
+
+def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
+    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
+    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
+    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
+    return 1 if sums_inside or unbatched or captured.buffer_updates else 0

@@ -1,0 +1,40 @@
+"""What is to be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from whale.annotation import Mark, Strategy
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind
+from whale.capture.losses import NotAdditive
+from whale.cluster.cluster import Cluster
+from whale.config import Config
+from whale.planning.shares import micro_batch_sizes
+from whale.planning.workload import ADAM_STATE
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A captured model, the devices that there are, and what the user asked for."""
+
+    captured: CapturedGraph
+    """with the loss already split into terms"""
+    kinds: Mapping[Node, Kind]
+    marks: Mapping[Node, Mark]
+    default_strategy: Strategy | None
+    term_texts: tuple[str, ...]
+    only_whole: NotAdditive | None
+    """why the loss may not be cut over micro-batches or devices, if so"""
+    cluster: Cluster
+    config: Config
+    batch_size: int
+    optimizer_ratio: float = ADAM_STATE
+    """bytes of optimizer state for each byte of trainable parameters"""
+
+    @property
+    def largest_micro_batch(self) -> int:
+        return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
