@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -10,13 +11,12 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_P
 
 import hypothesis
 import pytest
-import torch
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import ranks
 
-torch.set_num_threads(1)
+# torch is imported where it is needed: the process that only hands out tests to workers does without it (3 s)
 
 # the machine of a test run is shared: a slow example is no failure, and the same examples come every time
 hypothesis.settings.register_profile("whale", deadline=None, derandomize=True, max_examples=100)
@@ -29,6 +29,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     few = getattr(call.params.get("plan"), "only_for", ()) if call is not None else ()
     if few and call.params.get("subject") not in few:
         item.add_marker(pytest.mark.slow)
+
+
+LONG = ("test_samples.py", "test_losses.py", "test_losses_transformers.py", "test_guards.py", "test_clean_writes.py", "test_zoo.py")
+"""unit tests of more than ten seconds: they start before the others, so that no worker ends long after the other"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name == "unit" and item.path.name not in LONG)  # the others keep their order
 
 
 class FilesTogether(LoadScopeScheduling):
@@ -53,7 +61,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTo
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tests on Hugging Face models: their servers fork from a process that has transformers imported already (4 s each otherwise)."""
+    """What all tests share is there now: the garbage collector need not look through it again and again.
+
+    Tests on Hugging Face models: their servers fork from a process that has transformers imported already (4 s each otherwise).
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     if "tests.zoo" in sys.modules:
         ranks.preload("transformers.modeling_utils")
 
@@ -61,4 +77,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Every test starts from the same seed, whatever ran before."""
+    import torch
+
     torch.manual_seed(0)

@@ -268,8 +268,8 @@ def test_the_commands_themselves_need_no_torch(quickstart_plan: tuple[Path, str]
     "launcher",
     [
         pytest.param(("python",), id="python"),
-        pytest.param(("whale", "run", "-n", "2"), id="whale run"),
-        # two_hosts.sh in test_examples.py starts torchrun, too
+        # test_clusters.py compares a job of `whale run` with plain PyTorch, too; two_hosts.sh in test_examples.py starts torchrun
+        pytest.param(("whale", "run", "-n", "2"), id="whale run", marks=pytest.mark.slow),
         pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.slow),
     ],
 )

@@ -15,6 +15,7 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.profiling.saved import saved_for_backward
 
 LEARNING_RATE = 0.1
 
@@ -40,6 +41,7 @@ def prepare_subject(name: str) -> Subject:
     with Float64Mode():
         layout, tensors = read_batch(batches(case, has_labels_like_input(case), 1)[0])
         prepared = api._prepare(model, layout, tensors, case.loss, wh.Config(), "cpu", check=True)
+        saved_for_backward(prepared.captured, layout.batch_size)  # torch keeps what its operations do, and every plan asks for it
     return Subject(case, model, prepared)
 
 
