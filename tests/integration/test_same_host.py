@@ -211,3 +211,23 @@ def test_a_peer_that_dies_before_a_sum_is_named() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(dies_before_a_sum, 2)
     assert "Rank 1" in str(error.value) or "its part of a sum from rank 1: that rank is gone or stuck" in str(error.value)
+
+
+def told(sizes: list[int]) -> list[bool]:
+    """Among three ranks and between two of them, in another order than that of their ranks."""
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [])
+    group = ranks.group((2, 0))
+    right = []
+    for size in sizes:
+        for members, own in (((0, 1, 2), None), ((2, 0), group)):
+            if ranks.rank in members:
+                found = transport.sums.tell(content(ranks.rank, size).view(1, -1).expand(2, -1), own)
+                assert found is not None
+                right.append(torch.equal(found, torch.stack([content(rank, size).expand(2, -1) for rank in members])))
+    ranks.gather(None)
+    return right
+
+
+def test_everyone_is_told_the_values_of_a_group_in_its_order() -> None:
+    assert run_ranks(told, 3, [0, 3, 600, 70_000]) == [[True] * 8, [True] * 4, [True] * 8]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,19 @@ from torch import Tensor
 from whale.lowering.exchange import Groups, as_bytes, sent
 from whale.sharding.grid import Grid
 from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
+
+Teller = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]
+"""everyone's value of a group; None where they cannot tell each other that way"""
+
+
+@dataclass
+class Shortcut:
+    """A way between ranks of one host that is shorter than their process group's; the runtime sets it on all ranks alike."""
+
+    tell: Teller | None = None
+
+
+shortcut = Shortcut()
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ def gathered(value: Tensor, line: Line) -> Tensor:
     if line.size == 1:
         return value.unsqueeze(0)
     _count((line.size - 1) * value.numel() * value.element_size())
+    told = shortcut.tell(value, line.group) if shortcut.tell is not None else None
+    if told is not None:
+        return told
     room = value.new_empty((line.size, *value.shape))
     if dist.get_backend(line.group) == "nccl":
         dist.all_gather_single(as_bytes(room.view(-1)), as_bytes(value.contiguous().view(-1)), group=line.group)

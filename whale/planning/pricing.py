@@ -141,18 +141,18 @@ def sums_inside(
     workload: Workload, part: StageSlice, ranks: Sequence[int], network: Network, kind: DeviceKind, again: Container[Node]
 ) -> StageTimes:
     """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums and one for a batch norm, one and one
-    for a loss that is not additive. Only where such a sum was measured: what is known of links says little of so short messages.
-    A batch norm over devices that was measured itself takes what it took there."""
+    for a loss that is not additive. Only where a sum was measured: what is known of links says little of so short messages. These are told
+    to everyone in one hop, where a sum takes two. A batch norm over devices also computes in another way than torch's own."""
     found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
     if network.all_reduce is None or len(ranks) < 2:
         return found
-    one_s = sum_seconds(0.0, 1, ranks, network)[0]
+    one_s = sum_seconds(0.0, 1, ranks, network)[0] / 2
     for node in part.operations:
         is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)
-        more = workload.over_devices(node, kind) if is_batch_norm else None
-        if more is None:
-            more = StageTimes(Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0))
+        more = StageTimes(Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0))
+        if is_batch_norm:
+            more = more + workload.over_devices(node, kind)
         repeated = more.forward if node in again else Seconds(0.0)
         found = found + replace(more, input_backward=more.input_backward + repeated)
     return found

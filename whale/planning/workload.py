@@ -139,13 +139,13 @@ class Workload:
     def _lines(self, few: Parts, many: Parts) -> StageTimes:
         return StageTimes(*(self._line(few_s, many_s) for few_s, many_s in zip(few, many, strict=True)))
 
-    def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes | None:
-        """What a batch norm takes more with the statistics of all devices than with those of one; None where that was not measured.
+    def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes:
+        """What the device itself computes more in a batch norm over devices than in torch's own; nothing where that was not measured.
 
         Never less than nothing: both were measured, one after the other, and either may have come out too long.
         """
         if BATCH_NORM_OVER_DEVICES not in curves(kind):
-            return None
+            return StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
         form = self._forms[batch_norm]
 
         def more(cost: NodeCost) -> Parts:

@@ -86,7 +86,8 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     progress("making ready")
     products = _products(ranks)
     operations = [*operations_of(ranks), *updates_of(ranks)]
-    subjects: dict[Hashable, Subject] = {**products, "copy": _copy(ranks, COPIED_BYTES[device_type])}
+    subjects: dict[Hashable, Subject] = {key: product for key, product in products.items()}
+    subjects |= {"copy": _copy(ranks, COPIED_BYTES[device_type])}
     subjects |= {number: each.subject for number, each in enumerate(operations)}
     if transport is not None:
         subjects |= {"small sum": _sum(transport, SMALL_BYTES), "large sum": _sum(transport, LARGE_BYTES)}

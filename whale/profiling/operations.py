@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whale.cluster.kinds import OperationPoint
-from whale.lowering.collectives import batch_norm_over_devices
+from whale.lowering.lines import Line
+from whale.lowering.sharded_norms import batch_norm
 from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES
-from whale.profiling.turns import Subject, finish, loop
+from whale.profiling.turns import Subject, loop
 from whale.runtime.ranks import Ranks
 
-OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", "max_pool2d", "relu", "sum"})
+OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"})
 """what networks with convolutions are made of; all other operations are those of transformers"""
 LARGE_WIDTH, LONG = 1024, frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
@@ -103,6 +104,7 @@ def _convolution(device: str, width: int) -> list[Trial]:
     return [
         Trial("conv2d", flop, lambda: F.conv2d(x, w, padding=1), (x, w)),
         Trial("batch_norm", moved, lambda: F.batch_norm(x, None, None, scale, shift, training=True), (x, scale, shift)),
+        Trial(BATCH_NORM_OVER_DEVICES, moved, lambda: _norm_over_devices(x, scale, shift), (x, scale, shift)),
         Trial("max_pool2d", moved, lambda: F.max_pool2d(x, 3, 2, 1), (x,)),
     ]
 
@@ -116,14 +118,17 @@ class Operations:
     """from the seconds of each piece of the subject"""
 
 
+def _norm_over_devices(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """What each device computes itself; the sums in between are measured as sums."""
+    return batch_norm(x, scale, shift, None, None, momentum=0.1, eps=1e-5, line=Line(1, 0, None))
+
+
 def operations_of(ranks: Ranks) -> list[Operations]:
     """Every trial, forward and backward."""
     found: list[Operations] = []
     for width in WIDTHS[torch.device(ranks.device).type]:
         chosen = trials(ranks.device, width)
         found += [_model(some, ranks) for some in _models(chosen, width)]
-        if ranks.is_distributed:
-            found.append(_over_devices(chosen, ranks))
     return found
 
 
@@ -156,14 +161,9 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
     return Operations(Subject(lambda: [seconds for subject in each for seconds in subject.turn()]), points)
 
 
-def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "cpu") -> list[float]:
-    """Seconds of each forward and of each backward. Results and gradients stay until the end, as in a step."""
-    results, kept = [], []
-
-    def now() -> float:
-        finish(device)
-        return time.perf_counter()
-
+def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
+    """Seconds of each forward and of each backward, on a CPU. Results and gradients stay until the end, as in a step."""
+    results, kept, now = [], [], time.perf_counter
     forward, backward = [0.0] * len(chosen), [0.0] * len(chosen)
     for place, trial in enumerate(chosen):
         start = now()
@@ -175,22 +175,6 @@ def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor], device: str = "c
         backward[place] = now() - start
         results.pop()
     return forward + backward
-
-
-def _over_devices(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
-    """Batch norm with the statistics of all ranks, between other operations: waiting for each other is part of it."""
-    by_name = {trial.name: trial for trial in chosen}
-    norm = by_name["batch_norm"]
-    x, scale, shift = norm.inputs
-    mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
-    run = partial(batch_norm_over_devices, x, scale, shift, mean, variance, momentum=0.1, eps=1e-5, group=None)
-    some = [by_name["relu"], replace(norm, name=BATCH_NORM_OVER_DEVICES, run=run), by_name["relu"]]  # long ones would end at unlike times
-    gradients = [torch.ones_like(trial.run()) for trial in some]
-
-    def points(seconds: Sequence[float]) -> list[OperationPoint]:
-        return [OperationPoint(BATCH_NORM_OVER_DEVICES, norm.work, seconds[1], seconds[len(some) + 1])]
-
-    return Operations(Subject(partial(_turn, some, gradients, ranks.device), is_together=True), points)
 
 
 def _chain(leaf: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over CPU ranks of one host, through memory.
+"""What CPU ranks of one host tell each other, through memory: sums, and a few numbers of everyone.
 
 gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the ranks themselves sum, by the lines that
 carry their messages (`runtime/same_host.py`). A tensor is cut into blocks, and of every block each of k ranks answers for one part:
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 * 1024**2
 """smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""
+MOST_TOLD_BYTES = 4 * 1024**2
+"""of one rank; more is left to the group"""
 FIRST_SUM = 2**41
 """tags of sums, beyond those of all messages"""
 
@@ -41,6 +44,27 @@ class SameHostSums:
         self._num_sent: Counter[int] = Counter()
         self._num_taken: Counter[int] = Counter()
         """by rank"""
+        self._members: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
+        """of groups whose members all reach each other through memory, in their order; else none"""
+
+    def tell(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
+        """Everyone's value, [members, *shape], in the order of the group, whose members all call it; None where memory does not reach."""
+        if group not in self._members:
+            whole = group if group is not None else dist.group.WORLD
+            assert whole is not None
+            ranks = sorted(dist.get_process_group_ranks(whole), key=lambda rank: dist.get_group_rank(whole, rank))
+            self._members[group] = tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
+        members, own_rank = self._members[group], self._transport.ranks.rank
+        if not members or value.nbytes > MOST_TOLD_BYTES:
+            return None
+        value, peers = value.contiguous(), [rank for rank in members if rank != own_rank]
+        room = value.new_empty((len(members), *value.shape))
+        for peer in peers:
+            self._send(value, peer)
+        for place, rank in enumerate(members):
+            room[place].copy_(value) if rank == own_rank else self._take(room[place], rank)
+        self._transport.drain_lines(peers)
+        return room
 
     def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when this returns."""
