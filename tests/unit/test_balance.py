@@ -128,7 +128,11 @@ def test_shares_follow_speed_and_stop_at_memory() -> None:
 def test_a_device_without_samples_is_said() -> None:
     plan = plan_of(devices(10**9, 10**9, rates=(1e12, 1e9)))
     assert [sum(s) for s in samples_by_rank(plan)] == [16, 0]
-    assert any("rank 1 gets nothing" in decision.why for decision in plan.decisions)
+    assert any("rank 1 gets nothing: one sample there would take longer" in decision.why for decision in plan.decisions)
+    full = int(plan.memory[1].static_bytes + 0.5 * plan.memory[1].sample_bytes)
+    plan = plan_of(devices(10**9, full))
+    assert [sum(s) for s in samples_by_rank(plan)] == [16, 0]
+    assert any("rank 1 gets nothing: memory has no room for a sample there" in decision.why for decision in plan.decisions)
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:

@@ -216,8 +216,11 @@ def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
     limited = [rank for rank, share in enumerate(shares) if share and share == situation.memory[rank].most_samples() < UNLIMITED]
     if limited:
         why += f"; memory of rank {', '.join(map(str, limited[:SHOWN]))} is full"
-    if idle:
-        why += f"; rank {', '.join(map(str, idle[:SHOWN]))} gets nothing: its first sample would take longer than all of the step"
+    full = [rank for rank in idle if situation.memory[rank].most_samples() < 1]
+    slow = [rank for rank in idle if rank not in full]
+    for ranks, reason in ((full, "memory has no room for a sample there"), (slow, "one sample there would take longer")):
+        if ranks:
+            why += f"; rank {', '.join(map(str, ranks[:SHOWN]))} gets nothing: {reason}"
     shown = "+".join(map(str, shares[:SHOWN])) + (f" and {len(shares) - SHOWN} more" if len(shares) > SHOWN else "")
     return shown, why
 

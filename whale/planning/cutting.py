@@ -5,7 +5,8 @@ made one after the other for less and less memory, until one of them can be draf
 
     1F1B's micro-batches in flight (all of them for gpipe)
     the same, with everything computed again in backward              where the config lets the planner do so
-    as many in flight as there is room for, half of these, ... one    where the schedule is made for the memory that there is
+    as many in flight as there is room for, half of these, ... one    where the schedule is made for the memory that there is; with
+                                                                      everything computed again, then without
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ class Cutting:
         if recompute == "auto":
             yield count, True, ""
         if config.schedule not in FIXED_ORDERS:
-            again = recompute is True or recompute == "auto"
-            most = self._most_in_flight(again)
-            while most:
-                yield most, again, f"; cut for at most {most} in flight on a stage, for which there is memory"
-                most //= 2
+            for again in (True, False) if recompute == "auto" else (recompute is True,):
+                most = self._most_in_flight(again)
+                while most:
+                    yield most, again, f"; cut for at most {most} in flight on a stage, as memory is short"
+                    most //= 2
 
     def _most_in_flight(self, again: bool) -> int:
         """The largest number for which there is a cut, 1 where there is none; by bisection."""

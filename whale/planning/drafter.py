@@ -83,25 +83,30 @@ class Drafter:
 
     def choose(self) -> tuple[Priced, Priced]:
         """(nothing computed again, the best); raises where memory is too small."""
-        wanted = self.problem.config.recompute
-        nothing = self.price(self.kept.nothing)
+        wanted, name = self.problem.config.recompute, self.problem.config.schedule
+        nothing = self.price(self.kept.nothing, name)
         if wanted is not True and not (wanted == "auto" and self.is_short(nothing)):
             self._refuse_unless_it_fits(nothing)
             return nothing, nothing
-        everything = self.kept.everything(nothing.fastest)
-        if wanted is True:
-            candidates = [self.price(everything)]
-        else:
-            some = enough(self.kept, self._demands(nothing), nothing.fastest)
-            candidates = [nothing, *(self.price(choice) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
+        candidates = self._candidates(nothing, name)
+        if name not in FIXED_ORDERS and self.is_short(nothing):  # regions for the micro-batches that 1F1B has in flight are others
+            candidates += self._candidates(self.price(self.kept.nothing, "1f1b"), "1f1b")
         fitting = [each for each in candidates if self._fits(each)]
         if not fitting:
             self._refuse_unless_it_fits(candidates[-1])
         return nothing, min(fitting, key=self.step_seconds)
 
-    def price(self, choice: Choice) -> Priced:
-        """With the fastest schedule, or where memory limits that one, with a schedule made for the memory."""
-        name, count, stages = self.problem.config.schedule, self.problem.config.num_micro_batch, self._stages(choice)
+    def _candidates(self, nothing: Priced, name: str) -> list[Priced]:
+        """What may be computed again, for a schedule of this name: see `recompute_choice.py`."""
+        everything = self.kept.everything(nothing.fastest)
+        if self.problem.config.recompute is True:
+            return [self.price(everything, name)]
+        some = enough(self.kept, self._demands(nothing), nothing.fastest)
+        return [nothing, *(self.price(choice, name) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
+
+    def price(self, choice: Choice, name: str) -> Priced:
+        """With the fastest schedule of this name, or where memory limits that one, with a schedule made for the memory."""
+        count, stages = self.problem.config.num_micro_batch, self._stages(choice)
         costs = self.costs(stages, count)
         schedule = fastest_schedule(name, self.stage_graph, count, costs)
         fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
@@ -165,7 +170,7 @@ class Drafter:
             return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
 
         def recompute_fits() -> bool:
-            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule)))
+            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule), config.schedule))
 
         again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
         refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)

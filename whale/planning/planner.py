@@ -196,7 +196,7 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
         ),
         decisions=(
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
-            Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {placement.num_replicas} replicas", placement.reason),
+            Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {count(placement.num_replicas, 'replica')}", placement.reason),
             *draft.split.decisions,
             *_balance_decisions(problem, draft),
             *_recompute_decisions(problem, draft),
@@ -300,7 +300,7 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
 
 
 def _schedule_reason(schedule: scheduling.Schedule, wanted: str) -> str:
-    instead = "" if schedule.name == wanted else f'no order of "{wanted}" was found within the memory of the devices; '
+    instead = "" if schedule.name == wanted else f'no faster order of "{wanted}" was found within the memory of the devices; '
     return (
         f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
         f"proved complete and free of deadlock; "

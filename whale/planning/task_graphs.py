@@ -131,7 +131,7 @@ def from_cuts(
                 tried[weight] = found
         if len(tried) > 1:
             best = min(tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts)))
-            counted = f"messages count {best:.2g} of their time in the cut, the best of {len(MESSAGE_WEIGHTS)}"
+            counted = f"these times count {best:.3g} of what messages take, the best of {len(MESSAGE_WEIGHTS)} parts that were tried"
             cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
     if step_of is not None and num_moves_of is not None and (tries := num_moves_of(*stages_and_crossings(cuts.starts))):
 

@@ -83,6 +83,7 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
 def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
     """Of this rank, while all ranks do the same: what a busy neighbour takes away belongs to it."""
     device_type = torch.device(ranks.device).type
+    free_bytes = free_memory_bytes(ranks.device)  # before what is measured takes some
     progress("making ready")
     products = _products(ranks)
     operations = [*operations_of(ranks), *updates_of(ranks)]
@@ -98,7 +99,7 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     kind = replace(
         this_kind(ranks.device, local),
         flop_per_s=rates["fp32"],
-        memory_bytes=free_memory_bytes(ranks.device) // (local if device_type == "cpu" else 1),
+        memory_bytes=free_bytes // (local if device_type == "cpu" else 1),
         bytes_per_s=2.0 * COPIED_BYTES[device_type] / seconds["copy"][0],
         tf32_flop_per_s=rates.get("tf32"),
         bf16_flop_per_s=rates.get("bf16"),

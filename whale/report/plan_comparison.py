@@ -46,7 +46,7 @@ def _shape(plan: Plan) -> str:
 
 def _batch(a: Plan, b: Plan) -> Iterator[str]:
     if (a.batch_size, a.num_micro_batch) != (b.batch_size, b.num_micro_batch):
-        yield f"batch: {a.batch_size} in {a.num_micro_batch} micro-batches -> {b.batch_size} in {b.num_micro_batch}"
+        yield f"batch: {a.batch_size} in {count(a.num_micro_batch, 'micro-batch')} -> {b.batch_size} in {b.num_micro_batch}"
 
 
 def _cuts(a: Plan, b: Plan) -> Iterator[str]:

@@ -155,7 +155,7 @@ class Timeline:
             return f"compute: the busiest device, {name}, computes {share:.0%} of the step"
         waits = "spends" if "update" in worst else "waits"
         how = f"{waits} {parts[worst] / self.step_s:.0%} of the step for {worst}"
-        return f"{worst}: the busiest device, {name}, computes {share:.0%} of the step and {how}"
+        return f"{worst}: the busiest device, {name}, is busy for {device.busy_s / self.step_s:.0%} of the step and {how}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with everything that a page shows."""
