@@ -34,7 +34,7 @@ OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "m
 LARGE_WIDTH, LONG = 1024, frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
-WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 8192)}
+WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 4096)}
 """of square matrices"""
 MANY_VIEWS = 11
 HEADS, HEAD_WIDTH = 8, 64

@@ -15,7 +15,7 @@ from whale.profiling.operations import Operations
 from whale.profiling.turns import once
 from whale.runtime.ranks import Ranks
 
-WIDTHS = {"cpu": ((16, 32), (1024, 8)), "cuda": ((64, 32), (8192, 2))}
+WIDTHS = {"cpu": ((16, 32), (1024, 8)), "cuda": ((64, 32), (4096, 4))}
 """(rows and columns of a parameter, number of parameters)"""
 
 
