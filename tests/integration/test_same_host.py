@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,82 @@ def same_bits() -> bytes:
 def test_sums_that_are_rounded_are_the_same_on_all_ranks() -> None:
     first, *others = run_ranks(same_bits, 3)
     assert others == [first, first]
+
+
+def shared_bytes() -> int:
+    """Shared memory that this process has touched."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
+
+
+def touched_by_a_sum(num_bytes: int) -> int:
+    same_host_sums.BLOCK_BYTES = 64 * 1024
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [])
+    before = shared_bytes()
+    transport.sums.add_up(torch.zeros(num_bytes, dtype=torch.uint8), (0, 1))
+    ranks.gather(None)
+    return shared_bytes() - before
+
+
+def test_a_long_sum_touches_few_bytes_of_the_rings() -> None:
+    """Two rings of 32 MiB, through each of which 20 MB go in parts of 32 KiB."""
+    assert max(run_ranks(touched_by_a_sum, 2, 20_000_000)) < 4_000_000
+
+
+def sums_with_full_rings() -> list[bool]:
+    """Both ranks have sent a message that nearly fills the ring, and wait for it only after the sums."""
+    same_host.RING_BYTES, same_host_sums.BLOCK_BYTES = 90_000, 64 * 1024
+    ranks = Ranks("cpu")
+    transport, message = Transport(ranks, [(0, 1), (1, 0)]), Message(1 - ranks.rank, 0, ())
+    transport.begin()
+    transport.send(content(ranks.rank, 80_000), message)
+    told = transport.sums.tell(content(ranks.rank, 20_000), None)
+    tensor = numbers(ranks.rank, 50_000, torch.float32)
+    transport.sums.add_up(tensor, (0, 1))
+    buffer = torch.zeros(80_000, dtype=torch.uint8)
+    transport.wait(transport.post(buffer, message, "a message"))
+    ranks.gather(None)
+    assert told is not None
+    return [
+        torch.equal(told, torch.stack([content(0, 20_000), content(1, 20_000)])),
+        torch.equal(tensor, numbers(0, 50_000, torch.float32) + numbers(1, 50_000, torch.float32)),
+        torch.equal(buffer, content(1 - ranks.rank, 80_000)),
+    ]
+
+
+def test_two_ranks_with_full_rings_do_not_wait_for_each_other() -> None:
+    assert run_ranks(sums_with_full_rings, 2, timeout_s=20.0) == [[True] * 3] * 2
+
+
+def after_a_failed_pass() -> list[list[float]]:
+    """What is told in a pass, after one in which the ranks told each other values of unlike sizes."""
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [])
+    transport.begin()
+    with pytest.raises(RuntimeError, match="do not run the same program"):
+        transport.sums.tell(torch.zeros(1 + ranks.rank), None)
+    transport.begin()
+    found = transport.sums.tell(torch.tensor([1.0 + ranks.rank]), None)
+    ranks.gather(None)
+    assert found is not None
+    return found.tolist()
+
+
+def test_what_a_failed_pass_left_behind_is_no_part_of_a_later_sum() -> None:
+    assert run_ranks(after_a_failed_pass, 2, timeout_s=20.0) == [[[1.0], [2.0]]] * 2
+
+
+def conjugated() -> list[complex]:
+    ranks = Ranks("cpu")
+    found = Transport(ranks, []).sums.tell(torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None)
+    ranks.gather(None)
+    assert found is not None
+    return found.view(-1).tolist()
+
+
+def test_a_conjugate_that_is_only_noted_is_told_as_it_is() -> None:
+    assert run_ranks(conjugated, 2) == [[1 - 1j, 1 - 2j]] * 2
 
 
 def dies_before_a_sum() -> None:

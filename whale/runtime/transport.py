@@ -95,8 +95,9 @@ class Transport:
         """Start of a pass over an action list; every rank makes the same passes."""
         self._num_passes += 1
         self.epoch = self._num_passes % NUM_EPOCHS
+        self.sums.begin(self._num_passes)
         for line in self._lines_from.values():
-            line.forget(lambda tag: tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch)
+            line.forget(lambda tag: self.sums.is_old(tag) or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch))
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -165,12 +166,20 @@ class Transport:
         others = set(ranks) - {self.ranks.rank}
         return self.ranks.num_ranks <= MOST_EXCHANGING and others <= self._lines_to.keys() and others <= self._lines_from.keys()
 
-    def send_through_memory(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """With a tag that no message has. Waits where the ring is full: only after all messages of a pass, which the peer takes anyway."""
-        line = self._lines_to[peer]
-        while not line.has_room(tensor.nbytes):
+    def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
+        """With a tag that no message has. Where the ring is full it waits, and takes in what others send: they may wait for room, too."""
+        start = time.perf_counter()
+        while not self._lines_to[peer].send_if_room(tensor, tag, enough_bytes):
+            gone = [other for other, line in self._lines_from.items() if not line.take_in()]
+            waited_s = time.perf_counter() - start
+            if peer in gone or waited_s > self.ranks.timeout.total_seconds():
+                raise RuntimeError(
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room to send a part of a sum to rank {peer}: "
+                    f"that rank is gone or stuck"
+                )
+            for line in self._lines_to.values():
+                line.flush()
             time.sleep(ROOM_S)
-        line.send(tensor, tag)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
         """The message of this tag."""
