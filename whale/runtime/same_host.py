@@ -117,11 +117,14 @@ class Outgoing:
                 self._flush()
         return not self._unsent
 
+    def push(self) -> None:
+        """Returns when all packets have left. What goes by gloo may still be on its way: the peer may ask for it only later."""
+        while not self.flush():
+            threading.Event().wait(1e-4)
+
     def drain(self) -> None:
         """End of a pass: nothing is left here."""
-        self._connection.setblocking(True)
-        while self._unsent:
-            self._connection.send(self._unsent.popleft())
+        self.push()
         for work, _ in self._by_group:
             work.wait()
         self._by_group.clear()

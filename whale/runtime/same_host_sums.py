@@ -80,7 +80,7 @@ class SameHostSums:
             self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
             room[place].copy_(value) if rank == own_rank else self._take(room[place], rank)
-        self._transport.drain_lines(peers)
+        self._transport.push_lines(peers)
         return room
 
     def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class SameHostSums:
             if number > 0:
                 for peer in peers:
                     self._take(blocks[number - 1][peer], peer)
-        self._transport.drain_lines(peers)
+        self._transport.push_lines(peers)
 
     def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
         self._transport.send_through_memory(part, peer, self._first_tag + self._num_sent[peer], enough_bytes)

@@ -149,7 +149,7 @@ class Transport:
         tag = FIRST_EXCHANGE + self._num_passes
         for line in self._lines_to.values():
             line.send(numbers, tag)
-        self.drain_lines(self._lines_to)
+        self.push_lines(self._lines_to)
         left = [Arrival(None, everyone[peer], peer, tag, "loss and gradient norm") for peer in self._lines_from]
 
         def finish() -> Tensor:
@@ -185,10 +185,10 @@ class Transport:
         """The message of this tag."""
         self.wait(Arrival(None, buffer, peer, tag, description))
 
-    def drain_lines(self, peers: Iterable[int]) -> None:
-        """All that was sent to these has left; this rank may not come back for long."""
+    def push_lines(self, peers: Iterable[int]) -> None:
+        """All packets to these have left; this rank may not come back for long."""
         for peer in peers:
-            self._lines_to[peer].drain()
+            self._lines_to[peer].push()
 
     def retire(self, message: Message) -> None:
         """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""
