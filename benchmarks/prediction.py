@@ -2,8 +2,8 @@
 
 `whale profile` runs in the same processes, on the same two cores; then each plan is made for what it found, and run.
 
-    step     median of the steps that fell into fast moments (`speed.py`), against `wh.simulate(plan).step_s`. Other guests of the processor
-             make a core up to twice as slow for seconds: what `whale profile` measures then does not count either
+    step     the fastest steps, against `wh.simulate(plan).step_s`. Other guests of the processor make a core up to twice as slow for
+             seconds: what `whale profile` measures then does not count either
     memory   largest sum of live bytes in torch's allocator during a step, from the profiler's own memory events (`Total Allocated`),
              which are recorded from before the engine is made, against the simulated peak of that rank
 """
@@ -40,13 +40,13 @@ from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.profiling.measure import measure
-from whale.profiling.turns import STRETCH_S, typical
+from whale.profiling.turns import NUM_FASTEST
 from whale.runtime.ranks import Ranks
 
 STEPS_S = 170.0
 """of steps, for all cases together, at most"""
-NUM_FAST = 8
-"""steps of a case at fast moments (`speed.py`) are enough"""
+NUM_FAST, LEAST_S = 8, 5.0
+"""steps of a case at fast moments (`speed.py`), and seconds, that are enough"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 MARK = "measured step"
 LENGTH = 64
@@ -147,10 +147,10 @@ def measure_case(case: Case, cluster: wh.Cluster, speed: Speed, limit_s: float) 
 
 
 def step_seconds(name: str, step: Callable[[], object], speed: Speed, limit_s: float) -> float:
-    """Of the slowest rank, as `whale profile` would time it: the fastest stretches count. Goes on until some moments were fast."""
-    stretches: list[list[list[float]]] = [[]]
+    """Of the slowest rank, in the fastest steps: as `whale profile` counts the fastest stretches. Goes on until some moments were fast."""
+    steps: list[float] = []
     looks, num_fast, begin, passed_s = [speed.look()], 0, time.perf_counter(), 0.0
-    while passed_s < limit_s and num_fast < NUM_FAST:
+    while passed_s < (limit_s if num_fast < NUM_FAST else LEAST_S):
         dist.barrier()
         start = time.perf_counter()
         step()
@@ -160,13 +160,9 @@ def step_seconds(name: str, step: Callable[[], object], speed: Speed, limit_s: f
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         took_s, passed_s, slowness = (float(value) for value in slowest)
         num_fast += slowness <= NEARLY
-        stretches[-1].append([took_s])
-        if sum(seconds for (seconds,) in stretches[-1]) >= STRETCH_S:
-            stretches.append([])
-    (found,) = typical([stretch for stretch in stretches if stretch])
-    every = [seconds for stretch in stretches for (seconds,) in stretch]
-    median_s = statistics.median(every)
-    say(f"{name}: {num_fast} of {len(every)} steps at a fast moment, {found * 1e3:.1f} ms; median of all steps {median_s * 1e3:.1f} ms")
+        steps.append(took_s)
+    found, median = statistics.fmean(sorted(steps)[:NUM_FASTEST]), statistics.median(steps)
+    say(f"{name}: {num_fast} of {len(steps)} steps at a fast moment; the fastest {found * 1e3:.1f} ms, median {median * 1e3:.1f} ms")
     return found
 
 

@@ -26,7 +26,7 @@ from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import StageSlice
 from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import Workload
-from whale.profiling.calibration import update_costs
+from whale.profiling.calibration import measured_seconds, update_costs
 from whale.sharding.layout import Layout
 from whale.simulation.sums import sum_seconds
 
@@ -37,6 +37,9 @@ UPDATE_PASSES = 3
 
 UNFUSED_PASSES, UNFUSED_STATE_PASSES = 3, 8
 """the same on a CPU that was not measured, where torch's optimizers run operation by operation"""
+
+OWN_CALLS = 60
+"""small operations of the runtime itself in a step, about: it reads the batch, adds up the loss and tells it to the other ranks"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
@@ -161,11 +164,14 @@ def sums_inside(
 def update_seconds(trained_bytes: int, shared_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
     """Of the optimizer: as measured, by the number of its parameters and their bytes; else limited by memory bandwidth.
 
-    On a CPU nothing hides the copies around it: the norm reads the gradients, and those that are summed were copied into their buckets.
+    On a CPU nothing hides what is around it: the norm reads the gradients, those that are summed were copied into their buckets one by
+    one, and the runtime itself makes some small calls in every step.
     """
     if not kind.is_cpu:
         return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
-    copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s
+    num_copied = num_parameters * shared_bytes / trained_bytes if trained_bytes else 0.0
+    call_s = measured_seconds(kind, "aten.add", 0.0, 1.0, False) or 0.0
+    copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s + (num_copied + OWN_CALLS) * call_s
     costs = update_costs(kind, optimizer_ratio)
     if costs is None:
         return copied_s + trained_bytes * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio) / kind.bytes_per_s
