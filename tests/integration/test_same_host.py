@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import socket
 import time
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import RankError, preload, run_ranks
 from whale.runtime import same_host, same_host_sums
 from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
-from whale.runtime.same_host import RING_BYTES
+from whale.runtime.same_host import RING_BYTES, RING_START, Incoming, Outgoing
 from whale.runtime.transport import NUM_EPOCHS, Transport
 
 preload("tests.integration.test_same_host")
@@ -197,6 +201,83 @@ def same_bits() -> bytes:
 def test_sums_that_are_rounded_are_the_same_on_all_ranks() -> None:
     first, *others = run_ranks(same_bits, 3)
     assert others == [first, first]
+
+
+def touched_bytes(enough_bytes: int) -> int:
+    """How far a ring was written by twice the bytes that it has, in parts of 64 KiB of which one or two are on their way."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ring, group = mmap.mmap(-1, RING_START + RING_BYTES), cast(dist.ProcessGroup, None)  # there is always room
+    outgoing, incoming = Outgoing(first, ring, group, 1), Incoming(second, ring, group, 0, {})
+    part, buffer = torch.ones(65_536, dtype=torch.uint8), torch.zeros(65_536, dtype=torch.uint8)
+    num_parts = 2 * RING_BYTES // part.nbytes
+    assert outgoing.send_if_room(part, 0, enough_bytes)
+    for number in range(1, num_parts):
+        assert outgoing.send_if_room(part * (1 + number % 100), number, enough_bytes)
+        incoming.wait(buffer, number - 1)
+        assert buffer.eq(1 + (number - 1) % 100).all()
+    first.close()
+    second.close()
+    return len(bytes(ring).rstrip(b"\0"))
+
+
+def test_a_long_sum_touches_few_bytes_of_the_rings() -> None:
+    assert touched_bytes(5 * 65_536) < 10 * 65_536
+    assert touched_bytes(RING_BYTES) > RING_BYTES // 2  # what asks for the whole ring gets it
+
+
+def sums_with_full_rings() -> list[bool]:
+    """Both ranks have sent a message that nearly fills the ring, and wait for it only after the sums."""
+    same_host.RING_BYTES, same_host_sums.BLOCK_BYTES = 90_000, 64 * 1024
+    ranks = Ranks("cpu")
+    transport, message = Transport(ranks, [(0, 1), (1, 0)]), Message(1 - ranks.rank, 0, ())
+    transport.begin()
+    transport.send(content(ranks.rank, 80_000), message)
+    told = transport.sums.tell(content(ranks.rank, 20_000), None)
+    tensor = numbers(ranks.rank, 50_000, torch.float32)
+    transport.sums.add_up(tensor, (0, 1))
+    buffer = torch.zeros(80_000, dtype=torch.uint8)
+    transport.wait(transport.post(buffer, message, "a message"))
+    ranks.gather(None)
+    assert told is not None
+    return [
+        torch.equal(told, torch.stack([content(0, 20_000), content(1, 20_000)])),
+        torch.equal(tensor, numbers(0, 50_000, torch.float32) + numbers(1, 50_000, torch.float32)),
+        torch.equal(buffer, content(1 - ranks.rank, 80_000)),
+    ]
+
+
+def test_two_ranks_with_full_rings_do_not_wait_for_each_other() -> None:
+    assert run_ranks(sums_with_full_rings, 2, timeout_s=20.0) == [[True] * 3] * 2
+
+
+def after_a_failed_pass() -> list[list[float]]:
+    """What is told in a pass, after one in which the ranks told each other values of unlike sizes."""
+    ranks = Ranks("cpu")
+    transport = Transport(ranks, [])
+    transport.begin()
+    with pytest.raises(RuntimeError, match="do not run the same program"):
+        transport.sums.tell(torch.zeros(1 + ranks.rank), None)
+    transport.begin()
+    found = transport.sums.tell(torch.tensor([1.0 + ranks.rank]), None)
+    ranks.gather(None)
+    assert found is not None
+    return found.tolist()
+
+
+def test_what_a_failed_pass_left_behind_is_no_part_of_a_later_sum() -> None:
+    assert run_ranks(after_a_failed_pass, 2, timeout_s=20.0) == [[[1.0], [2.0]]] * 2
+
+
+def conjugated() -> list[complex]:
+    ranks = Ranks("cpu")
+    found = Transport(ranks, []).sums.tell(torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None)
+    ranks.gather(None)
+    assert found is not None
+    return found.view(-1).tolist()
+
+
+def test_a_conjugate_that_is_only_noted_is_told_as_it_is() -> None:
+    assert run_ranks(conjugated, 2) == [[1 - 1j, 1 - 2j]] * 2
 
 
 def dies_before_a_sum() -> None:

@@ -20,7 +20,7 @@ Teller = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]
 
 @dataclass
 class Shortcut:
-    """A way between ranks of one host that is shorter than their process group's; the runtime sets it on all ranks alike."""
+    """A way between ranks of one host that is shorter than their process group's; the runtime sets it for each pass, on all ranks alike."""
 
     tell: Teller | None = None
 

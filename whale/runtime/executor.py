@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whale.emulation.pace import Pace
+from whale.lowering.lines import shortcut
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
 from whale.runtime.boundaries import boundary_slots
@@ -133,6 +134,7 @@ class Executor:
             watch.step = given.step
         if transport is not None:
             transport.begin()
+            shortcut.tell = transport.sums.tell
         held: list[Tensor | None] = [None] * self.slots.count
         this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
         try:
@@ -158,6 +160,7 @@ class Executor:
             if transport is not None:
                 transport.drain()
         finally:
+            shortcut.tell = None  # each engine of a process has its own
             if state is not None:
                 torch.random.set_rng_state(state)
             if cuda_state is not None:

@@ -5,12 +5,13 @@ Here each directed pair of ranks has a Unix socket and a block of shared memory 
 
     small tensor     one packet:  header | bytes
     larger tensor    copied into the ring, and one packet:  header with its place; the receiver copies it out and moves `consumed` on
-    no room          by gloo after all, and one packet that says so; parts of sums wait for room
+    no room          by gloo after all, and one packet that says so; parts of sums wait for room, and take in what came meanwhile
 
     ring:   consumed (8 bytes) | ..... free ..... | taken, not yet consumed | ..... free .....
 
 A sender of messages never blocks: packets that the socket does not take now wait in a list. What was sent belongs to the receiver: the
-sender's tensor is free at once. A ring that is empty is used from its beginning, so that few of its bytes are ever touched.
+sender's tensor is free at once. A ring that is empty is used from its beginning, and by sums as soon as its beginning has room for a few
+parts, so that few of its bytes are ever touched.
 """
 
 from __future__ import annotations
@@ -61,36 +62,41 @@ class Outgoing:
 
     def send(self, tensor: Tensor, tag: int) -> None:
         """The tensor must be contiguous."""
-        num_bytes = tensor.nbytes
         with self._lock:
-            if num_bytes <= INLINE_BYTES:
-                self._say(HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes))
-            elif (place := self._take(num_bytes)) is not None:
-                ctypes.memmove(self._memory + place % RING_BYTES, tensor.data_ptr(), num_bytes)
-                self._say(HEADER.pack(tag, num_bytes, place))
-            else:
+            if not self._send_through_memory(tensor, tag, RING_BYTES):
                 self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
-                self._say(HEADER.pack(tag, num_bytes, BY_GROUP))
+                self._say(HEADER.pack(tag, tensor.nbytes, BY_GROUP))
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes would go through memory now."""
-        return num_bytes <= INLINE_BYTES or self._place(num_bytes) is not None
+    def send_if_room(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
+        """Whether there was room. The ring is used from its beginning again as soon as so many bytes are free there."""
+        with self._lock:
+            return self._send_through_memory(tensor, tag, enough_bytes)
 
-    def _take(self, num_bytes: int) -> int | None:
-        place = self._place(num_bytes)
-        if place is not None:
-            self._taken = place + num_bytes
-        return place
+    def _send_through_memory(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
+        num_bytes = tensor.nbytes
+        if num_bytes <= INLINE_BYTES:
+            self._say(HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes))
+            return True
+        place = self._take(num_bytes, max(enough_bytes, num_bytes))
+        if place is None:
+            return False
+        ctypes.memmove(self._memory + place % RING_BYTES, tensor.data_ptr(), num_bytes)
+        self._say(HEADER.pack(tag, num_bytes, place))
+        return True
 
-    def _place(self, num_bytes: int) -> int | None:
+    def _take(self, num_bytes: int, enough_bytes: int) -> int | None:
         """Where in the ring there is room for so many bytes in one piece."""
         (consumed,) = _COUNT.unpack_from(self._ring, 0)
         if consumed == self._taken:
             self._taken = self._begin = self._taken + -self._taken % RING_BYTES  # empty: from its beginning
-        place = self._taken
-        if place % RING_BYTES + num_bytes > RING_BYTES:
-            place += -place % RING_BYTES  # not over the end
-        return None if place + num_bytes - max(consumed, self._begin) > RING_BYTES else place
+        place, free_from = self._taken, max(consumed, self._begin)
+        beginning = place + -place % RING_BYTES
+        if place % RING_BYTES + num_bytes > RING_BYTES or beginning + enough_bytes - free_from <= RING_BYTES:
+            place = beginning  # not over the end, and no further than needed
+        if place + num_bytes - free_from > RING_BYTES:
+            return None
+        self._taken = place + num_bytes
+        return place
 
     def _say(self, packet: bytes) -> None:
         self._unsent.append(packet)
@@ -111,11 +117,14 @@ class Outgoing:
                 self._flush()
         return not self._unsent
 
+    def push(self) -> None:
+        """Returns when all packets have left. What goes by gloo may still be on its way: the peer may ask for it only later."""
+        while not self.flush():
+            threading.Event().wait(1e-4)
+
     def drain(self) -> None:
         """End of a pass: nothing is left here."""
-        self._connection.setblocking(True)
-        while self._unsent:
-            self._connection.send(self._unsent.popleft())
+        self.push()
         for work, _ in self._by_group:
             work.wait()
         self._by_group.clear()
@@ -141,24 +150,43 @@ class Incoming:
     def _wait(self, buffer: Tensor, tag: int) -> None:
         while tag not in self._early:
             self._read()
-            got, num_bytes, place = HEADER.unpack_from(self._packet)
-            if place == BY_GROUP:
-                self._early[got] = None
-                continue
-            start = self._inline if place == INLINE else self._memory + place % RING_BYTES
-            if got == tag:
-                _fill(buffer, start, num_bytes)
-            else:
-                self._early[got] = bytearray(ctypes.string_at(start, num_bytes))
-            if place != INLINE:
-                _COUNT.pack_into(self._ring, 0, place + num_bytes)
-            if got == tag:
+            if self._sort(buffer, tag):
                 return
         known = self._early.pop(tag)
         if known is None:
             self._group.recv([buffer], self._peer, tag).wait()
         else:
             _fill(buffer, _address(known) if known else 0, len(known))
+
+    def _sort(self, buffer: Tensor | None, tag: int | None) -> bool:
+        """Fills the buffer with the packet that was read, if it has this tag, and keeps it otherwise."""
+        got, num_bytes, place = HEADER.unpack_from(self._packet)
+        if place == BY_GROUP:
+            self._early[got] = None
+            return False
+        start = self._inline if place == INLINE else self._memory + place % RING_BYTES
+        if buffer is not None and got == tag:
+            _fill(buffer, start, num_bytes)
+        else:
+            self._early[got] = bytearray(ctypes.string_at(start, num_bytes))
+        if place != INLINE:
+            _COUNT.pack_into(self._ring, 0, place + num_bytes)
+        return got == tag
+
+    def take_in(self) -> bool:
+        """Keeps what has come so far, without waiting; False: the other rank is gone."""
+        if not self._lock.acquire(blocking=False):
+            return True  # another thread reads
+        try:
+            while self._connection.recv_into(self._packet, 0, socket.MSG_DONTWAIT) > 0:
+                self._sort(None, None)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        finally:
+            self._lock.release()
+        return False
 
     def forget(self, is_old: Callable[[int], bool]) -> None:
         """Lets go of messages that a failed step left behind, by their tags."""

@@ -11,8 +11,8 @@ Two blocks are offered ahead, so that nobody waits for the others' copies:
 
     offer 0, offer 1, reduce 0, offer 2, reduce 1, collect 0, offer 3, reduce 2, collect 1, ...
 
-and messages are taken in the order in which they were sent. At most four parts are on their way from one rank to another, in the first
-bytes of their ring, which stay in the caches.
+and messages are taken in the order in which they were sent. At most four parts are on their way from one rank to another, so the ring
+begins again where there is room for some more: few of its bytes are ever touched, and they stay in the caches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.runtime.same_host import RING_BYTES
+
 if TYPE_CHECKING:
     from whale.runtime.transport import Transport
 
@@ -32,8 +34,12 @@ BLOCK_BYTES = 4 * 1024**2
 """smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""
 MOST_TOLD_BYTES = 4 * 1024**2
 """of one rank; more is left to the group"""
+NUM_AHEAD = 5
+"""parts for which a ring must have room before it begins again: four are on their way, of sizes that differ by a number"""
 FIRST_SUM = 2**41
 """tags of sums, beyond those of all messages"""
+TAGS_OF_A_PASS = 2**24
+"""so many parts of sums go from one rank to another in a pass at most"""
 
 
 class SameHostSums:
@@ -41,11 +47,22 @@ class SameHostSums:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._first_tag = FIRST_SUM
         self._num_sent: Counter[int] = Counter()
         self._num_taken: Counter[int] = Counter()
         """by rank"""
         self._members: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
         """of groups whose members all reach each other through memory, in their order; else none"""
+
+    def begin(self, pass_number: int) -> None:
+        """Tags are counted in each pass anew, so that a part that a failed step left behind is never taken for one of a later step."""
+        self._first_tag = FIRST_SUM + pass_number * TAGS_OF_A_PASS
+        self._num_sent.clear()
+        self._num_taken.clear()
+
+    def is_old(self, tag: int) -> bool:
+        """Whether a part of a sum with this tag belongs to a pass before."""
+        return FIRST_SUM <= tag < self._first_tag
 
     def tell(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
         """Everyone's value, [members, *shape], in the order of the group, whose members all call it; None where memory does not reach."""
@@ -57,13 +74,13 @@ class SameHostSums:
         members, own_rank = self._members[group], self._transport.ranks.rank
         if not members or value.nbytes > MOST_TOLD_BYTES:
             return None
-        value, peers = value.contiguous(), [rank for rank in members if rank != own_rank]
+        value, peers = value.resolve_conj().resolve_neg().contiguous(), [rank for rank in members if rank != own_rank]
         room = value.new_empty((len(members), *value.shape))
         for peer in peers:
-            self._send(value, peer)
+            self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
             room[place].copy_(value) if rank == own_rank else self._take(room[place], rank)
-        self._transport.drain_lines(peers)
+        self._transport.push_lines(peers)
         return room
 
     def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
@@ -74,12 +91,13 @@ class SameHostSums:
             dict(zip(ranks, block.tensor_split(len(ranks)), strict=True))
             for block in tensor.split(max(1, BLOCK_BYTES // tensor.element_size()))
         ]
+        enough_bytes = NUM_AHEAD * BLOCK_BYTES // len(ranks)
         arrived = torch.empty_like(blocks[0][own_rank])
 
         def offer(number: int) -> None:
             if number < len(blocks):
                 for peer in peers:
-                    self._send(blocks[number][peer], peer)
+                    self._send(blocks[number][peer], peer, enough_bytes)
 
         offer(0)
         offer(1)
@@ -89,18 +107,18 @@ class SameHostSums:
                 for peer in peers:
                     own += self._take(arrived[: own.numel()], peer)
                 for peer in peers:
-                    self._send(own, peer)
+                    self._send(own, peer, enough_bytes)
                 offer(number + 2)
             if number > 0:
                 for peer in peers:
                     self._take(blocks[number - 1][peer], peer)
-        self._transport.drain_lines(peers)
+        self._transport.push_lines(peers)
 
-    def _send(self, part: Tensor, peer: int) -> None:
-        self._transport.send_through_memory(part, peer, FIRST_SUM + self._num_sent[peer])
+    def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
+        self._transport.send_through_memory(part, peer, self._first_tag + self._num_sent[peer], enough_bytes)
         self._num_sent[peer] += 1
 
     def _take(self, part: Tensor, peer: int) -> Tensor:
-        self._transport.take_through_memory(part, peer, FIRST_SUM + self._num_taken[peer], "its part of a sum")
+        self._transport.take_through_memory(part, peer, self._first_tag + self._num_taken[peer], "its part of a sum")
         self._num_taken[peer] += 1
         return part

@@ -21,7 +21,6 @@ from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
 from whale.lowering.communication import GridGroups
-from whale.lowering.lines import shortcut
 from whale.lowering.program import Lowered, lower
 from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
@@ -74,7 +73,6 @@ class Shapes:
         if job.ranks.is_distributed:
             pairs, shared = _pairs(job.plan), job.config.share_memory
             self.transport = Transport(job.ranks, pairs, shared) if job.emulation is None else job.emulation.transport(pairs, shared)
-        shortcut.tell = self.transport.sums.tell if self.transport is not None else None
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:

@@ -95,8 +95,9 @@ class Transport:
         """Start of a pass over an action list; every rank makes the same passes."""
         self._num_passes += 1
         self.epoch = self._num_passes % NUM_EPOCHS
+        self.sums.begin(self._num_passes)
         for line in self._lines_from.values():
-            line.forget(lambda tag: tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch)
+            line.forget(lambda tag: self.sums.is_old(tag) or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch))
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -148,7 +149,7 @@ class Transport:
         tag = FIRST_EXCHANGE + self._num_passes
         for line in self._lines_to.values():
             line.send(numbers, tag)
-        self.drain_lines(self._lines_to)
+        self.push_lines(self._lines_to)
         left = [Arrival(None, everyone[peer], peer, tag, "loss and gradient norm") for peer in self._lines_from]
 
         def finish() -> Tensor:
@@ -165,21 +166,29 @@ class Transport:
         others = set(ranks) - {self.ranks.rank}
         return self.ranks.num_ranks <= MOST_EXCHANGING and others <= self._lines_to.keys() and others <= self._lines_from.keys()
 
-    def send_through_memory(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """With a tag that no message has. Waits where the ring is full: only after all messages of a pass, which the peer takes anyway."""
-        line = self._lines_to[peer]
-        while not line.has_room(tensor.nbytes):
+    def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
+        """With a tag that no message has. Where the ring is full it waits, and takes in what others send: they may wait for room, too."""
+        start = time.perf_counter()
+        while not self._lines_to[peer].send_if_room(tensor, tag, enough_bytes):
+            gone = [other for other, line in self._lines_from.items() if not line.take_in()]
+            waited_s = time.perf_counter() - start
+            if peer in gone or waited_s > self.ranks.timeout.total_seconds():
+                raise RuntimeError(
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room to send a part of a sum to rank {peer}: "
+                    f"that rank is gone or stuck"
+                )
+            for line in self._lines_to.values():
+                line.flush()
             time.sleep(ROOM_S)
-        line.send(tensor, tag)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
         """The message of this tag."""
         self.wait(Arrival(None, buffer, peer, tag, description))
 
-    def drain_lines(self, peers: Iterable[int]) -> None:
-        """All that was sent to these has left; this rank may not come back for long."""
+    def push_lines(self, peers: Iterable[int]) -> None:
+        """All packets to these have left; this rank may not come back for long."""
         for peer in peers:
-            self._lines_to[peer].drain()
+            self._lines_to[peer].push()
 
     def retire(self, message: Message) -> None:
         """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""
