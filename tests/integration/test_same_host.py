@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import whale as wh
 from tests.ranks import RankError, preload, run_ranks
 from whale.runtime import same_host, same_host_sums
 from whale.runtime.messages import Message
@@ -312,3 +313,18 @@ def told(sizes: list[int]) -> list[bool]:
 
 def test_everyone_is_told_the_values_of_a_group_in_its_order() -> None:
     assert run_ranks(told, 3, [0, 3, 600, 70_000]) == [[True] * 8, [True] * 4, [True] * 8]
+
+
+def dropped() -> bool:
+    batch = torch.ones(4, 3)
+    engine = wh.parallelize(torch.nn.Linear(3, 2), batch, optimizer=torch.optim.SGD, loss=lambda output, _: output.square().mean())
+    engine.step(batch)
+    transport = weakref.ref(engine._shapes.transport)
+    engine.close()
+    del engine
+    gc.collect()
+    return transport() is None
+
+
+def test_an_engine_that_is_dropped_gives_its_lines_back() -> None:
+    assert run_ranks(dropped, 2) == [True, True]

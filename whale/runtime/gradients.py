@@ -12,7 +12,8 @@ them, so that no two wait for each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class GradientSynchroniser:
             buckets = [self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)]
             self._groups[key] = _Group(buckets, through_memory)
             for parameter in parameters:
-                parameter.tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._accumulated(parameter))
+                parameter.tensor.register_post_accumulate_grad_hook(_telling(weakref.ref(self), parameter))
 
     def _bucket(self, parameters: list[Held], group: dist.ProcessGroup | None) -> Bucket:
         sizes = [p.tensor.numel() for p in parameters]
@@ -162,6 +163,16 @@ class GradientSynchroniser:
         bucket.is_full = through_memory
         if not through_memory:
             bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+
+def _telling(synchroniser: weakref.ref[GradientSynchroniser], parameter: Held) -> Callable[[Tensor], None]:
+    """A hook that does not keep the synchroniser alive: the collector does not see what hooks of a tensor hold."""
+
+    def accumulated(_: Tensor) -> None:
+        if (own := synchroniser()) is not None:
+            own._accumulated(parameter)
+
+    return accumulated
 
 
 def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
