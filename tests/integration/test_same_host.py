@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import socket
 import time
+import weakref
 from typing import cast
 
 import pytest
