@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 
 for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
     os.environ.setdefault(name, value)  # before torch and transformers are imported
@@ -68,6 +70,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if threading.current_thread() is threading.main_thread():
+        # a job in the background of a shell ignores SIGINT, and so would the programs that tests start and interrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
     gc.freeze()
     if "tests.zoo" in sys.modules:
