@@ -178,7 +178,7 @@ def _link(transport: Transport, a: int, b: int) -> Link | None:
 
 
 def _round_trip(transport: Transport, starts: bool, peer: int, num_bytes: int, tags: Sequence[int]) -> float:
-    """Seconds of a message there and back, of the faster half of them: neighbours come and go within a link, too."""
+    """Seconds of a message there and back: the median of the faster half, as in the slower one a neighbour may have been on the core."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device) for _ in range(2))
     found = []
     for tag in tags:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from whale.runtime.ranks import Ranks
 
 FEWEST_PASSES, MOST_S = 6, 45.0
+"""no pass begins later than that"""
 NUM_FASTEST = 3
 """stretches of each subject that count"""
 FASTER, NUM_IN_VAIN = 0.01, 4
