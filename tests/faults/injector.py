@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from whale.checkpoint import CheckpointError, Handle
 from whale.runtime.executor import Executor
 from whale.scheduling import Action, Kind
 
@@ -86,12 +87,13 @@ class Injector:
                 raise InjectedError(f"the data of step {step} cannot be read")
 
     @contextlib.contextmanager
-    def save(self, step: int, folder: Path) -> Iterator[bool]:
+    def save(self, step: int, folder: Path, previous: Handle | None) -> Iterator[bool]:
         """Around a save: makes it impossible, or is ready to kill in the middle. Gives whether it is impossible."""
         self._saving, self._operations = step, 0
         found = [(number, fault.kind) for number, fault in self._waiting(*DISK) if step >= fault.step][:1]
         ballast = folder / "ballast"
         for number, kind in found:
+            _await_removals(folder, step, previous)
             self._fire(number)
             _fill(ballast) if kind == "full disk" else remount(folder, "ro")
         yield bool(found)
@@ -196,6 +198,18 @@ def damage(checkpoint: Path, fault: Fault) -> None:
     else:  # a block that never reached the disk
         start = len(content) * (fault.place % 8) // 8
         file.write_bytes(content[:start] + bytes(byte ^ 0x55 for byte in content[start : start + 64]) + content[start + 64 :])
+
+
+def _await_removals(folder: Path, step: int, previous: Handle | None) -> None:
+    """Of older checkpoints and of what is left of failed saves: a full disk would have room again while the next save is under way."""
+    if previous is not None:
+        with contextlib.suppress(CheckpointError):
+            previous.wait()
+    deadline = time.monotonic() + REMOUNT_S
+    while any(path.name < f".tmp_{step:08d}" for path in folder.glob(".tmp_*")):  # this save may be under way on other ranks
+        if time.monotonic() > deadline:
+            raise OSError(f"{folder} still has parts of failed saves: {sorted(path.name for path in folder.glob('.tmp_*'))}")
+        time.sleep(0.02)
 
 
 def _fill(ballast: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.faults.injector import Injector
-from whale.checkpoint import CheckpointError
+from whale.checkpoint import CheckpointError, Handle
 
 WIDTH, NUM_CLASSES, NUM_LAYERS = 16, 3, 4
 BATCH_SIZE, NUM_SAMPLES = 6, 32  # an epoch is 5 mini-batches: resuming crosses epochs
@@ -79,12 +79,13 @@ def main() -> None:
     loader = engine.loader(Samples(), BATCH_SIZE, shuffle=True, seed=3)
     injector.start(checkpoints)
     engine.load(checkpoints, data=loader)
+    handle: Handle | None = None
     while engine.step_count < options.steps:
         for batch in loader:
             injector.between_steps(engine.step_count)
             engine.step(batch)
             if engine.step_count % options.save_every == 0:
-                with injector.save(engine.step_count, options.folder / "checkpoints") as is_full:
+                with injector.save(engine.step_count, checkpoints, handle) as is_full:
                     handle = engine.save(checkpoints, data=loader)
                     if is_full:
                         try:

@@ -34,6 +34,7 @@ from whale.checkpoint import (
     take_snapshot,
     write_rank,
 )
+from whale.checkpoint.format import rank_failure
 
 # ---- writing that fails
 
@@ -80,6 +81,14 @@ def test_a_full_disk_of_another_rank_is_told_to_all(small_disk: Path) -> None:
     assert list(small_disk.iterdir()) == []
     handles = [saver.save(5, {f"w{rank}": torch.full((10,), rank)}) for rank, saver in enumerate(savers)]
     assert {handle.wait() for handle in handles} == {small_disk / "step_00000005"}
+
+
+def test_a_disk_too_full_for_the_reason_is_told_as_full(tmp_path: Path) -> None:
+    target = Target(tmp_path, 5, "job_1")
+    write_rank(target, 0, take_snapshot({"w": torch.ones(3)}))
+    (target.temporary / rank_failure(1)).touch()  # what rank 1 leaves when not even the reason finds room
+    with pytest.raises(CheckpointError, match=r"rank 1 could not write its part.*the disk is full: .* are free\. Free some space"):
+        finish(target, 2, {})
 
 
 def test_a_read_only_folder_says_so(small_disk: Path) -> None:

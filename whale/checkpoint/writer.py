@@ -12,6 +12,7 @@ that nobody reads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -239,7 +240,9 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
             )
         patience.pause()
     if failed:
-        text = (folder / rank_failure(failed[0])).read_text(errors="replace") or "its disk is full"
+        text = (folder / rank_failure(failed[0])).read_text(errors="replace")
+        if not text:  # not even the reason found room
+            text = str(explain(OSError(errno.ENOSPC, ""), "writing", folder / rank_file(failed[0])))
         more = f" (ranks {_list(failed)} failed)" if len(failed) > 1 else ""
         raise CheckpointError(f"rank {failed[0]} could not write its part of {target.final}{more}: {text}")
     return [read_report(folder / rank_report(rank)) for rank in range(num_ranks)]
