@@ -164,14 +164,14 @@ def test_what_a_neighbour_takes_is_shared_by_all_pieces_of_a_turn() -> None:
 
 
 class Core(Speed):
-    """One that is slow at some moments, which are told by the number of stretches up to then. Each stretch has four turns."""
+    """One that is slow at some moments, which are told by the number of stretches up to then. Each stretch has five turns."""
 
     def __init__(self, is_slow: Callable[[int], bool]) -> None:
         super().__init__()
         self._is_slow, self.turns = is_slow, {"a": 0, "b": 0}
 
     def look(self) -> float:
-        return 2.0 if self._is_slow(sum(turns // 4 for turns in self.turns.values())) else 1.0
+        return 2.0 if self._is_slow(sum(turns // 5 for turns in self.turns.values())) else 1.0
 
     @property
     def best_s(self) -> float:
@@ -191,7 +191,7 @@ def test_passes_go_on_until_enough_stretches_had_a_fast_core(monkeypatch: pytest
     core = Core(lambda done: done < num_slow)
     monkeypatch.setattr(turns, "Speed", lambda device: core)
     assert turns.take_turns({"a": core.subject("a")}, Ranks("cpu"), lambda what: None) == {"a": pytest.approx([1.0])}
-    assert core.turns["a"] == 4 * passes + 1  # one to get warm
+    assert core.turns["a"] == 5 * passes + 1  # one to get warm
 
 
 def test_only_what_met_too_few_fast_moments_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_only_what_met_too_few_fast_moments_is_timed_again(monkeypatch: pytest.M
     said: list[str] = []
     monkeypatch.setattr(turns, "Speed", lambda device: core)
     turns.take_turns({name: core.subject(name) for name in "ab"}, Ranks("cpu"), said.append)
-    assert core.turns == {"a": 4 * (6 + 3) + 1, "b": 4 * 6 + 1}
+    assert core.turns == {"a": 5 * (6 + 3) + 1, "b": 5 * 6 + 1}
     assert said[-2:] == ["pass 6 over 2 of 2 kinds of work", "pass 7 over 1 of 2 kinds of work"]
 
 

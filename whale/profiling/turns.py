@@ -84,6 +84,8 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
 
 
 def _stretch(subject: Subject) -> Stretch:
+    if subject.is_together:
+        subject.turn()  # ranks come here one after the other, and the first one waits
     begin, turns = time.perf_counter(), [subject.turn()]
     # a slow rank is not waited for: all go on computing
     while len(turns) < TURNS_TOGETHER if subject.is_together else time.perf_counter() - begin < STRETCH_S:
