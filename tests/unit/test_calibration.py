@@ -145,22 +145,33 @@ def test_plans_of_measured_devices_take_their_times() -> None:
     assert product is not None and forward.of(100) > product == pytest.approx(1e-4)
 
 
-def test_a_neighbour_that_stays_counts_and_one_that_passes_by_does_not() -> None:
-    def one(*stretches: list[float]) -> float:
-        """Of a subject with one piece."""
-        (seconds,) = turns.typical([[[each] for each in taken] for taken in stretches])
-        return seconds
-
-    alone, slow = [1e-3] * 60, [2e-3] * 30
-    assert one(slow, alone, slow, slow, alone, slow, alone, slow) == pytest.approx(1e-3)  # another guest of the processor
-    # every tenth call loses the core for 10 ms: twice the time in the long run, which no median of single calls shows
-    assert one(*[[1.1e-2 if i % 10 == 5 else 1e-3 for i in range(60)]] * 4) == pytest.approx(2e-3)
+def _typical(*stretches: turns.Stretch) -> list[float]:
+    record = turns.Record()
+    for stretch in stretches:
+        record.add(stretch, look_s=1.0)
+    return record.typical()
 
 
-def test_what_a_neighbour_takes_is_shared_by_all_pieces_of_a_turn() -> None:
+def test_another_guest_of_the_processor_does_not_count() -> None:
+    """It makes the core slow for a second or for ten: in most stretches, and not in all."""
+    alone, slow = turns.Stretch([[1e-3]] * 60), turns.Stretch([[2e-3]] * 30)
+    assert _typical(slow, alone, slow, slow, alone, slow, alone, slow) == pytest.approx([1e-3])
+
+
+def test_a_process_that_shares_the_core_counts() -> None:
+    """Every tenth turn loses the core for 10 ms: twice the time in the long run, which no median of turns shows."""
+    shared = turns.Stretch([[1.1e-2 if number % 10 == 5 else 1e-3] for number in range(60)], 0.5)
+    assert _typical(shared, shared, shared, shared) == pytest.approx([2e-3])
+    # a third of the stretches had the core for themselves; it was no faster in them
+    lucky, halved = turns.Stretch([[1e-3]] * 60, 1.0), turns.Stretch([[2e-3]] * 30, 0.5)
+    assert _typical(*[lucky, halved, halved] * 3) == pytest.approx([2e-3])
+    assert _typical(*[lucky, halved, lucky] * 3) == pytest.approx([1e-3])  # something that ran for a moment
+
+
+def test_what_a_process_takes_is_shared_by_all_pieces_of_a_turn() -> None:
     """A turn of 1 + 3 ms that loses the core for 4 ms in every second turn, in one piece or the other."""
     taken = [[1e-3, 3e-3], [5e-3, 3e-3], [1e-3, 3e-3], [1e-3, 7e-3]] * 4
-    assert turns.typical([taken]) == pytest.approx([1.5e-3, 4.5e-3])
+    assert _typical(turns.Stretch(taken, 4 / 6)) == pytest.approx([1.5e-3, 4.5e-3])
 
 
 class Core(Speed):

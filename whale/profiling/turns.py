@@ -6,8 +6,8 @@ with looks at the core between them (`speed.py`),
 
     pass 1:  a a a | b b b | c c c        pass 2:  a a a | b b b | c c c        pass 7, where only b met too few fast moments:  b b b
 
-and the fastest stretches of each count: those in which the core was its own. A stretch is long against the milliseconds for which the
-system gives a core to one of several processes. So whatever runs on the core all the time is in every stretch, and does count.
+and the fastest stretches of each count: those in which the core was its own. Processes that share the core are another matter, and do
+count: what they take of all stretches is added.
 """
 
 from __future__ import annotations
@@ -35,8 +35,50 @@ TURNS_TOGETHER = 4
 """in a pass, of what ranks do together"""
 
 Turn = Sequence[float]
-Stretch = Sequence[Turn]
 Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Turns one after the other."""
+
+    turns: Sequence[Turn]
+    part: float = 1.0
+    """of the core's time, that other processes left; not known where ranks wait for each other, or a GPU computes"""
+
+    @property
+    def seconds(self) -> float:
+        """Of a turn, on the clock."""
+        return statistics.fmean(sum(turn) for turn in self.turns)
+
+    @property
+    def cpu_s(self) -> float:
+        return self.part * self.seconds
+
+
+class Record:
+    """All stretches of one subject. How fast the core is comes from the fastest of them; how much of it other processes take, from the
+    median of all: of many stretches a few have a shared core nearly for themselves, and a few share one that is free else."""
+
+    def __init__(self) -> None:
+        self.fastest: list[Stretch] = []
+        self.looks: list[float] = []
+        """at the core, one for each stretch: the slower one of before and after it"""
+        self._parts: list[float] = []
+
+    def add(self, stretch: Stretch, look_s: float) -> None:
+        self.fastest = sorted([*self.fastest, stretch], key=lambda each: each.cpu_s)[:NUM_FASTEST]
+        self.looks.append(look_s)
+        self._parts.append(stretch.part)
+
+    def typical(self) -> list[float]:
+        """Seconds of each piece: medians over the fastest stretches, made as long as turns are beside the other processes.
+
+        These take the core for a few milliseconds now and then, which a median of short pieces does not show.
+        """
+        medians = [statistics.median(piece) for piece in zip(*(turn for stretch in self.fastest for turn in stretch.turns), strict=True)]
+        turn_s = statistics.fmean(stretch.cpu_s for stretch in self.fastest) / statistics.median(self._parts)
+        return [seconds * turn_s / sum(medians) for seconds in medians]
 
 
 @dataclass(frozen=True)
@@ -53,9 +95,7 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
     """Typical seconds of each piece of each subject. All ranks call it with the same subjects, and do each of them at the same time."""
     for subject in subjects.values():
         subject.turn()  # warm
-    fastest: dict[Key, list[Stretch]] = {key: [] for key in subjects}
-    looks: dict[Key, list[float]] = {key: [] for key in subjects}
-    """at the core, one for each stretch: the slower one of before and after it"""
+    records = {key: Record() for key in subjects}
     speed, begin, waiting, num_told = Speed(ranks.device), time.perf_counter(), list(subjects), 0
     for number in itertools.count(1):
         if number <= FEWEST_PASSES or len(waiting) != num_told:
@@ -63,15 +103,15 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
             num_told = len(waiting)
         before_s = speed.look()
         for key in waiting:
-            fastest[key] = _fastest([*fastest[key], _stretch(subjects[key])])
+            stretch = _stretch(subjects[key], ranks.device)
             if ranks.is_distributed:
                 dist.barrier()  # a look must not see what another rank still does, and the next stretch begins on all at the same time
             after_s = speed.look()
-            looks[key].append(max(before_s, after_s))
+            records[key].add(stretch, max(before_s, after_s))
             before_s = after_s
         if number >= FEWEST_PASSES:
             fast_s = NEARLY * speed.best_s
-            num_fast = ranks.gather([sum(look_s <= fast_s for look_s in looks[key]) for key in subjects])
+            num_fast = ranks.gather([sum(look_s <= fast_s for look_s in record.looks) for record in records.values()])
             waiting = [key for key, *by_rank in zip(subjects, *num_fast) if min(by_rank) < NUM_FASTEST]
         if not waiting or ranks.from_first(time.perf_counter() - begin > MOST_S):
             break
@@ -80,32 +120,18 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
             f"{len(waiting)} of {len(subjects)} kinds of work met too few moments with fast cores in {MOST_S:.0f} s, and their times may "
             "be too long. Measure again when the machine does less"
         )
-    return {key: typical(found) for key, found in fastest.items()}
+    return {key: record.typical() for key, record in records.items()}
 
 
-def _stretch(subject: Subject) -> Stretch:
+def _stretch(subject: Subject, device: str) -> Stretch:
     if subject.is_together:
         subject.turn()  # ranks come here one after the other, and the first one waits
-    begin, turns = time.perf_counter(), [subject.turn()]
-    # a slow rank is not waited for: all go on computing
-    while len(turns) < TURNS_TOGETHER if subject.is_together else time.perf_counter() - begin < STRETCH_S:
+        return Stretch([subject.turn() for _ in range(TURNS_TOGETHER)])
+    begin, begin_cpu, turns = time.perf_counter(), time.process_time(), [subject.turn()]
+    while time.perf_counter() - begin < STRETCH_S:  # a slow rank is not waited for: all go on computing
         turns.append(subject.turn())
-    return turns
-
-
-def _fastest(stretches: Sequence[Stretch]) -> list[Stretch]:
-    return sorted(stretches, key=lambda stretch: statistics.fmean(sum(turn) for turn in stretch))[:NUM_FASTEST]
-
-
-def typical(stretches: Sequence[Stretch]) -> list[float]:
-    """Seconds of each piece: medians over the fastest stretches, made as long as their turns are on average.
-
-    A process that shares the core takes it for a few milliseconds now and then, which a median of short pieces does not show.
-    """
-    turns = [turn for stretch in _fastest(stretches) for turn in stretch]
-    medians = [statistics.median(piece) for piece in zip(*turns, strict=True)]
-    factor = statistics.fmean(sum(turn) for turn in turns) / sum(medians)
-    return [factor * seconds for seconds in medians]
+    part = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
+    return Stretch(turns, part) if device == "cpu" else Stretch(turns)
 
 
 # ---- subjects that are one call
