@@ -1,44 +1,31 @@
 """Peak memory of tensor grids, predicted against measured, on 2 and 4 gloo ranks: where weights weigh most, and where activations do.
 
     predicted   the simulated peak of a rank, which `whale plan` shows
-    measured    most live bytes in torch's allocator during a step (`prediction.peak_bytes`)
-
-The buffers of an exchange belong to the rank's own thread and to gloo's, and who lets go last frees them. torch's profiler does not
-watch gloo's thread: what that one frees counts as held for ever after, another amount in every run. So here a rank pauses between the
-arrival of an exchange and its end, and gloo's thread has let go by then.
+    measured    most live bytes in torch's allocator during a step (`peak_memory.py`)
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on every start and stop that it does
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/grid_memory.py` finds its neighbours, too
 
-import whale as wh
 from benchmarks import gpt2
-from benchmarks.prediction import LENGTH, MARK, Perceptron, make_optimizer, peak_bytes
+from benchmarks.peak_memory import GridShape, measure_grid, pause_in_exchanges
+from benchmarks.prediction import LENGTH, Perceptron
 from benchmarks.side_by_side import run_ranks, say
-from whale.lowering.exchange import Pending
 
-PAUSE_S = 0.002
 LEAST, MOST = 1.00, 1.15
 GRIDS = ((1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2))
-GridShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -72,47 +59,13 @@ def cases(num_ranks: int) -> list[Case]:
     ]
 
 
-def pause_in_exchanges() -> None:
-    """See the head of this file."""
-    end = Pending.wait
-
-    def wait(self: Pending) -> Tensor:
-        for work in self.work:
-            work.wait()
-        if self.work:
-            time.sleep(PAUSE_S)
-        return end(self)
-
-    Pending.wait = wait  # type: ignore[method-assign]
-
-
-def measure(case: Case) -> tuple[float, float]:
-    """(predicted, measured) bytes of this rank. `pause_in_exchanges` was called."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    torch.manual_seed(0)
-    gc.collect()  # what is left of the case before must not be freed while this one is recorded
-    wh.init({**case.config, "check_capture": False})
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        batch = {name: tensor.clone() for name, tensor in case.batch().items()}
-        model = wh.annotate(case.build(), {"*": wh.split(dist.get_world_size(), grid=case.grid)})
-        engine = wh.parallelize(model, batch, optimizer=make_optimizer)
-        del model
-        for _ in range(2):
-            engine.step(batch)
-        with record_function(MARK):
-            engine.step(batch)
-    predicted = wh.simulate(engine.plan).devices[dist.get_rank()].peak_total_bytes
-    engine.close()
-    return predicted, peak_bytes(watched)
-
-
 def run(num_ranks: int) -> list[tuple[str, GridShape, list[float]]]:
     """On every rank: of each case predicted / measured bytes, by rank."""
     pause_in_exchanges()
     results = []
     for case in cases(num_ranks):
         found: list[Any] = [None] * num_ranks
-        dist.all_gather_object(found, measure(case))
+        dist.all_gather_object(found, measure_grid(case.build, case.batch, case.grid, case.config))
         bytes_of_ranks = ", ".join(f"{predicted / 1e6:.1f} / {measured / 1e6:.1f} MB" for predicted, measured in found)
         say(f"{case.name} on {'x'.join(map(str, case.grid))}: {bytes_of_ranks} (predicted / measured)")
         results.append((case.name, case.grid, [predicted / measured for predicted, measured in found]))

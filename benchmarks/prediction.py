@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
+from benchmarks.peak_memory import MARK, peak_bytes
 from benchmarks.side_by_side import run_ranks, say
 from benchmarks.speed import NEARLY, Speed
 from models.drawings import Drawings
@@ -48,7 +48,6 @@ STEPS_S = 170.0
 NUM_FAST, LEAST_S = 8, 5.0
 """steps of a case at fast moments (`speed.py`), and seconds, that are enough"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
-MARK = "measured step"
 LENGTH = 64
 
 
@@ -164,19 +163,6 @@ def step_seconds(name: str, step: Callable[[], object], speed: Speed, limit_s: f
     found, median = statistics.fmean(sorted(steps)[:NUM_FASTEST]), statistics.median(steps)
     say(f"{name}: {num_fast} of {len(steps)} steps at a fast moment; the fastest {found * 1e3:.1f} ms, median {median * 1e3:.1f} ms")
     return found
-
-
-def peak_bytes(watched: profile) -> float:
-    """Most live bytes of torch's CPU allocator during the marked step."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        watched.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    step = next(event for event in events if event.get("name") == MARK and event.get("ph") == "X")
-    memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    # what earlier recordings saw allocated and did not see freed
-    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
-    inside = [event for event in memory if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]]
-    return float(max(event["args"]["Total Allocated"] for event in inside) - before)
 
 
 def run() -> list[Found]:

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks.grid_memory import GridShape, measure, pause_in_exchanges, perceptron
+from benchmarks.peak_memory import GridShape, measure_grid, pause_in_exchanges
 from tests.ranks import preload, run_ranks
 
-preload("benchmarks.grid_memory", "tests.integration.test_split_memory")
+preload("benchmarks.peak_memory", "tests.integration.test_split_memory")
+
+WIDTH, BATCH_SIZE = 256, 1024
 
 
-def measure_perceptron(grid: GridShape) -> tuple[float, float]:
+class Perceptron(nn.Module):
+    """That of docs/split.md, smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), y)
+
+
+def make_batch() -> dict[str, Tensor]:
+    return {name: torch.randn(BATCH_SIZE, WIDTH) for name in "xy"}
+
+
+def measure(grid: GridShape) -> tuple[float, float]:
     """On every rank: (predicted, measured) bytes."""
     pause_in_exchanges()
-    return measure(perceptron(grid, 1024, 2))
+    return measure_grid(Perceptron, make_batch, grid, {"num_micro_batch": 2})
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 1)])
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 1, 2)], ids=["weights cut", "weights gathered"])
 def test_a_rank_needs_what_was_predicted(grid: GridShape) -> None:
-    for predicted, measured in run_ranks(measure_perceptron, 2, grid):
+    for predicted, measured in run_ranks(measure, 2, grid):
         assert 1.0 <= predicted / measured <= 1.15

@@ -93,9 +93,9 @@ class Pending:
     outgoing: Sequence[Tensor] = ()
 
     def wait(self) -> Tensor:
-        for work in self.work:
-            work.wait()
-        self.work, self.outgoing = [], ()  # what was sent goes before the result is made
+        while self.work:
+            self.work.pop().wait()
+        self.outgoing = ()  # what was sent goes before the result is made
         if self.result is not None:
             return self.result
         if self.stacked is not None:

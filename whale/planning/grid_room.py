@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -47,6 +48,7 @@ class Change:
     """An exchange of one value, on the device that has most of it."""
 
     before: Bytes
+    """nothing where it is a weight or a part of the batch, which are there anyway"""
     after: Bytes
     there: Bytes
     """held at most beside the value, the result among it"""
@@ -134,7 +136,7 @@ class OnDevice:
         places = range(self.grid.num_devices) if self.grid.work or self.grid.memory else (0,)
         plans = [plan_exchange(source, target, self.grid, place, backward=gradient) for place in places]
         return Change(
-            before=self.size(value, source.largest_count(self.grid)),
+            before=self.size(value, source.largest_count(self.grid)) if value[0].op == "call_function" else NOTHING,
             after=self.size(value, target.largest_count(self.grid)),
             there=self.size(value, max(most_held(plan.forward) for plan in plans)),
             back=self.size(value, max(most_held(plan.backward) for plan in plans)),
@@ -155,7 +157,7 @@ def room_on_grid(device: OnDevice, saved: Saved, parts: Mapping[int, float], kee
         node, changes = operations[index], device.changes.get(index, ())
         pending = pending - ends.get(index, NOTHING)
         there, gone = pending - freed, pending - freed - let_go.get(index, NOTHING)
-        moments.append(gone - pending + _sum([each.before * (not each.is_weight) + each.there for each in changes]))
+        moments.append(gone - pending + _sum([each.before + each.there for each in changes]))
         if node in gradients:
             own, largest = _largest(device, node)
             of_weights, of_inputs = ([each for each in changes if each.is_weight is kind] for kind in (True, False))
@@ -170,7 +172,7 @@ def room_on_grid(device: OnDevice, saved: Saved, parts: Mapping[int, float], kee
                 moments.append(gone + largest + travelling)
         pending = pending + begins.get(index, NOTHING)
         freed = freed + let_go.get(index, NOTHING)
-    fixed, per_sample = max(moments, key=lambda moment: float(moment[0] + device.num_samples * moment[1]))
+    fixed, per_sample = max(moments, key=partial(_at, device.num_samples))
     return Kept(float(per_sample), round(float(fixed)))
 
 
@@ -178,7 +180,7 @@ def most_exchanged(device: OnDevice) -> Kept:
     """Of one exchange, with what it is given: where regions are computed again, and nothing is let go one by one."""
     found = [each.before + each.there for changes in device.changes.values() for each in changes]
     found += [each.after + each.back for changes in device.changes.values() for each in changes]
-    most = max(found, key=lambda each: float(each[0] + device.num_samples * each[1]), default=NOTHING)
+    most = max(found, key=partial(_at, device.num_samples), default=NOTHING)
     return Kept(float(most[1]), round(float(most[0])))
 
 
@@ -223,15 +225,20 @@ def _waiting(device: OnDevice, saved: Saved) -> tuple[dict[int, Bytes], dict[int
 
 
 def _largest(device: OnDevice, node: Node) -> tuple[Bytes, Bytes]:
-    """(its results, the largest of these and of the inputs that get a gradient)"""
+    """(the largest of its results, the largest of these and of the inputs that get a gradient)"""
     if node not in device.chosen:
         return NOTHING, NOTHING
-    own = _sum([device.size(value, device.lies(value).largest_count(device.grid)) for value in device.space.outputs_of(node)])
+    size = partial(_at, device.num_samples)
+    own = max((device.size(value, device.lies(value).largest_count(device.grid)) for value in device.space.outputs_of(node)), key=size)
     found = [own]
     for slot, value in enumerate(device.space.inputs_of(node)):
         if value[0] in device.space.program.gradients and value[0].op == "call_function":
             found.append(device.size(value, device.needed(node, slot, value).largest_count(device.grid)))
-    return own, max(found, key=lambda each: float(each[0] + device.num_samples * each[1]))
+    return own, max(found, key=size)
+
+
+def _at(num_samples: int, size: Bytes) -> float:
+    return float(size[0] + num_samples * size[1])
 
 
 def _sum(found: Sequence[Bytes]) -> Bytes:
