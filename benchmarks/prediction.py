@@ -3,7 +3,7 @@
 `whale profile` runs in the same processes, on the same two cores; then each plan is made for what it found, and run.
 
     step     the fastest steps, against `wh.simulate(plan).step_s`. Other guests of the processor make a core up to twice as slow for
-             seconds: what `whale profile` measures then does not count either
+             seconds: what `whale profile` measures then does not count either. So all cases take turns, too
     memory   largest sum of live bytes in torch's allocator during a step, from the profiler's own memory events (`Total Allocated`),
              which are recorded from before the engine is made, against the simulated peak of that rank
 """
@@ -16,8 +16,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,19 @@ import whale as wh
 from benchmarks import gpt2
 from benchmarks.peak_memory import MARK, peak_bytes
 from benchmarks.side_by_side import run_ranks, say
-from benchmarks.speed import NEARLY, Speed
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.profiling.measure import measure
+from whale.profiling.speed import NEARLY, Speed
 from whale.profiling.turns import NUM_FASTEST
 from whale.runtime.ranks import Ranks
 
-STEPS_S = 170.0
+STEPS_S = 190.0
 """of steps, for all cases together, at most"""
-NUM_FAST, LEAST_S = 8, 5.0
-"""steps of a case at fast moments (`speed.py`), and seconds, that are enough"""
+TURN_S = 1.0
+NUM_FAST, FEWEST_STEPS = 8, 20
+"""steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 LENGTH = 64
 
@@ -119,12 +120,32 @@ class Found:
         return [predicted / measured for predicted, measured in zip(self.predicted_bytes, self.measured_bytes, strict=True)]
 
 
+@dataclass
+class Running:
+    """A case whose steps are timed."""
+
+    case: Case
+    engine: wh.Engine
+    batch: Any
+    live_bytes: list[float]
+    """the largest sum during a step, by rank"""
+    steps: list[float] = field(default_factory=list)
+    """seconds on the slowest rank"""
+    num_fast: int = 0
+    """of them at moments when all cores were fast"""
+
+    @property
+    def measured_s(self) -> float:
+        """The fastest steps count, as in `whale profile` the fastest stretches."""
+        return statistics.fmean(sorted(self.steps)[:NUM_FASTEST])
+
+
 def make_optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-4)
 
 
-def measure_case(case: Case, cluster: wh.Cluster, speed: Speed, limit_s: float) -> Found:
-    """Runs the plan for what was measured."""
+def start(case: Case, cluster: wh.Cluster) -> Running:
+    """Makes the plan for what was measured, and runs its first steps, which tell the memory."""
     torch.manual_seed(0)
     gc.collect()  # what is left of the case before must not be freed while this one is recorded
     wh.init({**case.config, "check_capture": False})
@@ -139,30 +160,30 @@ def measure_case(case: Case, cluster: wh.Cluster, speed: Speed, limit_s: float) 
             engine.step(batch)
     live: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(live, peak_bytes(watched))
-    measured_s = step_seconds(case.name, lambda: engine.step(batch), speed, limit_s)
-    timeline = wh.simulate(engine.plan)
-    engine.close()
-    return Found(timeline.step_s, measured_s, [device.peak_total_bytes for device in timeline.devices], live)
+    return Running(case, engine, batch, live)
 
 
-def step_seconds(name: str, step: Callable[[], object], speed: Speed, limit_s: float) -> float:
-    """Of the slowest rank, in the fastest steps: as `whale profile` counts the fastest stretches. Goes on until some moments were fast."""
-    steps: list[float] = []
-    looks, num_fast, begin, passed_s = [speed.look()], 0, time.perf_counter(), 0.0
-    while passed_s < (limit_s if num_fast < NUM_FAST else LEAST_S):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        took_s = time.perf_counter() - start
-        looks.append(speed.look())
-        slowest = torch.tensor([took_s, time.perf_counter() - begin, speed.slowness(max(looks[-2:]))], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        took_s, passed_s, slowness = (float(value) for value in slowest)
-        num_fast += slowness <= NEARLY
-        steps.append(took_s)
-    found, median = statistics.fmean(sorted(steps)[:NUM_FASTEST]), statistics.median(steps)
-    say(f"{name}: {num_fast} of {len(steps)} steps at a fast moment; the fastest {found * 1e3:.1f} ms, median {median * 1e3:.1f} ms")
-    return found
+def time_steps(cases: Sequence[Running], speed: Speed) -> None:
+    """A second of each case in turn, until each had enough steps at moments when all cores were fast."""
+    begin, passed_s, waiting = time.perf_counter(), 0.0, list(cases)
+    while waiting and passed_s < STEPS_S:
+        for running in waiting:
+            until_s = passed_s + TURN_S
+            before_s = speed.look()
+            while passed_s < until_s:
+                dist.barrier()
+                start = time.perf_counter()
+                running.engine.step(running.batch)
+                took_s = time.perf_counter() - start
+                after_s = speed.look()
+                here = [took_s, time.perf_counter() - begin, speed.slowness(max(before_s, after_s))]
+                slowest = torch.tensor(here, dtype=torch.float64)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                took_s, passed_s, slowness = slowest.tolist()
+                running.steps.append(took_s)
+                running.num_fast += slowness <= NEARLY
+                before_s = after_s
+        waiting = [running for running in cases if running.num_fast < NUM_FAST or len(running.steps) < FEWEST_STEPS]
 
 
 def run() -> list[Found]:
@@ -171,15 +192,18 @@ def run() -> list[Found]:
     ranks = Ranks("cpu")
     begin = time.perf_counter()
     cluster = measure(ranks, lambda what: say(f"{time.perf_counter() - begin:5.1f} s  {what}"))
+    cases = [start(case, cluster) for case in CASES]
+    time_steps(cases, Speed())
     results = []
-    speed, left_s = Speed(), STEPS_S
-    for place, case in enumerate(CASES):
-        begin = time.perf_counter()
-        found = measure_case(case, cluster, speed, left_s / (len(CASES) - place))
-        left_s -= ranks.from_first(time.perf_counter() - begin)
-        results.append(found)
-        memory = ", ".join(f"{a / 1e6:.1f} / {b / 1e6:.1f} MB" for a, b in zip(found.predicted_bytes, found.measured_bytes, strict=True))
-        say(f"{case.name}: step {found.predicted_s * 1e3:.1f} / {found.measured_s * 1e3:.1f} ms, memory {memory} (predicted / measured)")
+    for each in cases:
+        timeline = wh.simulate(each.engine.plan)
+        median_s = statistics.median(each.steps)
+        results.append(Found(timeline.step_s, each.measured_s, [device.peak_total_bytes for device in timeline.devices], each.live_bytes))
+        say(
+            f"{each.case.name}: {each.num_fast} of {len(each.steps)} steps at a fast moment; the fastest {each.measured_s * 1e3:.1f} ms, "
+            f"median {median_s * 1e3:.1f} ms"
+        )
+        each.engine.close()
     return results
 
 

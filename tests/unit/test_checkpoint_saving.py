@@ -71,7 +71,10 @@ def test_a_full_disk_keeps_earlier_checkpoints_and_training(small_disk: Path) ->
 
 def test_a_full_disk_of_another_rank_is_told_to_all(small_disk: Path) -> None:
     savers = [saver_of(small_disk, rank=rank, num_ranks=3) for rank in range(3)]
-    handles = [saver.save(5, {f"w{rank}": torch.randn(400_000 if rank == 1 else 10)}) for rank, saver in enumerate(savers)]
+    handles = {rank: savers[rank].save(5, {f"w{rank}": torch.randn(10)}) for rank in (0, 2)}
+    while len(list(small_disk.glob(".tmp_*/rank_*.json"))) < 2:  # while rank 1 takes all room, they could not write either
+        time.sleep(0.01)
+    handles[1] = savers[1].save(5, {"w1": torch.randn(400_000)})
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part.*disk is full"):
         handles[0].wait()
     with pytest.raises(CheckpointError, match=r"disk is full"):
@@ -79,8 +82,8 @@ def test_a_full_disk_of_another_rank_is_told_to_all(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 0 gave up"):
         handles[2].wait()
     assert list(small_disk.iterdir()) == []
-    handles = [saver.save(5, {f"w{rank}": torch.full((10,), rank)}) for rank, saver in enumerate(savers)]
-    assert {handle.wait() for handle in handles} == {small_disk / "step_00000005"}
+    again = [saver.save(5, {f"w{rank}": torch.full((10,), rank)}) for rank, saver in enumerate(savers)]
+    assert {handle.wait() for handle in again} == {small_disk / "step_00000005"}
 
 
 def test_a_disk_too_full_for_the_reason_is_told_as_full(tmp_path: Path) -> None:
@@ -89,6 +92,18 @@ def test_a_disk_too_full_for_the_reason_is_told_as_full(tmp_path: Path) -> None:
     (target.temporary / rank_failure(1)).touch()  # what rank 1 leaves when not even the reason finds room
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part.*the disk is full: .* are free\. Free some space"):
         finish(target, 2, {})
+
+
+def test_a_rank_that_still_writes_when_rank_0_gives_up_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def removed_meanwhile(descriptor: int) -> None:
+        fsync(descriptor)
+        shutil.rmtree(tmp_path / ".tmp_00000005_job_1")  # what rank 0 does
+
+    monkeypatch.setattr(os, "fsync", removed_meanwhile)
+    with pytest.raises(CheckpointError, match=r"failed: it was removed meanwhile\. Rank 0 gave up this save \(its message says why\)"):
+        write_rank(Target(tmp_path, 5, "job_1"), 1, take_snapshot({"w": torch.ones(3)}))
 
 
 def test_a_read_only_folder_says_so(small_disk: Path) -> None:

@@ -353,6 +353,11 @@ def _check_part(name: str, tensor: Tensor, part: Part | None) -> None:
 def _plain_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
     try:
         yield
+    except FileNotFoundError as error:  # every folder that is written to was made just before
+        raise CheckpointError(
+            f"{doing} {path} failed: it was removed meanwhile. Rank 0 gave up this save (its message says why), "
+            f"or another job works there. Earlier checkpoints are untouched, and training can go on"
+        ) from error
     except OSError as error:
         raise explain(error, doing, path, num_bytes) from error
 
