@@ -74,6 +74,8 @@ class OnDevice:
             self.chosen[nodes[index]] = {axis: known[name] for axis, name in zip(AXES, names, strict=True) if name}
         self._layouts: dict[Value, Layout] = {}
         self.changes = self._changes()
+        self.rooms: dict[bool, Kept] = {}
+        """what `room_on_grid` found, where gathered tensors are kept or not, and nothing is computed again"""
 
     def lies(self, value: Value) -> Layout:
         """As it is made, received or stored."""

@@ -73,8 +73,10 @@ def working_on_grid(workload: Workload, split: Split, stage: int, regions: Regio
     if regions:
         exchanged = most_exchanged(device)
         return Kept(part + exchanged.sample_bytes, exchanged.fixed_bytes)
-    parts = kept_parts(workload, space, sharding, regions)
-    room = room_on_grid(device, workload.saved, parts, sharding.keeps_gathered)
+    if sharding.keeps_gathered not in device.rooms:
+        parts = kept_parts(workload, space, sharding, regions)
+        device.rooms[sharding.keeps_gathered] = room_on_grid(device, workload.saved, parts, sharding.keeps_gathered)
+    room = device.rooms[sharding.keeps_gathered]
     inside = INSIDE_OPERATIONS * kept_on_grid(workload, space, sharding, regions).sample_bytes
     if room.fixed_bytes + split.num_samples * (room.sample_bytes + inside - part) < 0:
         return Kept(part, 0)
