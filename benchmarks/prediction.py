@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmar
 
 import whale as wh
 from benchmarks import gpt2
+from benchmarks.peak_memory import MARK, peak_bytes
 from benchmarks.side_by_side import run_ranks, say
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
@@ -49,7 +49,6 @@ TURN_S = 1.0
 NUM_FAST, FEWEST_STEPS = 8, 20
 """steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
-MARK = "measured step"
 LENGTH = 64
 
 
@@ -185,19 +184,6 @@ def time_steps(cases: Sequence[Running], speed: Speed) -> None:
                 running.num_fast += slowness <= NEARLY
                 before_s = after_s
         waiting = [running for running in cases if running.num_fast < NUM_FAST or len(running.steps) < FEWEST_STEPS]
-
-
-def peak_bytes(watched: profile) -> float:
-    """Most live bytes of torch's CPU allocator during the marked step."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        watched.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    step = next(event for event in events if event.get("name") == MARK and event.get("ph") == "X")
-    memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    # what earlier recordings saw allocated and did not see freed
-    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
-    inside = [event for event in memory if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]]
-    return float(max(event["args"]["Total Allocated"] for event in inside) - before)
 
 
 def run() -> list[Found]:

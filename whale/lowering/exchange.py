@@ -93,8 +93,9 @@ class Pending:
     outgoing: Sequence[Tensor] = ()
 
     def wait(self) -> Tensor:
-        for work in self.work:
-            work.wait()
+        while self.work:
+            self.work.pop().wait()
+        self.outgoing = ()  # what was sent goes before the result is made
         if self.result is not None:
             return self.result
         if self.stacked is not None:
@@ -137,11 +138,15 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
     """One message to everyone."""
     outgoing = _packed(x, step.leaving, step.leaves_in_order)
     arriving, leaving = step.sizes
-    room = x.new_empty(sum(arriving))
+    result = x.new_empty(step.shape) if step.arrives_in_place else None
+    room = x.new_empty(sum(arriving)) if result is None else _room_in(result, step)
     to_me, to_others = ([number * x.element_size() for number in numbers] for numbers in (arriving, leaving))
     work = _must(dist.all_to_all_single(as_bytes(room), as_bytes(outgoing), to_me, to_others, group=group, async_op=True))
     pending = Pending(step, x, [work], {}, outgoing=[outgoing])
-    if step.is_in_order:
+    if result is not None:
+        _keep_own(x, step, result)
+        pending.result = result
+    elif step.is_in_order:
         pending.result = room.view(step.shape)
     elif step.own_travels:
         pending.stacked = room.view(len(step.terms), *step.shape)
@@ -170,11 +175,22 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
             pending.work.append(_must(dist.isend(outgoing[-1], group=group, group_dst=position[block.place], tag=_TAG)))
     pending.outgoing = outgoing
     if result is not None:
-        if step.own is not None:
-            here, there = step.own
-            _part(result, there.ranges).copy_(_gathered(x, here))
+        _keep_own(x, step, result)
         pending.result = result
     return pending
+
+
+def _room_in(result: Tensor, step: Step) -> Tensor:
+    """Of two places: where in the result the other one's part goes, flat."""
+    others = [block for block in step.terms[0] if block.place != step.place]
+    return _part(result, others[0].ranges).view(-1) if others else result.new_empty(0)
+
+
+def _keep_own(x: Tensor, step: Step, result: Tensor) -> None:
+    """Puts what this place keeps into a result that the others write their parts into."""
+    if step.own is not None:
+        here, there = step.own
+        _part(result, there.ranges).copy_(_gathered(x, here))
 
 
 def as_bytes(flat: Tensor) -> Tensor:

@@ -53,7 +53,10 @@ class Under:
         self.first: Pending | None = start(x, steps[0], groups) if steps else None
 
     def wait(self) -> Tensor:
-        return run(self.first.wait() if self.first is not None else self.x, self.rest, self.groups)
+        first, self.first = self.first, None
+        x = self.x if first is None else first.wait()
+        del first  # with its buffers, before the steps that follow
+        return run(x, self.rest, self.groups)
 
 
 def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, groups: Groups) -> Tensor:

@@ -67,9 +67,12 @@ class StageFigures:
     """what is kept from the input part of a split backward to its weight part"""
     working_fixed_bytes: float = 0.0
     """the same for any number of samples: a gradient before it is added to the one of earlier micro-batches"""
+    exchanged_fixed_bytes: float = 0.0
+    """on a grid: what exchanges of weights hold for a moment, less the gathered weights that are gone by then"""
 
     def working_bytes(self, num_samples: int) -> float:
-        return self.working_fixed_bytes + num_samples * self.working_sample_bytes if num_samples else 0.0
+        fixed = self.working_fixed_bytes + self.exchanged_fixed_bytes
+        return max(0.0, fixed + num_samples * self.working_sample_bytes) if num_samples else 0.0
 
     def kept_bytes(self, num_samples: int) -> float:
         return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
+from whale.planning.grid_room import OnDevice
 from whale.planning.plan import Decision
 from whale.planning.virtual_devices import Placement
 from whale.report.units import human_bytes, human_seconds
@@ -44,6 +45,8 @@ class Split:
     decisions: tuple[Decision, ...] = ()
     _held: dict[tuple[int, ...], list[HeldBytes]] = field(default_factory=dict, repr=False, compare=False)
     """what `held_bytes` has found"""
+    _on_device: dict[int, OnDevice] = field(default_factory=dict, repr=False, compare=False)
+    """what `on_device` has found"""
 
     def held_bytes(self, stages: Sequence[int]) -> list[HeldBytes]:
         """By place of a grid with these stages. Parameters that lie alike, which are most of those of equal layers, are looked at once."""
@@ -67,6 +70,12 @@ class Split:
                 trained, largest = trained + number * one, max(largest, one)
                 shared += number * one * (self.placement.num_replicas > 1 or len(layout.same_places(grid, place)) > 1)
         return HeldBytes(parameters, trained, largest, shared)
+
+    def on_device(self, stage: int) -> OnDevice:
+        """Sizes of the values of a stage, and its exchanges, on one device."""
+        if stage not in self._on_device:
+            self._on_device[stage] = OnDevice(self.spaces[stage], self.shardings[stage], self.num_samples)
+        return self._on_device[stage]
 
     def records(self) -> tuple[StageSharding, ...]:
         return tuple(StageSharding.of(stage, sharding, self.num_samples) for stage, sharding in sorted(self.shardings.items()))

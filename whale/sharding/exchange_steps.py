@@ -107,9 +107,14 @@ class Step:
         return self.is_filled and len(self.terms) == 1 and all(block.is_run_of(self.shape) for block in self.terms[0])
 
     @cached_property
+    def arrives_in_place(self) -> bool:
+        """In an all-to-all of two places, the other one's part can be received straight into the result."""
+        return len(self.places) == 2 and self.is_made_of_runs
+
+    @cached_property
     def own_travels(self) -> bool:
         """In an all-to-all, what this place keeps goes through the buffers too: then they need no putting together."""
-        return self.is_in_order or (self.is_sum_of_wholes and len(self.terms) > 2)
+        return (self.is_in_order and not self.arrives_in_place) or (self.is_sum_of_wholes and len(self.terms) > 2)
 
     @cached_property
     def leaving(self) -> tuple[Block, ...]:
@@ -132,6 +137,23 @@ class Step:
     def num_sent(self) -> int:
         """Elements that this place sends to others."""
         return sum(block.count for block in self.sends if block.place != self.place)
+
+    @cached_property
+    def most_held(self) -> int:
+        """Elements that an all-to-all holds at most beside the input, the result among them: other ways of sending hold no more.
+
+        First what leaves, where it has to be copied, and what arrives; then, what was sent being gone, the result."""
+        result = prod(self.shape)
+        if not self.places:
+            return result
+        leaving = 0 if self.leaves_in_order else sum(block.count for block in self.leaving)
+        arriving = result if self.arrives_in_place else sum(self.sizes[0])
+        return max(leaving + arriving, arriving + (0 if self.arrives_in_place or self.is_in_order else result))
+
+
+def most_held(steps: Sequence[Step]) -> int:
+    """Elements that steps, one after the other, hold at most beside the input of the first."""
+    return max((step.most_held + (prod(step.input_shape) if number else 0) for number, step in enumerate(steps)), default=0)
 
 
 @dataclass(frozen=True)
