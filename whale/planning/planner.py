@@ -23,6 +23,7 @@ from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
 from whale.planning.cutting import Cutting
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, draft_stages
+from whale.planning.idle_devices import idle_decision
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.problem import Problem
@@ -47,6 +48,13 @@ MOST_ACTIONS = 10_000
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
+    plan, assignment = _best_plan(problem)
+    idle = idle_decision(plan)
+    return _after_samples(plan, idle) if idle is not None else plan, assignment
+
+
+def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
+    """Of all orders of the devices."""
     captured, config = problem.captured, problem.config
     check_names(captured, config.recompute)
     workload = _workload(problem)
@@ -75,9 +83,18 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
 
 def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
     """The plan with the reason for its order of devices, which stands before the samples that follow from it."""
-    place = next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
+    place = _place_of_samples(plan)
     decisions = (*plan.decisions[:place], Decision("order of devices", draft.order.name, why), *plan.decisions[place:])
     return replace(plan, decisions=decisions)
+
+
+def _after_samples(plan: Plan, decision: Decision) -> Plan:
+    place = _place_of_samples(plan) + 1
+    return replace(plan, decisions=(*plan.decisions[:place], decision, *plan.decisions[place:]))
+
+
+def _place_of_samples(plan: Plan) -> int:
+    return next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
 
 
 def _workload(problem: Problem) -> Workload:
