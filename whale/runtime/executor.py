@@ -132,7 +132,7 @@ class Executor:
         events, now, watch, transport, pace = outcome.events, time.perf_counter, self.watch, self.transport, self.pace
         if transport is not None:
             transport.begin()
-            shortcut.tell = transport.sums.tell
+            shortcut.tell = transport.collectives.tell
         held: list[Tensor | None] = [None] * self.slots.count
         this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
         try:
