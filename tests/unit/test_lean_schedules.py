@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.planning.drafter import Drafter, Priced
 from whale.planning.pipeline_cuts import in_flight
+from whale.planning.plan import diff
 from whale.planning.planner import _schedule_reason
+from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
 from whale.scheduling import Schedule, StageGraph, build
 
@@ -104,6 +107,27 @@ def test_with_less_memory_than_1f1b_needs_fewer_are_in_flight(plain: tuple[float
 def test_the_shortest_step_decides_between_recomputing_and_waiting(plain: tuple[float, float]) -> None:
     waiting, recomputing = (predicted(0.86 * plain[1], schedule="zero-bubble", recompute=wanted)[0] for wanted in (False, "auto"))
     assert recomputing < waiting
+
+
+def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
+    plain: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without the bound below which they are looked at; a bound of 0 leaves out nothing."""
+    looked_at: list[int] = []
+    price = Drafter._price
+
+    def counted(drafter: Drafter, choice: Choice, name: str) -> Priced:
+        looked_at[-1] += 1
+        return price(drafter, choice, name)
+
+    monkeypatch.setattr(Drafter, "_price", counted)
+    plans = []
+    for bound in (Drafter._least_seconds, lambda drafter, choice: 0.0):
+        monkeypatch.setattr(Drafter, "_least_seconds", bound)
+        looked_at.append(0)
+        plans.append(plan_of(0.92 * plain[1], schedule="zero-bubble", recompute="auto"))
+    assert diff(*plans) == []
+    assert looked_at[0] < looked_at[1]
 
 
 class Residual(nn.Module):

@@ -25,7 +25,7 @@ from whale.scheduling import (
 )
 from whale.scheduling.exchanges import Needs
 from whale.scheduling.list_pass import NEVER
-from whale.scheduling.list_scheduler import Search
+from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, Search
 from whale.scheduling.placement import Placement, loop, wave
 from whale.scheduling.problem import Jobs, Problem
 
@@ -169,9 +169,13 @@ def test_a_search_finds_the_same_without_its_short_cuts(
     graph, costs, count = case
     caps = None if room is None else tuple(room * len(graph.stages_of(device)) for device in range(graph.num_devices))
     costs = replace(costs, action_s=action_s, memory_cap=caps)
-    found = Search(Problem(graph, costs, count), None, tries).run()
-    reference = FinishingSearch(WholeRuns(graph, costs, count), None, tries).run()
+    short, whole = Search(Problem(graph, costs, count), None, tries), FinishingSearch(WholeRuns(graph, costs, count), None, tries)
+    found, reference = short.run(), whole.run()
     assert (found.jobs, found.whole, found.time, found.peak) == (reference.jobs, reference.whole, reference.time, reference.peak)
+    number = max(short.num_starts, MOST_AGAIN // len(AGAIN))  # and what it went on from
+    assert sorted({each.time for each in short.found})[:number] == sorted({each.time for each in whole.found})[:number]
+    times = [sorted(each[:2] for each in search.split_passes)[: search.num_light] for search in (short, whole)]
+    assert times[0] == times[1]
 
 
 def test_exact_solver_by_hand() -> None:

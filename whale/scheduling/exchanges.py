@@ -108,10 +108,13 @@ def critical_links(
         if start <= slip:
             return links
         device, place = device_of_place[job % size], places[job]
-        needed = next((need for need, time in needs[job] if ends[need] + time >= start - slip), -1)
+        earlier = rows[device][place - 1] if place > 0 else -1
+        needed, depends = -1, False
+        for need, time in needs[job]:
+            depends = depends or need == earlier
+            if needed < 0 and ends[need] + time >= start - slip:
+                needed = need
         if place > 0:
-            earlier = rows[device][place - 1]
-            depends = any(need == earlier for need, _ in needs[job])
             in_order = job < size and earlier == job - 1 and job % count != 0  # forwards of a stage stay ascending
             if ends[earlier] >= start - slip and not depends and not in_order:
                 links.append((device, place - 1))
