@@ -2,16 +2,17 @@
 
 A neighbour that no process here can see, such as another guest of the same processor, makes a core up to twice as slow, for a second or
 for ten. What is timed in that second cannot be compared with what is timed in the next. So all subjects take turns, in several passes,
+with looks at the core between them (`speed.py`),
 
-    pass 1:  a a a  b b b  c c c        pass 2:  a a a  b b b  c c c        ...
+    pass 1:  a a a | b b b | c c c        pass 2:  a a a | b b b | c c c        pass 7, where only b met too few fast moments:  b b b
 
-until nothing gets faster any more, and the fastest stretches of each count: those in which the core was its own. A stretch is long
-against the milliseconds for which the system gives a core to one of several processes. So whatever runs on the core all the time is in
-every stretch, and does count.
+and the fastest stretches of each count: those in which the core was its own. A stretch is long against the milliseconds for which the
+system gives a core to one of several processes. So whatever runs on the core all the time is in every stretch, and does count.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,14 +22,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from whale.profiling.speed import NEARLY, Speed
 from whale.runtime.ranks import Ranks
 
-FEWEST_PASSES, MOST_S = 6, 45.0
-"""no pass begins later than that"""
+FEWEST_PASSES, MOST_S = 6, 90.0
+"""over all subjects; and no pass begins later than that"""
 NUM_FASTEST = 3
-"""stretches of each subject that count"""
-FASTER, NUM_IN_VAIN = 0.01, 4
-"""so many passes in a row that make nothing faster by more than this part are the last ones"""
+"""stretches of each subject that count, and that must have been at fast moments"""
 STRETCH_S = 0.06
 """how long a subject takes turns in a pass; one turn at least"""
 TURNS_TOGETHER = 4
@@ -53,18 +53,34 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
     """Typical seconds of each piece of each subject. All ranks call it with the same subjects, and do each of them at the same time."""
     for subject in subjects.values():
         subject.turn()  # warm
-    taken: dict[Key, list[Stretch]] = {key: [] for key in subjects}
-    totals: list[float] = []
-    begin, goes_on = time.perf_counter(), True
-    while goes_on:
-        progress(f"pass {len(totals) + 1} over {len(subjects)} kinds of work")
-        for key, subject in subjects.items():
+    fastest: dict[Key, list[Stretch]] = {key: [] for key in subjects}
+    looks: dict[Key, list[float]] = {key: [] for key in subjects}
+    """at the core, one for each stretch: the slower one of before and after it"""
+    speed, begin, waiting, num_told = Speed(ranks.device), time.perf_counter(), list(subjects), 0
+    for number in itertools.count(1):
+        if number <= FEWEST_PASSES or len(waiting) != num_told:
+            progress(f"pass {number} over {len(waiting)} of {len(subjects)} kinds of work")
+            num_told = len(waiting)
+        before_s = speed.look()
+        for key in waiting:
+            fastest[key] = _fastest([*fastest[key], _stretch(subjects[key])])
             if ranks.is_distributed:
-                dist.barrier()
-            taken[key].append(_stretch(subject))
-        totals.append(sum(sum(typical(found)) for found in taken.values()))
-        goes_on = ranks.from_first(time.perf_counter() - begin < MOST_S) and any(ranks.gather(_may_be_faster(totals)))
-    return {key: typical(found) for key, found in taken.items()}
+                dist.barrier()  # a look must not see what another rank still does, and the next stretch begins on all at the same time
+            after_s = speed.look()
+            looks[key].append(max(before_s, after_s))
+            before_s = after_s
+        if number >= FEWEST_PASSES:
+            fast_s = NEARLY * speed.best_s
+            num_fast = ranks.gather([sum(look_s <= fast_s for look_s in looks[key]) for key in subjects])
+            waiting = [key for key, *by_rank in zip(subjects, *num_fast) if min(by_rank) < NUM_FASTEST]
+        if not waiting or ranks.from_first(time.perf_counter() - begin > MOST_S):
+            break
+    if waiting:
+        progress(
+            f"{len(waiting)} of {len(subjects)} kinds of work met too few moments with fast cores in {MOST_S:.0f} s, and their times may "
+            "be too long. Measure again when the machine does less"
+        )
+    return {key: typical(found) for key, found in fastest.items()}
 
 
 def _stretch(subject: Subject) -> Stretch:
@@ -75,10 +91,8 @@ def _stretch(subject: Subject) -> Stretch:
     return turns
 
 
-def _may_be_faster(totals: Sequence[float]) -> bool:
-    """Typical seconds of all subjects after each pass: whether another pass may help."""
-    last = max(FEWEST_PASSES, 1 + NUM_IN_VAIN)
-    return len(totals) < last or totals[-1] < (1 - FASTER) * totals[-1 - NUM_IN_VAIN]
+def _fastest(stretches: Sequence[Stretch]) -> list[Stretch]:
+    return sorted(stretches, key=lambda stretch: statistics.fmean(sum(turn) for turn in stretch))[:NUM_FASTEST]
 
 
 def typical(stretches: Sequence[Stretch]) -> list[float]:
@@ -86,8 +100,7 @@ def typical(stretches: Sequence[Stretch]) -> list[float]:
 
     A process that shares the core takes it for a few milliseconds now and then, which a median of short pieces does not show.
     """
-    fastest = sorted(stretches, key=lambda stretch: statistics.fmean(sum(turn) for turn in stretch))[:NUM_FASTEST]
-    turns = [turn for stretch in fastest for turn in stretch]
+    turns = [turn for stretch in _fastest(stretches) for turn in stretch]
     medians = [statistics.median(piece) for piece in zip(*turns, strict=True)]
     factor = statistics.fmean(sum(turn) for turn in turns) / sum(medians)
     return [factor * seconds for seconds in medians]
