@@ -30,6 +30,10 @@ from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
 
+FEW_TRIES = 1
+"""the least that a search does: known orders and a handful of passes"""
+
+
 @dataclass(frozen=True)
 class Priced:
     """One choice of what is computed again."""
@@ -90,6 +94,8 @@ class Drafter:
             self._refuse_unless_it_fits(nothing)
             return nothing, nothing
         candidates = [(choice, name) for choice in self._choices(nothing)]
+        if self.problem.is_trial and wanted == "auto" and name not in FIXED_ORDERS:
+            candidates = [(self.kept.nothing, name)]  # the other choices follow from the fastest order, which is not searched for
         if name not in FIXED_ORDERS and is_short:  # regions for the micro-batches that 1F1B has in flight are others
             candidates += [(choice, "1f1b") for choice in self._choices(self.price(self.kept.nothing, "1f1b"))]
         priced = self._worth_looking_at(candidates)
@@ -115,7 +121,7 @@ class Drafter:
             if self._least_seconds(choice) <= best_s * (1 + SAME_TIME):
                 found[place] = self.price(choice, name)
                 if self._fits(found[place]):
-                    best_s = min(best_s, self.step_seconds(found[place]))
+                    best_s = min(best_s, 0.0 if self.problem.is_trial else self.step_seconds(found[place]))
         return [found[place] for place in sorted(found)]
 
     def _least_seconds(self, choice: Choice) -> float:
@@ -136,7 +142,8 @@ class Drafter:
     def _price(self, choice: Choice, name: str) -> Priced:
         count, stages = self.problem.config.num_micro_batch, self._stages(choice)
         costs = self.costs(stages, count)
-        schedule = fastest_schedule(name, self.stage_graph, count, costs)
+        is_trial = self.problem.is_trial
+        schedule = fastest_schedule("1f1b" if is_trial and name not in FIXED_ORDERS else name, self.stage_graph, count, costs)
         fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
@@ -144,7 +151,7 @@ class Drafter:
         room = [self.workload.room_to_work(part) for part in self.assignment.slices]
         shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
         limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
-        schedule = lean_schedule(name, self.stage_graph, count, limits)
+        schedule = lean_schedule(name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None)
         lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 

@@ -89,7 +89,7 @@ def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
 
 
 def _after_samples(plan: Plan, decision: Decision) -> Plan:
-    place = _place_of_samples(plan) + 1
+    place = _place_of_samples(plan) + 1  # devices that are all alike have samples, all of them
     return replace(plan, decisions=(*plan.decisions[:place], decision, *plan.decisions[place:]))
 
 
@@ -145,11 +145,12 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
         if num_chunks == 1:
             return _fastest((partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1)
         chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(operations, problem.kinds)
-        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 2)
+        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 1 if problem.is_trial else 2)
 
     drafts: dict[int, Draft] = {}
     refused: list[ValueError] = []
-    for num_chunks in chunk_counts(config, len(placement.virtual_devices)):
+    counts = chunk_counts(config, len(placement.virtual_devices))
+    for num_chunks in counts[:1] if problem.is_trial else counts:
         try:
             drafts[num_chunks] = draft(num_chunks)
         except DoesNotFit as error:  # "auto": other numbers of chunks lie otherwise in memory
