@@ -1,9 +1,9 @@
-"""Words of messages: the name that the user probably meant, and numbers of things."""
+"""Words of messages: the name that the user probably meant, numbers of things, and lists that leave some of them out."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SIMILARITY = 0.6
 """difflib's ratio above which a name is worth offering; its own default"""
@@ -19,3 +19,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def count(number: int, word: str) -> str:
     """`1 stage`, `2 stages`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}es" if word.endswith("ch") else f"{number} {word}s"
+
+
+def num_shown(number: int, most: int) -> int:
+    """How many of so many rows are shown where `most` are. All, where one would be left out: a row about it takes as much room."""
+    return number if number <= most + 1 else most
+
+
+def listed(things: Sequence[object], most: int, separator: str = ", ") -> str:
+    """`a, b, c and 5 more`, shown as `num_shown` says."""
+    shown = num_shown(len(things), most)
+    return separator.join(map(str, things[:shown])) + (f" and {len(things) - shown} more" if len(things) > shown else "")

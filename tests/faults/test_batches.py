@@ -1,8 +1,10 @@
-"""Ranks that are given batches of unlike shapes after the steps in which values are compared: named at once, not after a stall."""
+"""Ranks that are given unlike batches after the steps in which values are compared: named at once, not after a stall."""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 
 import whale as wh
 from tests.ranks import RankError, run_ranks
+
+LONG_S = 30.0
+"""longer than a rank needs to hear of another one's failure"""
 
 
 def train(how: str, file: str) -> None:
@@ -40,3 +45,29 @@ def test_unlike_shapes_are_named(how: str, tmp_path: Path) -> None:
     message = (tmp_path / "stderr.txt").read_text()
     assert "rank 1 was given another batch than rank 0: the batch [8, 5, 6], rank 0 has the batch [8, 4, 6]" in message
     assert "Every rank must be given the same whole mini-batch" in message
+
+
+def evaluate_with_an_unknown_token(file: str) -> None:
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    torch.manual_seed(0)
+    model, tokens = torch.nn.Sequential(torch.nn.Embedding(10, 6), torch.nn.Linear(6, 6)), torch.randint(0, 10, (8, 4))
+    engine = wh.parallelize(model, tokens, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda y, x: y.square().mean())
+    for _ in range(4):  # values are not compared any more
+        engine.step(tokens)
+    try:
+        result = engine.evaluate(tokens if os.environ["RANK"] == "0" else tokens + 10)
+    except IndexError:
+        if os.environ["RANK"] == "0":
+            raise
+        time.sleep(LONG_S)  # a script that goes on by itself
+    assert result.loss > 0
+
+
+def test_a_rank_that_raises_in_evaluate_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"Rank \d of 2 died \(exit code 13\)"):
+        run_ranks(evaluate_with_an_unknown_token, 2, str(tmp_path / "stderr.txt"), timeout_s=LONG_S)
+    assert re.search(
+        r"whale: rank 1 failed at the evaluation before step 4, action 1 of 1, F0\.0: IndexError: index out of range.*"
+        r"The others stood: rank 0 at the evaluation before step 4, its end",
+        (tmp_path / "stderr.txt").read_text(),
+    )

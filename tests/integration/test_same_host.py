@@ -17,7 +17,7 @@ from torch import Tensor
 
 import whale as wh
 from tests.ranks import RankError, preload, run_ranks
-from whale.runtime import same_host, same_host_sums
+from whale.runtime import same_host, same_host_collectives
 from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import RING_BYTES, RING_START, Incoming, Outgoing
@@ -161,7 +161,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) -> list[bool]:
     """For each of the groups that this rank is in, and each size: whether it got the sum. One message lies in the ring meanwhile."""
-    same_host_sums.BLOCK_BYTES = 64 * 1024
+    same_host_collectives.BLOCK_BYTES = 64 * 1024
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1)])
     transport.begin()
@@ -173,7 +173,7 @@ def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) ->
         for size in sizes if ranks.rank in group else ():
             assert transport.reaches_through_memory(group)
             tensor = numbers(ranks.rank, size, dtype)
-            transport.sums.add_up(tensor, group)
+            transport.collectives.add_up(tensor, group)
             right.append(torch.equal(tensor, sum((numbers(rank, size, dtype) for rank in group), torch.zeros(size, dtype=dtype))))
     if ranks.rank == 1:
         buffer = torch.zeros(5000, dtype=torch.uint8)
@@ -196,7 +196,7 @@ def test_sums_are_those_of_all_ranks(dtype: torch.dtype) -> None:
 def same_bits() -> bytes:
     ranks = Ranks("cpu")
     tensor = torch.randn(10_000, generator=torch.Generator().manual_seed(ranks.rank))
-    Transport(ranks, []).sums.add_up(tensor, (0, 1, 2))
+    Transport(ranks, []).collectives.add_up(tensor, (0, 1, 2))
     ranks.gather(None)
     return tensor.numpy().tobytes()
 
@@ -230,14 +230,14 @@ def test_a_long_sum_touches_few_bytes_of_the_rings() -> None:
 
 def sums_with_full_rings() -> list[bool]:
     """Both ranks have sent a message that nearly fills the ring, and wait for it only after the sums."""
-    same_host.RING_BYTES, same_host_sums.BLOCK_BYTES = 90_000, 64 * 1024
+    same_host.RING_BYTES, same_host_collectives.BLOCK_BYTES = 90_000, 64 * 1024
     ranks = Ranks("cpu")
     transport, message = Transport(ranks, [(0, 1), (1, 0)]), Message(1 - ranks.rank, 0, ())
     transport.begin()
     transport.send(content(ranks.rank, 80_000), message)
-    told = transport.sums.tell(content(ranks.rank, 20_000), None)
+    told = transport.collectives.tell(content(ranks.rank, 20_000), None)
     tensor = numbers(ranks.rank, 50_000, torch.float32)
-    transport.sums.add_up(tensor, (0, 1))
+    transport.collectives.add_up(tensor, (0, 1))
     buffer = torch.zeros(80_000, dtype=torch.uint8)
     transport.wait(transport.post(buffer, message, "a message"))
     ranks.gather(None)
@@ -259,9 +259,9 @@ def after_a_failed_pass() -> list[list[float]]:
     transport = Transport(ranks, [])
     transport.begin()
     with pytest.raises(RuntimeError, match="do not run the same program"):
-        transport.sums.tell(torch.zeros(1 + ranks.rank), None)
+        transport.collectives.tell(torch.zeros(1 + ranks.rank), None)
     transport.begin()
-    found = transport.sums.tell(torch.tensor([1.0 + ranks.rank]), None)
+    found = transport.collectives.tell(torch.tensor([1.0 + ranks.rank]), None)
     ranks.gather(None)
     assert found is not None
     return found.tolist()
@@ -273,7 +273,7 @@ def test_what_a_failed_pass_left_behind_is_no_part_of_a_later_sum() -> None:
 
 def conjugated() -> list[complex]:
     ranks = Ranks("cpu")
-    found = Transport(ranks, []).sums.tell(torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None)
+    found = Transport(ranks, []).collectives.tell(torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None)
     ranks.gather(None)
     assert found is not None
     return found.view(-1).tolist()
@@ -288,7 +288,7 @@ def dies_before_a_sum() -> None:
     transport = Transport(ranks, [])
     if ranks.rank == 1:
         os._exit(3)
-    transport.sums.add_up(torch.zeros(10), (0, 1))
+    transport.collectives.add_up(torch.zeros(10), (0, 1))
 
 
 def test_a_peer_that_dies_before_a_sum_is_named() -> None:
@@ -306,7 +306,7 @@ def told(sizes: list[int]) -> list[bool]:
     for size in sizes:
         for members, own in (((0, 1, 2), None), ((2, 0), group)):
             if ranks.rank in members:
-                found = transport.sums.tell(content(ranks.rank, size).view(1, -1).expand(2, -1), own)
+                found = transport.collectives.tell(content(ranks.rank, size).view(1, -1).expand(2, -1), own)
                 assert found is not None
                 right.append(torch.equal(found, torch.stack([content(rank, size).expand(2, -1) for rank in members])))
     ranks.gather(None)

@@ -13,10 +13,12 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.cluster.file import loads
 from whale.planning.balance import device_orders
+from whale.planning.idle_devices import idle_ranks
 from whale.planning.plan import Plan
 from whale.planning.shares import DoesNotFit
 from whale.planning.workload import INSIDE_OPERATIONS
 from whale.report.device_table import samples_by_rank
+from whale.report.units import human_seconds
 
 WIDTH, NUM_LAYERS = 32, 6
 
@@ -133,6 +135,49 @@ def test_a_device_without_samples_is_said() -> None:
     plan = plan_of(devices(10**9, full))
     assert [sum(s) for s in samples_by_rank(plan)] == [16, 0]
     assert any("rank 1 gets nothing: memory has no room for a sample there" in decision.why for decision in plan.decisions)
+
+
+def two_hosts(slow_link: Link, num_slow: int = 1) -> Cluster:
+    """Two fast devices, and slow ones on another host."""
+    fast, slow = DeviceKind("fast", 1e12, 10**9, 1e12), DeviceKind("slow", 1e9, 10**9, 1e12)
+    members = [Device(rank, "a", rank, fast) for rank in range(2)]
+    members += [Device(2 + place, "b", place, slow) for place in range(num_slow)]
+    return Cluster(tuple(members), Link(1e12, 1e-6), slow_link)
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+def test_a_plan_says_that_it_would_be_faster_without_a_device_that_gets_no_samples(num_slow: int) -> None:
+    cluster = two_hosts(Link(1e9, 1e-3), num_slow)
+    plan = plan_of(cluster)
+    assert [sum(s) for s in samples_by_rank(plan)] == [8, 8] + [0] * num_slow
+    alone = plan_of(Cluster(cluster.devices[:2], cluster.intra_host, cluster.inter_host))
+    said = next(decision for decision in plan.decisions if decision.what == "devices without samples")
+    steps = [human_seconds(wh.simulate(each).step_s) for each in (alone, plan)]
+    assert steps[0] != steps[1]
+    assert said.choice == ("rank 2" if num_slow == 1 else "rank 2-3")
+    assert f"a predicted step takes {steps[0]}, with {'it' if num_slow == 1 else 'them'} {steps[1]}" in said.why
+
+
+def test_a_plan_does_not_speak_of_devices_that_cost_nothing() -> None:
+    """Sums that take no time, and an update that takes everyone the same."""
+    free = plan_of(devices(10**9, 10**9, rates=(1e12, 1e9)))
+    assert [sum(s) for s in samples_by_rank(free)] == [16, 0]
+    assert "devices without samples" not in [decision.what for decision in free.decisions]
+
+
+def test_only_whole_replicas_can_be_left_out_where_several_stay() -> None:
+    """Replicas of two devices each, sharing samples: one idle device in each of two replicas, then both of the second replica."""
+    kinds = {"fast": 1e12, "slow": 1e8}
+
+    def idle(*names: str) -> tuple[int, ...]:
+        cluster = devices(*(10**9 for _ in names), rates=tuple(kinds[name] for name in names))
+        with_pairs = wh.annotate(Net(), {"layers": wh.replicate(2)})
+        plan = wh.plan(with_pairs, torch.randn(16, WIDTH), cluster=cluster, optimizer=adam)  # type: ignore[arg-type]
+        return idle_ranks(plan)
+
+    assert idle("fast", "fast", "slow", "slow") == (2, 3)
+    assert idle("fast", "slow", "fast", "fast") == ()
+    assert idle("fast", "slow", "slow", "slow") == (1, 2, 3)
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:

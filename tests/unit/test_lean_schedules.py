@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.planning.drafter import Drafter, Priced
 from whale.planning.pipeline_cuts import in_flight
+from whale.planning.plan import diff
 from whale.planning.planner import _schedule_reason
+from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
+from whale.planning.ways_out import with_more
 from whale.scheduling import Schedule, StageGraph, build
 
 WIDTH, NUM_TOKENS, NUM_DEVICES, NUM_MICRO_BATCH = 64, 32, 4, 16
@@ -35,10 +40,14 @@ def devices(num_bytes: float) -> Cluster:
     return Cluster(tuple(Device(i, "h", i, kind) for i in range(NUM_DEVICES)), Link(1e12, 0.0), Link(1e12, 0.0))
 
 
-def plan_of(num_bytes: float, **config: object) -> wh.Plan:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plan_of(num_bytes: float, cluster: Cluster | None = None, **config: object) -> wh.Plan:
     config = {"num_task_graph": NUM_DEVICES, "num_micro_batch": NUM_MICRO_BATCH, "recompute": False, **config}
     batch = torch.randn(2 * NUM_MICRO_BATCH, NUM_TOKENS, WIDTH)
-    return wh.plan(Net(), batch, cluster=devices(num_bytes), config=config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return wh.plan(Net(), batch, cluster=cluster or devices(num_bytes), config=config, optimizer=sgd)
 
 
 def predicted(num_bytes: float, **config: object) -> tuple[float, float]:
@@ -104,6 +113,38 @@ def test_with_less_memory_than_1f1b_needs_fewer_are_in_flight(plain: tuple[float
 def test_the_shortest_step_decides_between_recomputing_and_waiting(plain: tuple[float, float]) -> None:
     waiting, recomputing = (predicted(0.86 * plain[1], schedule="zero-bubble", recompute=wanted)[0] for wanted in (False, "auto"))
     assert recomputing < waiting
+
+
+def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(plain: tuple[float, float]) -> None:
+    """A fifth device is not enough for 1F1B, and it is for an order that keeps fewer micro-batches."""
+    room, offer = 0.7 * plain[1], 'like rank 0 (k) and "num_task_graph": 5'
+    for name in ("1f1b", "zero-bubble"):
+        with pytest.raises(ValueError, match="What would fit") as error:
+            plan_of(room, schedule=name)
+        assert (offer in str(error.value)) is (name == "zero-bubble"), str(error.value)
+    cluster = devices(room)
+    plan_of(room, with_more(cluster, cluster.devices[0], 1), schedule="zero-bubble", num_task_graph=5)
+
+
+def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
+    plain: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without the bound below which they are looked at; a bound of 0 leaves out nothing."""
+    looked_at: list[int] = []
+    price = Drafter._price
+
+    def counted(drafter: Drafter, choice: Choice, name: str) -> Priced:
+        looked_at[-1] += 1
+        return price(drafter, choice, name)
+
+    monkeypatch.setattr(Drafter, "_price", counted)
+    plans = []
+    for bound in (Drafter._least_seconds, lambda drafter, choice: 0.0):
+        monkeypatch.setattr(Drafter, "_least_seconds", bound)
+        looked_at.append(0)
+        plans.append(plan_of(0.92 * plain[1], schedule="zero-bubble", recompute="auto"))
+    assert diff(*plans) == []
+    assert looked_at[0] < looked_at[1]
 
 
 class Residual(nn.Module):

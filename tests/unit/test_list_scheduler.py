@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.thorough import slow_cases
 from whale.scheduling import (
     Costs,
     Schedule,
@@ -21,7 +23,11 @@ from whale.scheduling import (
     simulate,
     stages_without_input_part,
 )
+from whale.scheduling.exchanges import Needs
+from whale.scheduling.list_pass import NEVER
+from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, Search
 from whale.scheduling.placement import Placement, loop, wave
+from whale.scheduling.problem import Jobs, Problem
 
 MOST_NODES = 60_000
 """of the exact search; larger cases are left out"""
@@ -137,6 +143,39 @@ def problems(draw: st.DrawFn, max_devices: int, max_stages: int, max_micro_batch
 def step_of(graph: StageGraph, costs: Costs, num_micro_batch: int, split: bool | None = None) -> float:
     orders = list_orders(graph, costs, num_micro_batch, split=split)
     return simulate(Schedule("list", graph, num_micro_batch, orders), costs).step_s
+
+
+class FinishingSearch(Search):
+    """No pass is given up."""
+
+    def limit(self, is_split: bool) -> float:
+        return NEVER
+
+
+class WholeRuns(Problem):
+    """After an exchange everything is run again."""
+
+    def run(
+        self, jobs: Jobs, durations: Sequence[float], needs: Needs, before: tuple[list[float], list[int]] | None = None
+    ) -> tuple[list[float], list[int]]:
+        return super().run(jobs, durations, needs)
+
+
+@settings(max_examples=slow_cases(45), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(4, 6, 6), st.sampled_from([0.0, 0.5]), st.sampled_from([None, 1.0, 2.0]), st.sampled_from([400, 1800]))
+def test_a_search_finds_the_same_without_its_short_cuts(
+    case: tuple[StageGraph, Costs, int], action_s: float, room: float | None, tries: int
+) -> None:
+    graph, costs, count = case
+    caps = None if room is None else tuple(room * len(graph.stages_of(device)) for device in range(graph.num_devices))
+    costs = replace(costs, action_s=action_s, memory_cap=caps)
+    short, whole = Search(Problem(graph, costs, count), None, tries), FinishingSearch(WholeRuns(graph, costs, count), None, tries)
+    found, reference = short.run(), whole.run()
+    assert (found.jobs, found.whole, found.time, found.peak) == (reference.jobs, reference.whole, reference.time, reference.peak)
+    number = max(short.num_starts, MOST_AGAIN // len(AGAIN))  # and what it went on from
+    assert sorted({each.time for each in short.found})[:number] == sorted({each.time for each in whole.found})[:number]
+    times = [sorted(each[:2] for each in search.split_passes)[: search.num_light] for search in (short, whole)]
+    assert times[0] == times[1]
 
 
 def test_exact_solver_by_hand() -> None:

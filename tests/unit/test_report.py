@@ -15,10 +15,14 @@ import torch
 from rich.console import Console
 
 from whale import scheduling
+from whale.names import listed
 from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph, diff
 from whale.planning.virtual_devices import VirtualDevice
 from whale.report import print_plan, render_plan, summary
+from whale.report.device_table import memory_table
 from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.simulation.memory import CLASSES
+from whale.simulation.timeline import DeviceTimeline, Timeline
 
 
 def hand_made() -> Plan:
@@ -146,6 +150,38 @@ def test_a_large_plan_stays_short() -> None:
     assert text.count("508 more") == 2  # of 512 replicas, for each of 2 VirtualDevices
     assert row(text, "...", "176") == "... 176 more 360 MB"  # 176 x 1000 bytes x 2048 samples
     assert summary(large).startswith("1024 devices (1024 x P100)")
+
+
+@pytest.mark.parametrize("num_replicas", [5, 6])
+def test_a_row_is_never_left_out_for_a_line_about_it(num_replicas: int) -> None:
+    """Tables stop at 4 replicas, 24 crossings, 12 notes and 16 devices. One row more is shown; of two more, each table says so."""
+    more = num_replicas - 4
+    ranks = tuple((rank,) for rank in range(num_replicas))
+    plan = replace(
+        hand_made(),
+        num_devices=2 * num_replicas,
+        num_replicas=num_replicas,
+        virtual_devices=(VirtualDevice(0, ranks), VirtualDevice(1, tuple((rank + num_replicas,) for (rank,) in ranks))),
+        crossings=tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, 1e-5, "net.py:1: x") for i in range(24 + more)),
+        notes=tuple(f"note {i}" for i in range(12 + more)),
+        device_seconds=(1.0,) * 2 * num_replicas,
+        device_kinds=("P100",) * 2 * num_replicas,
+    )
+    text = text_of(plan)
+    assert text.count("2 more") == (4 if more == 2 else 0)
+    assert " 1 more" not in text
+    assert ("v24" in text and "note 12" in text) is (more == 1)
+    devices = tuple(DeviceTimeline(rank, "P100", "h", (), (), dict.fromkeys(CLASSES, 0.0), 0) for rank in range(16 + more))
+    drawn = Console(file=(output := io.StringIO()), width=130)
+    drawn.print(memory_table(Timeline(devices, (), 1.0, 1.0, 1)))
+    assert len(output.getvalue().splitlines()) == 2 + 1 + 17  # heading and line, rows, and either the 17th or what is said of it
+    assert ("... 2 more" in output.getvalue()) is (more == 2)
+
+
+def test_lists_in_a_sentence_leave_out_two_or_more() -> None:
+    assert listed([4, 5, 6], 2, "+") == "4+5+6"
+    assert listed([4, 5, 6, 7], 2, "+") == "4+5 and 2 more"
+    assert listed([], 2) == ""
 
 
 def test_render_gives_something_for_rich() -> None:

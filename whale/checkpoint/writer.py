@@ -49,12 +49,15 @@ from whale.checkpoint.format import (
 from whale.checkpoint.json_values import encode
 from whale.checkpoint.patience import PROGRESS_S, Patience, try_to_write
 from whale.checkpoint.tensor_files import BLOCK_BYTES, dtype_name, sync_folder, write_bytes, write_tensors
+from whale.names import listed
 
 logger = logging.getLogger("whale")
 
 TIMEOUT_S = 300.0
 """how long ranks wait for each other without any sign of progress"""
 AHEAD_BYTES = 96  # the save id stands in these first bytes of an index, after its checksum
+SHOWN = 8
+"""ranks that are written out in a message"""
 OLD = ".old"
 
 
@@ -363,5 +366,4 @@ def _plain_errors(doing: str, path: Path, num_bytes: int | None = None) -> Itera
 
 
 def _list(numbers: Iterable[int]) -> str:
-    shown = list(numbers)
-    return ", ".join(str(number) for number in shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    return listed(list(numbers), SHOWN)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.cluster.cluster import Cluster, Device
-from whale.names import nearest
+from whale.names import listed, nearest
 
 HOST_VARIABLE = "WHALE_HOST"
 """environment variable with the name of this host in the cluster file, where the system's own name is another"""
@@ -95,8 +95,7 @@ def _by_host(places: Sequence[Place]) -> dict[str, list[int]]:
 
 
 def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    return shown + (f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else "")
+    return listed(ranks, SHOWN_RANKS)
 
 
 def _devices(number: int) -> str:

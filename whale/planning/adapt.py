@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from whale.names import listed
 from whale.planning.plan import Decision, Plan
 from whale.planning.samples import SampleMap
 from whale.planning.shares import Load
@@ -137,5 +138,4 @@ def _samples(plan: Plan, batch_size: int) -> list[list[int]]:
 
 
 def _shown(shares: Sequence[int]) -> str:
-    more = f" and {len(shares) - SHOWN} more" if len(shares) > SHOWN else ""
-    return "+".join(map(str, shares[:SHOWN])) + more
+    return listed(shares, SHOWN, "+")

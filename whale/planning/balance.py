@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster
+from whale.names import listed, num_shown
 from whale.planning.plan import DeviceMemory
 from whale.planning.samples import Division, divide
 from whale.planning.shares import UNLIMITED, DoesNotFit, Load, NoRoom, even_shares, micro_batch_sizes
@@ -155,15 +156,16 @@ def _room(situation: Situation) -> str:
     """Samples that fit on each device, those with least room first, with the numbers behind them."""
     lines = []
     tightest = sorted(range(len(situation.memory)), key=lambda rank: (situation.memory[rank].most_samples(), rank))
-    for rank in sorted(tightest[:SHOWN]):
+    shown = num_shown(len(tightest), SHOWN)
+    for rank in sorted(tightest[:shown]):
         memory = situation.memory[rank]
         lines.append(
             f"rank {rank} ({situation.kinds[rank]}) has room for {max(0, memory.most_samples())} "
             f"({human_bytes(memory.capacity_bytes)} less {human_bytes(memory.static_bytes)} for weights "
             f"and the like, {human_bytes(memory.sample_bytes)} a sample)"
         )
-    more = len(situation.memory) - SHOWN
-    return ", ".join(lines) + (f" and {more} more" if more > 0 else "")
+    more = len(tightest) - shown
+    return ", ".join(lines) + (f" and {more} more" if more else "")
 
 
 def _ways_out(situation: Situation, batch_size: int, num_micro_batch: int, with_micro_batches: Callable[[int], Situation]) -> list[str]:
@@ -215,14 +217,13 @@ def explain_shares(situation: Situation, size: int) -> tuple[str, str]:
         why += f", {even / division.slowest_s:.3g} times less than with even shares"
     limited = [rank for rank, share in enumerate(shares) if share and share == situation.memory[rank].most_samples() < UNLIMITED]
     if limited:
-        why += f"; memory of rank {', '.join(map(str, limited[:SHOWN]))} is full"
+        why += f"; memory of rank {listed(limited, SHOWN)} is full"
     full = [rank for rank in idle if situation.memory[rank].most_samples() < 1]
     slow = [rank for rank in idle if rank not in full]
     for ranks, reason in ((full, "memory has no room for a sample there"), (slow, "one sample there would take longer")):
         if ranks:
-            why += f"; rank {', '.join(map(str, ranks[:SHOWN]))} gets nothing: {reason}"
-    shown = "+".join(map(str, shares[:SHOWN])) + (f" and {len(shares) - SHOWN} more" if len(shares) > SHOWN else "")
-    return shown, why
+            why += f"; rank {listed(ranks, SHOWN)} gets nothing: {reason}"
+    return listed(shares, SHOWN, "+"), why
 
 
 def _even_time(situation: Situation, size: int) -> float | None:

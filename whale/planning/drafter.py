@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph
@@ -28,6 +29,9 @@ from whale.planning.split_stages import together_seconds
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
+
+FEW_TRIES = 1
+"""the least that a search does: known orders and a handful of passes"""
 
 
 @dataclass(frozen=True)
@@ -85,30 +89,61 @@ class Drafter:
         """(nothing computed again, the best); raises where memory is too small."""
         wanted, name = self.problem.config.recompute, self.problem.config.schedule
         nothing = self.price(self.kept.nothing, name)
-        if wanted is not True and not (wanted == "auto" and self.is_short(nothing)):
+        is_short = self.is_short(nothing)
+        if wanted is not True and not (wanted == "auto" and is_short):
             self._refuse_unless_it_fits(nothing)
             return nothing, nothing
-        candidates = self._candidates(nothing, name)
-        if name not in FIXED_ORDERS and self.is_short(nothing):  # regions for the micro-batches that 1F1B has in flight are others
-            candidates += self._candidates(self.price(self.kept.nothing, "1f1b"), "1f1b")
-        fitting = [each for each in candidates if self._fits(each)]
+        candidates = [(choice, name) for choice in self._choices(nothing)]
+        if self.problem.is_trial and wanted == "auto" and name not in FIXED_ORDERS:
+            candidates = [(self.kept.nothing, name)]  # the other choices follow from the fastest order, which is not searched for
+        if name not in FIXED_ORDERS and is_short:  # regions for the micro-batches that 1F1B has in flight are others
+            candidates += [(choice, "1f1b") for choice in self._choices(self.price(self.kept.nothing, "1f1b"))]
+        priced = self._worth_looking_at(candidates)
+        fitting = [each for each in priced if self._fits(each)]
         if not fitting:
-            self._refuse_unless_it_fits(candidates[-1])
+            self._refuse_unless_it_fits(priced[-1])
         return nothing, min(fitting, key=self.step_seconds)
 
-    def _candidates(self, nothing: Priced, name: str) -> list[Priced]:
-        """What may be computed again, for a schedule of this name: see `recompute_choice.py`."""
+    def _choices(self, nothing: Priced) -> list[Choice]:
+        """What may be computed again, for the schedule of `nothing`: see `recompute_choice.py`."""
         everything = self.kept.everything(nothing.fastest)
         if self.problem.config.recompute is True:
-            return [self.price(everything, name)]
+            return [everything]
         some = enough(self.kept, self._demands(nothing), nothing.fastest)
-        return [nothing, *(self.price(choice, name) for choice in dict.fromkeys((some, everything)) if choice != self.kept.nothing)]
+        return list(dict.fromkeys((self.kept.nothing, some, everything)))
+
+    def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
+        """Priced; without those for which every order takes longer than one that fits. Known orders come first: they need no search."""
+        found: dict[int, Priced] = {}
+        best_s = inf
+        for place in sorted(range(len(candidates)), key=lambda place: candidates[place][1] not in FIXED_ORDERS):
+            choice, name = candidates[place]
+            if self._least_seconds(choice) <= best_s * (1 + SAME_TIME):
+                found[place] = self.price(choice, name)
+                if self._fits(found[place]):
+                    best_s = min(best_s, 0.0 if self.problem.is_trial else self.step_seconds(found[place]))
+        return [found[place] for place in sorted(found)]
+
+    def _least_seconds(self, choice: Choice) -> float:
+        """Of any order, if these regions are computed again."""
+        count = self.problem.config.num_micro_batch
+        return scheduling.lower_bound(self.stage_graph, self.costs(self._stages(choice), count), count)
 
     def price(self, choice: Choice, name: str) -> Priced:
         """With the fastest schedule of this name, or where memory limits that one, with a schedule made for the memory."""
+        if (choice, name) not in self._prices:
+            self._prices[choice, name] = self._price(choice, name)
+        return self._prices[choice, name]
+
+    @cached_property
+    def _prices(self) -> dict[tuple[Choice, str], Priced]:
+        return {}
+
+    def _price(self, choice: Choice, name: str) -> Priced:
         count, stages = self.problem.config.num_micro_batch, self._stages(choice)
         costs = self.costs(stages, count)
-        schedule = fastest_schedule(name, self.stage_graph, count, costs)
+        is_trial = self.problem.is_trial
+        schedule = fastest_schedule("1f1b" if is_trial and name not in FIXED_ORDERS else name, self.stage_graph, count, costs)
         fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
@@ -116,7 +151,7 @@ class Drafter:
         room = [self.workload.room_to_work(part) for part in self.assignment.slices]
         shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
         limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
-        schedule = lean_schedule(name, self.stage_graph, count, limits)
+        schedule = lean_schedule(name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None)
         lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 

@@ -23,6 +23,7 @@ from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
 from whale.planning.cutting import Cutting
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, draft_stages
+from whale.planning.idle_devices import idle_decision
 from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.problem import Problem
@@ -47,6 +48,13 @@ MOST_ACTIONS = 10_000
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The whole decision."""
+    plan, assignment = _best_plan(problem)
+    idle = idle_decision(plan)
+    return _after_samples(plan, idle) if idle is not None else plan, assignment
+
+
+def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
+    """Of all orders of the devices."""
     captured, config = problem.captured, problem.config
     check_names(captured, config.recompute)
     workload = _workload(problem)
@@ -75,9 +83,18 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
 
 def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
     """The plan with the reason for its order of devices, which stands before the samples that follow from it."""
-    place = next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
+    place = _place_of_samples(plan)
     decisions = (*plan.decisions[:place], Decision("order of devices", draft.order.name, why), *plan.decisions[place:])
     return replace(plan, decisions=decisions)
+
+
+def _after_samples(plan: Plan, decision: Decision) -> Plan:
+    place = _place_of_samples(plan) + 1  # devices that are all alike have samples, all of them
+    return replace(plan, decisions=(*plan.decisions[:place], decision, *plan.decisions[place:]))
+
+
+def _place_of_samples(plan: Plan) -> int:
+    return next(index for index, decision in enumerate(plan.decisions) if decision.what == SAMPLES)
 
 
 def _workload(problem: Problem) -> Workload:
@@ -128,11 +145,12 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
         if num_chunks == 1:
             return _fastest((partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1)
         chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(operations, problem.kinds)
-        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 2)
+        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 1 if problem.is_trial else 2)
 
     drafts: dict[int, Draft] = {}
     refused: list[ValueError] = []
-    for num_chunks in chunk_counts(config, len(placement.virtual_devices)):
+    counts = chunk_counts(config, len(placement.virtual_devices))
+    for num_chunks in counts[:1] if problem.is_trial else counts:
         try:
             drafts[num_chunks] = draft(num_chunks)
         except DoesNotFit as error:  # "auto": other numbers of chunks lie otherwise in memory

@@ -19,6 +19,7 @@ from functools import cached_property
 from torch.fx import Node
 
 from whale import scheduling
+from whale.names import listed
 from whale.planning.assignment import Assignment
 from whale.planning.plan import DeviceMemory
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
@@ -29,6 +30,8 @@ TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """numbers of regions of a stage that are compared"""
 PATIENCE = 2
 """so many larger numbers in a row that need more end the comparison"""
+SHOWN = 8
+"""stages that are written out in a reason"""
 
 Choice = tuple[Counts, ...]
 """of every stage: (regions, regions that are computed again)"""
@@ -142,8 +145,7 @@ def explain(choice: Choice, wanted: Recompute, more_work: float, saved_bytes: fl
     chosen = [stage for stage, (_, number) in enumerate(choice) if number]
     if not chosen:
         return None
-    parts = ", ".join(f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen[:8])
-    more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
+    parts = listed([f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen], SHOWN)
     reason = "asked for" if wanted is True else "memory asks for it"
     figures = f"saves up to {human_bytes(saved_bytes)} on a device, for up to {100 * more_work:.3g} % more work"
-    return f"stage {parts}{more}", f"{reason}: {figures}"
+    return f"stage {parts}", f"{reason}: {figures}"

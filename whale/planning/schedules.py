@@ -36,10 +36,12 @@ def fastest_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: i
     return scheduling.build(name, graph, num_micro_batch, costs)
 
 
-def lean_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs) -> scheduling.Schedule:
-    """Within the memory caps of the costs, if there is an order that is."""
+def lean_schedule(
+    name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs, tries: int | None = None
+) -> scheduling.Schedule:
+    """Within the memory caps of the costs, if there is an order that is. `tries`: size of the search."""
     try:
-        return scheduling.build(name, graph, num_micro_batch, costs)
+        return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
     except ValueError:  # no order was found that stays within the caps
         return fixed_schedule("1f1b", graph, num_micro_batch)
 

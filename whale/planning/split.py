@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
+from whale.names import listed
 from whale.planning.grid_room import OnDevice
 from whale.planning.plan import Decision
 from whale.planning.virtual_devices import Placement
@@ -109,6 +110,6 @@ def _notes(stage: int, sharding: Sharding) -> list[str]:
             if cut.count < parts:
                 few.setdefault((cut.count, parts), []).append(name)
     for (count, parts), names in few.items():
-        more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
-        found.append(f"stage {stage}: {names[0]}{more} can be cut into {count} parts only, for {parts} devices: some hold none of it")
+        which = listed(list(dict.fromkeys(names)), 1)
+        found.append(f"stage {stage}: {which} can be cut into {count} parts only, for {parts} devices: some hold none of it")
     return found

@@ -7,7 +7,8 @@
     batch           a smaller one
 
 Of each kind the smallest change is looked for: doubled until a plan can be made, then halved between the last two (`_smallest`). A try is a
-draft of the plan, so their number is limited, the more the larger the model is; what is offered is always one that was tried and fitted.
+draft of the plan under the schedule that was asked for (`Problem.is_trial`), so their number is limited, the more the larger the model is;
+what is offered is always one that was tried and fitted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from whale.planning.problem import Problem
 
 OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
 """for each kind of change: so many operations are drafted in all, with at least so many tries"""
+
+CUTS = 4
+"""so many times more drafts of a try, about, where the order is made for the memory that there is"""
 
 FIRST_PART = 8
 """of a batch that is first tried to leave out"""
@@ -58,7 +62,8 @@ class _Changes:
     is_tried: bool = False
 
     def __post_init__(self) -> None:
-        self.tries_left = max(LEAST_TRIES, OPERATIONS_TRIED // len(self.problem.kinds))
+        num_cuts = 1 if self.problem.config.schedule in FIXED_ORDERS else CUTS
+        self.tries_left = max(LEAST_TRIES, OPERATIONS_TRIED // (num_cuts * len(self.problem.kinds)))
 
     def recompute(self) -> str | None:
         config = self.problem.config
@@ -129,14 +134,12 @@ class _Changes:
             return False
         self.tries_left, self.is_tried = self.tries_left - 1, True
         problem = self.problem
-        if problem.config.schedule not in FIXED_ORDERS and problem.config.num_waves is None:
-            config = {**(config or {}), "schedule": "1f1b"}  # needs no search, and others come to it where memory is short
         try:
             changed = problem.config.replace(**(config or {}))
         except ValueError:  # it does not go with the other settings
             return False
         batch_size = batch_size or problem.batch_size
-        return self.fits(replace(problem, cluster=cluster or problem.cluster, config=changed, batch_size=batch_size))
+        return self.fits(replace(problem, cluster=cluster or problem.cluster, config=changed, batch_size=batch_size, is_trial=True))
 
 
 def with_more(cluster: Cluster, like: Device, number: int) -> Cluster:

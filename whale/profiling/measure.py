@@ -150,8 +150,9 @@ def _copy(ranks: Ranks, num_bytes: int) -> Subject:
 def _sum(transport: Transport, num_bytes: int) -> Subject:
     """Over all ranks, as gradients are summed."""
     tensor, everyone = torch.zeros(num_bytes // 4, device=transport.ranks.device), tuple(range(transport.ranks.num_ranks))
-    through_memory = transport.reaches_through_memory(everyone)
-    return once(lambda: transport.sums.add_up(tensor, everyone) if through_memory else dist.all_reduce(tensor), transport.ranks, True)
+    if transport.reaches_through_memory(everyone):
+        return once(lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True)
+    return once(lambda: dist.all_reduce(tensor), transport.ranks, True)
 
 
 def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:

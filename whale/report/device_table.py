@@ -11,11 +11,16 @@ from rich.text import Text
 
 from whale.planning.plan import Plan, Stage
 from whale.planning.samples import SampleMap
-from whale.report.units import human_bytes, human_flop, human_rate, human_seconds, ranges
+from whale.report.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
 
 SHOWN_DEVICES = 16
+
+
+def num_devices_shown(timeline: Timeline) -> int:
+    """Rows of the tables and pictures of devices."""
+    return num_shown(len(timeline.devices), SHOWN_DEVICES)
 
 
 def prediction(timeline: Timeline) -> Text:
@@ -31,7 +36,7 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
     title = "Devices in one step (FLOP: forward of its samples; wait: for messages and sums of gradients)"
     table = _table(title, ("rank", "device", "stages", "layers"), ("samples", "FLOP", "busy", "wait", "idle"))
     counts = samples_by_rank(plan)
-    for device in timeline.devices[:SHOWN_DEVICES]:
+    for device in timeline.devices[: num_devices_shown(timeline)]:
         own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
         shares = (device.busy_s, device.wait_s, timeline.idle_s(device.rank))
         _add_row(
@@ -44,16 +49,16 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
             human_flop(forward_flop(plan, device.rank, own, sum(counts[device.rank]))),
             *(f"{human_seconds(seconds)} ({_percent(seconds, timeline.step_s)})" for seconds in shares),
         )
-    return _more(table, len(timeline.devices))
+    return _more(table, timeline)
 
 
 def memory_table(timeline: Timeline) -> Table:
     """What fills the memory of every device at its fullest moment."""
     table = _table("Memory at its fullest moment in a step", ("rank", "device"), (*CLASSES, "in all", "of"))
-    for device in timeline.devices[:SHOWN_DEVICES]:
+    for device in timeline.devices[: num_devices_shown(timeline)]:
         parts = (human_bytes(device.peak_bytes[name]) for name in CLASSES)
         _add_row(table, str(device.rank), device.kind, *parts, human_bytes(device.peak_total_bytes), of_memory(device))
-    return _more(table, len(timeline.devices))
+    return _more(table, timeline)
 
 
 def of_memory(device: DeviceTimeline) -> str:
@@ -107,7 +112,7 @@ def _add_row(table: Table, *cells: str) -> None:
     table.add_row(*map(Text, cells))
 
 
-def _more(table: Table, number: int) -> Table:
-    if number > SHOWN_DEVICES:
-        table.add_row(f"... {number - SHOWN_DEVICES} more")
+def _more(table: Table, timeline: Timeline) -> Table:
+    if left_out := len(timeline.devices) - num_devices_shown(timeline):
+        table.add_row(f"... {left_out} more")
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from whale.names import listed
 from whale.planning.plan import Plan
 from whale.report.device_table import layers_of, samples_by_rank
 from whale.report.units import count, human_bytes, human_rate, human_seconds, ranges
@@ -59,8 +60,7 @@ def _cuts(a: Plan, b: Plan) -> Iterator[str]:
         if x.parameters != y.parameters
     ]
     if changed:
-        more = [f"... {len(changed) - SHOWN} more"] * (len(changed) > SHOWN)
-        yield "cuts: " + "; ".join([*changed[:SHOWN], *more])
+        yield f"cuts: {listed(changed, SHOWN, '; ')}"
 
 
 def _schedule(a: Plan, b: Plan) -> Iterator[str]:
@@ -71,11 +71,7 @@ def _schedule(a: Plan, b: Plan) -> Iterator[str]:
 def _shares(a: Plan, b: Plan) -> Iterator[str]:
     first, second = ([sum(each) for each in samples_by_rank(plan)] for plan in (a, b))
     if first != second:
-        yield f"samples by rank: {_list(first)} -> {_list(second)}"
-
-
-def _list(values: list[int]) -> str:
-    return "+".join(map(str, values[:SHOWN])) + (f" and {len(values) - SHOWN} more" if len(values) > SHOWN else "")
+        yield f"samples by rank: {listed(first, SHOWN, '+')} -> {listed(second, SHOWN, '+')}"
 
 
 def _memory(a: Timeline, b: Timeline) -> Iterator[str]:

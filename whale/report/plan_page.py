@@ -10,7 +10,7 @@ from html import escape
 
 from whale.planning.plan import Plan
 from whale.report import sharding_table
-from whale.report.device_table import SHOWN_DEVICES, forward_flop, layers_of, samples_by_rank
+from whale.report.device_table import forward_flop, layers_of, num_devices_shown, samples_by_rank
 from whale.report.page_style import STYLE
 from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
 from whale.report.plan_table import summary
@@ -72,7 +72,7 @@ def _fullest(timeline: Timeline) -> tuple[str, str]:
 def _work(plan: Plan, timeline: Timeline) -> str:
     counts = samples_by_rank(plan)
     rows = []
-    for device in timeline.devices[:SHOWN_DEVICES]:
+    for device in timeline.devices[: num_devices_shown(timeline)]:
         own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
         samples = sum(counts[device.rank])
         flop = forward_flop(plan, device.rank, own, samples)
@@ -88,31 +88,32 @@ def _work(plan: Plan, timeline: Timeline) -> str:
                 *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),
             ]
         )
-    return _table(("rank", "device", "stages", "layers"), ("samples", "forward FLOP", "busy", "wait", "idle"), rows, len(timeline.devices))
+    numbers = ("samples", "forward FLOP", "busy", "wait", "idle")
+    return _table(("rank", "device", "stages", "layers"), numbers, rows, len(timeline.devices) - len(rows))
 
 
 def _memory(timeline: Timeline) -> str:
     rows = []
-    for device in timeline.devices[:SHOWN_DEVICES]:
+    for device in timeline.devices[: num_devices_shown(timeline)]:
         key = f"devices.{device.rank}"
         parts = (number(f"{key}.peak_bytes.{name}", device.peak_bytes[name], human_bytes(device.peak_bytes[name])) for name in CLASSES)
         total = number(f"{key}.peak_total_bytes", device.peak_total_bytes, human_bytes(device.peak_total_bytes))
         capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
         rows.append([str(device.rank), escape(device.kind), *parts, total, number(f"{key}.memory_bytes", device.memory_bytes, capacity)])
-    return _table(("rank", "device"), (*CLASSES, "in all", "capacity"), rows, len(timeline.devices))
+    return _table(("rank", "device"), (*CLASSES, "in all", "capacity"), rows, len(timeline.devices) - len(rows))
 
 
 def _sharding(sharding: StageSharding) -> str:
     """The operations of a stage on a grid, and what is stored how."""
     shown = sharding_table.rows(sharding)
     rows = [[escape(cell) for cell in (what, pattern, why, times, sent)] for what, times, pattern, sent, why in shown]
-    table = _table(("operation", "pattern", "why"), ("times", "sent each"), rows, 0)
+    table = _table(("operation", "pattern", "why"), ("times", "sent each"), rows)
     return table + "".join(f'<p class="weak">{escape(remark)}</p>' for remark in sharding_table.remarks(sharding))
 
 
 def _decisions(plan: Plan) -> str:
     rows = [[escape(each.what), escape(each.choice), escape(each.why)] for each in plan.decisions]
-    return _table(("what", "choice", "why"), (), rows, 0)
+    return _table(("what", "choice", "why"), (), rows)
 
 
 def number(key: str, value: float, shown: str) -> str:
@@ -124,13 +125,13 @@ def _section(heading: str, content: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>\n{content}\n</section>\n"
 
 
-def _table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], num_devices: int) -> str:
+def _table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], num_left_out: int = 0) -> str:
     """Cells are HTML already."""
     head = "".join(f'<th class="word">{escape(name)}</th>' for name in words) + "".join(f"<th>{escape(name)}</th>" for name in numbers)
     body = []
     for row in rows:
         cells = (f'<td class="word">{cell}</td>' if place < len(words) else f"<td>{cell}</td>" for place, cell in enumerate(row))
         body.append(f"<tr>{''.join(cells)}</tr>")
-    if num_devices > SHOWN_DEVICES:
-        body.append(f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_devices - SHOWN_DEVICES} more</td></tr>')
+    if num_left_out:
+        body.append(f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_left_out} more</td></tr>')
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

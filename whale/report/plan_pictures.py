@@ -8,9 +8,9 @@ from itertools import groupby
 
 from whale.planning.plan import Plan
 from whale.planning.samples import SampleMap
-from whale.report.device_table import SHOWN_DEVICES, layers_of, of_memory
+from whale.report.device_table import layers_of, num_devices_shown, of_memory
 from whale.report.svg import Drawing, legend, shortened, text_width
-from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, Timeline
 
@@ -44,7 +44,8 @@ def cluster_picture(plan: Plan, timeline: Timeline) -> str:
     network = plan.figures.network if plan.figures is not None else None
     hosts = [(host, list(members)) for host, members in groupby(timeline.devices, key=lambda device: device.host)]
     drawing, x, y, row_high = Drawing(WIDTH), 0.0, 0.0, 0.0
-    for host, members in hosts[:SHOWN_HOSTS]:
+    shown = num_shown(len(hosts), SHOWN_HOSTS)
+    for host, members in hosts[:shown]:
         groups = _device_groups(members)
         per_row = min(len(groups), 4)
         wide, high = 20 + per_row * 138, 40 + 58 * -(-len(groups) // 4)
@@ -57,8 +58,8 @@ def cluster_picture(plan: Plan, timeline: Timeline) -> str:
             _device_box(drawing, plan, group, left, top)
         row_high, x = max(row_high, high), x + wide + 14
     y += row_high + 22
-    if len(hosts) > SHOWN_HOSTS:
-        drawing.text(0, y, f"... and {count(len(hosts) - SHOWN_HOSTS, 'host')} more", fill=WEAK)
+    if len(hosts) > shown:
+        drawing.text(0, y, f"... and {count(len(hosts) - shown, 'host')} more", fill=WEAK)
         y += 18
     if network is not None:
         inside, between = network.intra_host, network.inter_host
@@ -91,7 +92,7 @@ def stages_picture(plan: Plan) -> str:
     """One row for each VirtualDevice: its TaskGraphs and layers on the left, its devices in every model replica on the right."""
     drawing = Drawing(WIDTH)
     left, high, gap = 372, 64, 26
-    shown = min(plan.num_replicas, SHOWN_REPLICAS)
+    shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     wide = (WIDTH - left) / shown
     for replica in range(shown):
         drawing.text(left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK)
@@ -146,7 +147,7 @@ def _stage_cell(
 
 def memory_picture(timeline: Timeline) -> str:
     """One bar for each device, on one scale, with its capacity as the frame."""
-    drawing, shown = Drawing(WIDTH), timeline.devices[:SHOWN_DEVICES]
+    drawing, shown = Drawing(WIDTH), timeline.devices[: num_devices_shown(timeline)]
     room = WIDTH - LABEL - 190
     largest = max(max(device.memory_bytes, device.peak_total_bytes) for device in shown) or 1.0
     legend(drawing, LABEL, 12, [(MEMORY_COLOURS[name], name) for name in CLASSES])
@@ -171,7 +172,7 @@ def memory_picture(timeline: Timeline) -> str:
 
 def timeline_picture(timeline: Timeline) -> str:
     """What every device does when, and below each row its memory over time."""
-    drawing, shown = Drawing(WIDTH), timeline.devices[:SHOWN_DEVICES]
+    drawing, shown = Drawing(WIDTH), timeline.devices[: num_devices_shown(timeline)]
     top, fullest = 26.0, max(device.peak_total_bytes for device in shown) or 1.0
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
     used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
@@ -236,6 +237,5 @@ def _label(device: DeviceTimeline) -> str:
 
 
 def _more(drawing: Drawing, timeline: Timeline) -> None:
-    if len(timeline.devices) > SHOWN_DEVICES:
-        words = f"... and {count(len(timeline.devices) - SHOWN_DEVICES, 'device')} more"
-        drawing.text(0, drawing.height + 18, words, fill=WEAK)
+    if left_out := len(timeline.devices) - num_devices_shown(timeline):
+        drawing.text(0, drawing.height + 18, f"... and {count(left_out, 'device')} more", fill=WEAK)

@@ -18,7 +18,7 @@ from whale.planning.samples import SampleMap
 from whale.planning.shares import micro_batch_sizes
 from whale.report.device_table import memory_table, prediction, work_table
 from whale.report.sharding_table import sharding_tables
-from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.report.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
 from whale.simulation.simulate import simulate
@@ -89,7 +89,7 @@ def _devices(plan: Plan) -> Table:
     title = "VirtualDevices (samples of a micro-batch by device; forward FLOP and time of a mini-batch: of a device on average)"
     table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
     _add_numbers(table, "FLOP", "parameters", "time")
-    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+    samples, shown = SampleMap(plan, plan.batch_size, plan.num_micro_batch), num_shown(plan.num_replicas, SHOWN_REPLICAS)
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
         share = plan.num_replicas * device.num_devices
@@ -98,13 +98,13 @@ def _devices(plan: Plan) -> Table:
             _parameters_of(plan, device.index),
             human_seconds(sum(stage.forward_s for stage in stages)),
         )
-        for replica, ranks in enumerate(device.ranks[:SHOWN_REPLICAS]):
+        for replica, ranks in enumerate(device.ranks[:shown]):
             first = (str(device.index), ranges([stage.index for stage in stages])) if replica == 0 else ("", "")
             kinds = ", ".join(dict.fromkeys(plan.device_kinds[rank] for rank in ranks))
             shares = _samples(plan, samples, replica, device.index)
             _add_row(table, *first, str(replica), ranges(ranks), kinds, shares, *(work if replica == 0 else ()))
-        if plan.num_replicas > SHOWN_REPLICAS:
-            _add_row(table, "", "", "...", f"{plan.num_replicas - SHOWN_REPLICAS} more")
+        if plan.num_replicas > shown:
+            _add_row(table, "", "", "...", f"{plan.num_replicas - shown} more")
     return table
 
 
@@ -154,8 +154,8 @@ def _crossings(plan: Plan) -> Table | None:
     table.add_column("gradient")
     table.add_column("source line", overflow="fold")
     by_size = sorted(plan.crossings, key=lambda crossing: -_mini_batch_bytes(plan, crossing))
-    shown = by_size[:SHOWN_CROSSINGS]
-    for crossing in sorted(shown, key=lambda crossing: (crossing.source, crossing.destination)):
+    shown = num_shown(len(by_size), SHOWN_CROSSINGS)
+    for crossing in sorted(by_size[:shown], key=lambda crossing: (crossing.source, crossing.destination)):
         on_one_device = plan.stages[crossing.source].virtual_device == plan.stages[crossing.destination].virtual_device
         _add_row(
             table,
@@ -166,7 +166,7 @@ def _crossings(plan: Plan) -> Table | None:
             "yes" if crossing.gradient else "no",
             crossing.line,
         )
-    if rest := by_size[SHOWN_CROSSINGS:]:
+    if rest := by_size[shown:]:
         total = human_bytes(sum(_mini_batch_bytes(plan, crossing) for crossing in rest))
         _add_row(table, f"... {len(rest)} more", "", "", total, "", "")
     return table
@@ -234,8 +234,9 @@ def _add_row(table: Table, *cells: str) -> None:
 def _lines(title: str, lines: Iterable[str]) -> Text:
     """A heading and one line for each item."""
     listed = list(lines)
-    shown = listed[:SHOWN_NAMES] + ([f"... {len(listed) - SHOWN_NAMES} more"] if len(listed) > SHOWN_NAMES else [])
+    shown = num_shown(len(listed), SHOWN_NAMES)
+    more = [f"... {len(listed) - shown} more"] * (len(listed) > shown)
     text = Text(title, style="bold")
-    for line in shown:
+    for line in listed[:shown] + more:
         text.append(f"\n  {line}", style="not bold")
     return text

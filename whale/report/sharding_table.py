@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whale.names import listed, num_shown
 from whale.planning.plan import Plan
 from whale.report.units import human_bytes
 from whale.sharding.record import StageSharding
@@ -38,10 +39,11 @@ def _stage(plan: Plan, sharding: StageSharding) -> list[RenderableType]:
         is_number = name in ("times", "sent each")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     found = rows(sharding)
-    for row in found[:SHOWN_ROWS]:
+    shown = num_shown(len(found), SHOWN_ROWS)
+    for row in found[:shown]:
         table.add_row(*map(Text, row))
-    if len(found) > SHOWN_ROWS:
-        table.add_row(f"... {len(found) - SHOWN_ROWS} more")
+    if len(found) > shown:
+        table.add_row(f"... {len(found) - shown} more")
     return [table, *(Text(f"  {remark}") for remark in remarks(sharding))]
 
 
@@ -73,8 +75,7 @@ def remarks(sharding: StageSharding) -> list[str]:
     found = [f"{len(cut)} of {len(sharding.stored)} parameters are cut{before_use}"]
     names = list(dict.fromkeys(map(_layer_free, sharding.replicated)))
     if names:
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        found.append(f"on every device whole, for want of a rule: {', '.join(names[:SHOWN_NAMES])}{more}")
+        found.append(f"on every device whole, for want of a rule: {listed(names, SHOWN_NAMES)}")
     return found
 
 

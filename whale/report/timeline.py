@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whale.planning.plan import Plan
-from whale.report.device_table import SHOWN_DEVICES, memory_table, prediction, work_table
+from whale.report.device_table import memory_table, num_devices_shown, prediction, work_table
 from whale.report.plan_table import summary
 from whale.report.time_rows import LEGEND, picture
 from whale.simulation.timeline import Timeline
@@ -22,12 +22,12 @@ def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = Non
     console.print()
     console.print(prediction(timeline))
     console.print()
-    shown = timeline.devices[:SHOWN_DEVICES]
+    shown = timeline.devices[: num_devices_shown(timeline)]
     rows = [device.events for device in shown]
     drawn = picture(rows, [f"rank {device.rank} {device.kind}" for device in shown], timeline.step_s)
     console.print(Text(drawn, no_wrap=True, overflow="ignore"), soft_wrap=True)
-    if len(timeline.devices) > SHOWN_DEVICES:
-        console.print(f"... {len(timeline.devices) - SHOWN_DEVICES} more")
+    if len(timeline.devices) > len(shown):
+        console.print(f"... {len(timeline.devices) - len(shown)} more")
     console.print(Text(LEGEND, style="dim"))
     console.print()
     console.print(work_table(plan, timeline))

@@ -28,6 +28,7 @@ from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
+from whale.runtime.watch import telling
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")
@@ -78,16 +79,8 @@ class Engine:
 
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, gradient sums and update for one mini-batch: the whole one on every rank, or one of `engine.loader`."""
-        watch = self._job.ranks.watch
-        try:
-            result = self._step(batch)
-        except Exception as error:
-            if watch is not None:
-                watch.report_failure(error)
-            raise
-        if watch is not None:
-            watch.position = "its end"
-        return result
+        with telling(self._job.ranks.watch, f"step {self.step_count}"):
+            return self._step(batch)
 
     def _step(self, batch: Any) -> StepResult:
         if not self._updater.is_given and self._held:
@@ -185,6 +178,10 @@ class Engine:
 
         A sum or mean over samples is that of the whole batch; what parts of it do not add up to (a maximum) is None, with a warning.
         """
+        with telling(self._job.ranks.watch, f"the evaluation before step {self.step_count}"):
+            return self._evaluate(batch, outputs)
+
+    def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
         if isinstance(batch, ShardedBatch):

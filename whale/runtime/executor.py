@@ -130,11 +130,9 @@ class Executor:
         cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
         events, now, watch, transport, pace = outcome.events, time.perf_counter, self.watch, self.transport, self.pace
-        if watch is not None:
-            watch.step = given.step
         if transport is not None:
             transport.begin()
-            shortcut.tell = transport.sums.tell
+            shortcut.tell = transport.collectives.tell
         held: list[Tensor | None] = [None] * self.slots.count
         this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
         try:
@@ -156,7 +154,7 @@ class Executor:
                         pace.finish(action, start)
                     events.append((action, start, now()))
             if watch is not None:
-                watch.position = "sums of gradients and loss"
+                watch.position = "sums of gradients and loss" if gradients is not None else "the sum of the loss"
             if transport is not None:
                 transport.drain()
         finally:

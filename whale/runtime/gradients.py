@@ -5,8 +5,8 @@ goes out when all its gradients are final; buckets of one group always go in the
 Nothing hides the last bucket, so a small model gets smaller buckets than the config allows.
 
 Holders that are CPU ranks of one host sum through memory instead, at the end of the step: on the core that would run the backward, so that
-there is nothing to hide, and much faster (`runtime/same_host_sums.py`). They go through their groups in one order, that of the ranks in
-them, so that no two wait for each other.
+there is nothing to hide, and much faster (`runtime/same_host_collectives.py`). They go through their groups in one order, that of the
+ranks in them, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class GradientSynchroniser:
         for ranks, group in sorted(self._groups.items()):
             for bucket in group.buckets:
                 if bucket.is_full and self._transport is not None:
-                    self._transport.sums.add_up(bucket.buffer, ranks)
+                    self._transport.collectives.add_up(bucket.buffer, ranks)
                 elif bucket.work is not None:
                     bucket.work.wait()
         if self.clock is not None:

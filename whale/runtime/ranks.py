@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from whale.names import listed
 from whale.runtime.watch import Watch, start_watch
+
+SHOWN_RANKS = 4
+"""whose values are written out when they differ"""
 
 
 class Ranks:
@@ -94,5 +98,4 @@ def _leave() -> None:
 
 
 def _named(ranks: Sequence[int], values: Sequence[Any]) -> str:
-    shown = [f"rank {rank} has {values[rank]!r}" for rank in ranks[:4]]
-    return ", ".join(shown) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return listed([f"rank {rank} has {values[rank]!r}" for rank in ranks], SHOWN_RANKS)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from whale.runtime.ranks import Ranks
 from whale.runtime.same_host import connect
-from whale.runtime.same_host_sums import SameHostSums
+from whale.runtime.same_host_collectives import SameHostCollectives
 
 if TYPE_CHECKING:
     from whale.runtime.messages import Message
@@ -67,7 +67,7 @@ class Transport:
         self._exchange: Callable[[], Tensor] | None = None
         everyone = itertools.permutations(range(ranks.num_ranks), 2) if ranks.num_ranks <= MOST_EXCHANGING else ()
         self._lines_to, self._lines_from = connect(ranks, [*pairs, *everyone], share_memory)
-        self.sums = SameHostSums(self)
+        self.collectives = SameHostCollectives(self)
         for source, destination in pairs:
             group = self._channel(source, destination)
             if ranks.rank == source:
@@ -95,9 +95,9 @@ class Transport:
         """Start of a pass over an action list; every rank makes the same passes."""
         self._num_passes += 1
         self.epoch = self._num_passes % NUM_EPOCHS
-        self.sums.begin(self._num_passes)
+        self.collectives.begin(self._num_passes)
         for line in self._lines_from.values():
-            line.forget(lambda tag: self.sums.is_old(tag) or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch))
+            line.forget(lambda tag: self.collectives.is_old(tag) or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch))
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -174,7 +174,7 @@ class Transport:
             waited_s = time.perf_counter() - start
             if peer in gone or waited_s > self.ranks.timeout.total_seconds():
                 raise RuntimeError(
-                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room to send a part of a sum to rank {peer}: "
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room in the memory that it shares with rank {peer}: "
                     f"that rank is gone or stuck"
                 )
             for line in self._lines_to.values():

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -59,8 +59,8 @@ class Watch:
     timeout_s: float
     position: Any = "the start"  # str() of it is told
     """where this rank stands: written by the executor at each action, told to the hub with each beat"""
-    step: int | None = None
-    """training step of the position"""
+    during: str | None = None
+    """the step or evaluation of the position"""
     batch: tuple[int, Any] = (0, "")
     """how many batches this rank was given so far, and the last one's shapes (str() of it is told): the hub compares them"""
     hub: Hub | None = None
@@ -81,7 +81,7 @@ class Watch:
 
     @property
     def where(self) -> str:
-        return str(self.position) if self.step is None else f"step {self.step}, {self.position}"
+        return str(self.position) if self.during is None else f"{self.during}, {self.position}"
 
     def note_batch(self, shapes: Any) -> None:
         """A batch that the other ranks must have too. It is told with the next beat, so a step costs nothing."""
@@ -304,6 +304,21 @@ def report_failure(error: BaseException) -> None:
     """For a launcher that catches what a script raises: the other ranks hear of it. Waits until this rank may end."""
     if _current is not None:
         _current.report_failure(error)
+
+
+@contextlib.contextmanager
+def telling(watch: Watch | None, what: str) -> Iterator[None]:
+    """Around what all ranks do together, a step or an evaluation: the others hear at once what this rank raises there."""
+    if watch is None:
+        yield
+        return
+    watch.during, watch.position = what, "its start"
+    try:
+        yield
+    except Exception as error:
+        watch.report_failure(error)
+        raise
+    watch.position = "its end"
 
 
 def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket.socket:

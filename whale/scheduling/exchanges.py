@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from whale.scheduling.problem import Jobs, Problem, StuckError
+from whale.scheduling.problem import UNKNOWN, Jobs, Problem, StuckError
 
 Needs = Sequence[tuple[tuple[int, float], ...]]
 START_HEAT = 0.04
@@ -46,10 +46,14 @@ def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries:
     durations = problem.durations(whole)
     draw = random.Random(SEED)
     rows = [list(row) for row in jobs]
-    ends, _ = problem.run(rows, durations, needs)
+    ends, sequence = problem.run(rows, durations, needs)
     time = best_time = max(ends)
     best = [list(row) for row in rows]
-    links = critical_links(problem, rows, ends, durations, needs)
+    places = [0] * len(ends)
+    for row in rows:
+        for place, job in enumerate(row):
+            places[job] = place
+    links = critical_links(problem, rows, places, ends, durations, needs)
     for index in range(tries):
         if best_time <= bound * (1 + NEAR) or not links:
             break
@@ -60,7 +64,7 @@ def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries:
         try:
             if problem.peak(row, whole) > problem.caps[device]:
                 raise StuckError
-            new_ends, _ = problem.run(rows, durations, needs)
+            new_ends, new_sequence = _run_again(problem, rows, durations, needs, ends, sequence, row[place + 1])
             new_time = max(new_ends)
             accepted = new_time <= time or (heat > 0 and draw.random() < math.exp((time - new_time) / heat))
         except StuckError:
@@ -68,29 +72,49 @@ def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries:
         if not accepted:
             row[place], row[place + 1] = row[place + 1], row[place]
             continue
-        ends, time = new_ends, new_time
-        links = critical_links(problem, rows, ends, durations, needs)
+        ends, sequence, time = new_ends, new_sequence, new_time
+        places[row[place]], places[row[place + 1]] = place, place + 1
+        links = critical_links(problem, rows, places, ends, durations, needs)
         if time < best_time * (1 - NEAR):
             best_time, best = time, [list(row) for row in rows]
     return best
 
 
-def critical_links(problem: Problem, rows: Jobs, ends: Sequence[float], durations: Sequence[float], needs: Needs) -> list[tuple[int, int]]:
-    """(device, place of the first) of neighbours on one critical path whose second only waits for the device."""
-    where = {job: (device, place) for device, row in enumerate(rows) for place, job in enumerate(row)}
-    job = max(where, key=lambda one: ends[one])
+def _run_again(
+    problem: Problem, rows: Jobs, durations: Sequence[float], needs: Needs, ends: list[float], sequence: list[int], first: int
+) -> tuple[list[float], list[int]]:
+    """As `Problem.run`, when two neighbours were exchanged: what was done before the `first` of them stays as it was."""
+    done = sequence.index(first)
+    new_ends = list(ends)
+    for job in sequence[done:]:
+        new_ends[job] = UNKNOWN
+    return problem.run(rows, durations, needs, (new_ends, sequence[:done]))
+
+
+def critical_links(
+    problem: Problem, rows: Jobs, places: Sequence[int], ends: Sequence[float], durations: Sequence[float], needs: Needs
+) -> list[tuple[int, int]]:
+    """(device, place of the first) of neighbours on one critical path whose second only waits for the device.
+
+    `places`: of every job, in the row of its device.
+    """
+    last_end = max(ends)
+    job = next(job for row in rows if row and ends[row[-1]] == last_end for job in row if ends[job] == last_end)
     links: list[tuple[int, int]] = []
-    size, count = problem.size, problem.num_micro_batch
+    size, count, device_of_place = problem.size, problem.num_micro_batch, problem.device_of_place
     while True:
         start = ends[job] - durations[job]
         slip = NEAR * (1 + abs(start))
         if start <= slip:
             return links
-        device, place = where[job]
-        needed = next((need for need, time in needs[job] if ends[need] + time >= start - slip), -1)
+        device, place = device_of_place[job % size], places[job]
+        earlier = rows[device][place - 1] if place > 0 else -1
+        needed, depends = -1, False
+        for need, time in needs[job]:
+            depends = depends or need == earlier
+            if needed < 0 and ends[need] + time >= start - slip:
+                needed = need
         if place > 0:
-            earlier = rows[device][place - 1]
-            depends = any(need == earlier for need, _ in needs[job])
             in_order = job < size and earlier == job - 1 and job % count != 0  # forwards of a stage stay ascending
             if ends[earlier] >= start - slip and not depends and not in_order:
                 links.append((device, place - 1))

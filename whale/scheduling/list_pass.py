@@ -38,9 +38,14 @@ class Policy:
     in_turn: bool = False
 
 
-def list_pass(problem: Problem, keys: list[float], whole: bytearray, policy: Policy) -> tuple[Jobs, float] | None:
-    """Orders and the time that they take; None when the pass got stuck. `whole` is changed where a split has no room."""
-    return _Pass(problem, keys, whole, policy).run()
+def list_pass(
+    problem: Problem, keys: list[float], whole: bytearray, policy: Policy, limit_s: float = NEVER
+) -> tuple[Jobs, float] | None:
+    """Orders and the time that they take; None when the pass got stuck, or is given up because it will take longer than `limit_s`.
+
+    `whole` is changed where a split has no room.
+    """
+    return _Pass(problem, keys, whole, policy).run(limit_s)
 
 
 class _Pass:
@@ -64,15 +69,19 @@ class _Pass:
         self.is_first = [not problem.producers[s] for s in stages]
         self.free = [0.0] * graph.num_devices
         self.jobs: Jobs = [[] for _ in range(graph.num_devices)]
+        self.rest_s = [count * sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks) for chunks in problem.chunks]
+        """for each device, least time of what it has not begun"""
         self.events: list[tuple[float, int]] = [(0.0, device) for device in range(graph.num_devices)]
         self.admitted = [0] * graph.num_devices
         self.finished = [[0] * count for _ in range(graph.num_devices)] if policy.in_turn else []
         self.num_finished = [0] * graph.num_devices
 
-    def run(self) -> tuple[Jobs, float] | None:
-        events, free = self.events, self.free
+    def run(self, limit_s: float) -> tuple[Jobs, float] | None:
+        events, free, rest_s = self.events, self.free, self.rest_s
         while events:
             now, device = heappop(events)
+            if now + rest_s[device] > limit_s:
+                return None
             if free[device] <= now:
                 self.decide(device, now * (1 + NEAR))
         total = 2 * self.problem.size + self.whole.count(0)
@@ -196,9 +205,12 @@ class _Pass:
                     self.start(device, 2 * size + freed * count + self.waiting_weights[freed][0], now)
                     return
                 self.whole[place] = 1
-        end = now + self.duration(job)
+        seconds = self.duration(job)
+        end = now + seconds
         self.jobs[device].append(job)
         self.free[device] = end
+        # a weight part counts without what the runtime adds: the backward might have been whole
+        self.rest_s[device] -= seconds if lane < 2 else problem.whole_s[stage] - problem.input_s[stage]
         heappush(self.events, (end, device))
         if lane == 0:
             self.next_forward[stage] += 1

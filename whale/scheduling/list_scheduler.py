@@ -21,7 +21,7 @@ from whale.scheduling.action import Orders, StageGraph
 from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, lower_bound
 from whale.scheduling.exchanges import improve, latest_starts
-from whale.scheduling.list_pass import Policy, list_pass
+from whale.scheduling.list_pass import NEVER, Policy, list_pass
 from whale.scheduling.orders import one_f_one_b
 from whale.scheduling.placement import num_loops_of, num_waves_of
 from whale.scheduling.policies import Keys, policies
@@ -36,6 +36,8 @@ NUM_STARTS, MANY_EXCHANGES = 4, 600
 LIGHT, NUM_LIGHT, LIGHT_SHARE = (0.75, 0.6, 0.5), 3, 12
 """parts of their time that weight parts are taken for, and how many of the best policies are tried so: at most one in so many"""
 NEAR = 1e-9
+ROUNDING = 1e-6
+"""a pass takes what arrives a little later as if it were there, which adds up: far less than this part of its time"""
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """of passes that start from known orders: their keys are good enough to place weight parts too"""
 
@@ -70,6 +72,9 @@ class Search:
         scale = BUDGET // num_jobs if tries is None else tries
         self.num_passes = min(max(LEAST_PASSES, int(PASS_SHARE * scale / PASS_VISITS)), MOST_PASSES)
         self.num_exchanges = min(MOST_EXCHANGES, int((1 - PASS_SHARE) * scale))
+        self.num_light = min(NUM_LIGHT, self.num_passes // LIGHT_SHARE)
+        self.num_starts = NUM_STARTS if self.num_exchanges >= MANY_EXCHANGES else 1
+        """of exchanges"""
         self.bound = lower_bound(problem.graph, problem.costs, problem.num_micro_batch, split=split is not False)
         self.needs = problem.needs()
         self.found: list[Found] = []
@@ -122,7 +127,7 @@ class Search:
             if self.is_at_bound():
                 break
             whole, before = kinds[index % len(kinds)], len(self.found)
-            self.try_pass("list", keys.of(problem), whole, policy)
+            self.try_pass("list", keys.of(problem), whole, policy, limit_s=self.limit(whole is problem.as_split_as_possible))
             if whole is problem.as_split_as_possible and len(self.found) > before:
                 self.split_passes.append((self.found[-1].time, index, keys, policy))
         if not self.found:
@@ -132,7 +137,7 @@ class Search:
     def light_passes(self) -> None:
         """The best policies once more, with shorter weight parts."""
         problem, costs = self.problem, self.problem.costs
-        best = sorted(self.split_passes, key=lambda each: each[:2])[: min(NUM_LIGHT, self.num_passes // LIGHT_SHARE)]
+        best = sorted(self.split_passes, key=lambda each: each[:2])[: self.num_light]
         for part in LIGHT:
             light = replace(costs, weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s))
             shorter = Problem(problem.graph, light, problem.num_micro_batch)
@@ -141,10 +146,20 @@ class Search:
                     return
                 self.try_pass("list, light", keys.of(problem), problem.as_split_as_possible, policy, shorter)
 
-    def try_pass(self, name: str, keys: list[float], whole: bytearray, policy: Policy, problem: Problem | None = None) -> None:
+    def limit(self, is_split: bool) -> float:
+        """Of the next pass: one that takes longer is none of those from which the search goes on, so it need not be finished."""
+        going_on = [(sorted({found.time for found in self.found}), max(self.num_starts, MOST_AGAIN // len(AGAIN)))]
+        if is_split and self.num_light:
+            going_on.append((sorted(time for time, *_ in self.split_passes), self.num_light))
+        longest = (times[number - 1] if len(times) >= number else NEVER for times, number in going_on)
+        return max(longest) * (1 + ROUNDING)
+
+    def try_pass(
+        self, name: str, keys: list[float], whole: bytearray, policy: Policy, problem: Problem | None = None, limit_s: float = NEVER
+    ) -> None:
         """`problem`: where the pass takes its times from, if they are not the real ones."""
         own = bytearray(whole)
-        result = list_pass(problem or self.problem, keys, own, policy)
+        result = list_pass(problem or self.problem, keys, own, policy, limit_s)
         if result is not None:
             self.add(name, result[0], own)
 
@@ -169,7 +184,7 @@ class Search:
         for found in sorted(self.found, key=lambda found: found.rank):
             if all(found.time != other.time or found.name != other.name for other in starts):
                 starts.append(found)
-        starts = starts[: NUM_STARTS if self.num_exchanges >= MANY_EXCHANGES else 1]
+        starts = starts[: self.num_starts]
         for found in starts:
             if not self.is_at_bound():
                 jobs = improve(self.problem, found.jobs, found.whole, self.needs, self.num_exchanges // len(starts), self.bound)

@@ -11,6 +11,7 @@ A backward is whole where `whole[s M + m]` is set; this is the only thing here t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from whale.scheduling.action import Action, Kind, Orders, StageGraph, require_micro_batches
@@ -45,6 +46,8 @@ class Problem:
         self.consumers = [[(c, costs.transfer_s(graph, (s, c))) for c in graph.consumers(s)] for s in stages]
         self.gradient_producers = [[(p, costs.transfer_s(graph, (p, s), True)) for p in graph.gradient_producers(s)] for s in stages]
         self.gradient_consumers = [[(c, costs.transfer_s(graph, (s, c), True)) for c in graph.gradient_consumers(s)] for s in stages]
+        self.device_of_place = [device for device in graph.device_of_stage for _ in range(num_micro_batch)]
+        """of every (s, m)"""
         self.all_whole = bytearray(b"\x01") * size
         self.as_split_as_possible = bytearray(b"".join((b"\x01" if s in costs.unsplit else b"\x00") * num_micro_batch for s in stages))
 
@@ -101,17 +104,26 @@ class Problem:
         result += [((size + place, 0.0),) for place in range(size)]
         return result
 
-    def run(self, jobs: Jobs, durations: Sequence[float], needs: Sequence[tuple[tuple[int, float], ...]]) -> tuple[list[float], list[int]]:
+    def run(
+        self,
+        jobs: Jobs,
+        durations: Sequence[float],
+        needs: Sequence[tuple[tuple[int, float], ...]],
+        before: tuple[list[float], list[int]] | None = None,
+    ) -> tuple[list[float], list[int]]:
         """End of every job when each device does its jobs in this order as soon as it can, and the jobs in an order that all this respects.
 
-        Raises `StuckError` when the devices wait for each other.
+        Raises `StuckError` when the devices wait for each other. `before`: the same two lists with the beginning of a run, to go on from.
         """
-        ends = [UNKNOWN] * (3 * self.size)
+        ends, sequence = before or ([UNKNOWN] * (3 * self.size), [])
         place = [0] * len(jobs)
         clocks = [0.0] * len(jobs)
+        if sequence:
+            for device, row in enumerate(jobs):
+                place[device] = done = bisect_left(row, True, key=lambda job: ends[job] < 0.0)
+                clocks[device] = ends[row[done - 1]] if done else 0.0
         waiting: dict[int, list[int]] = {}
         ready = list(range(len(jobs)))
-        sequence: list[int] = []
         while ready:
             device = ready.pop()
             row, clock = jobs[device], clocks[device]

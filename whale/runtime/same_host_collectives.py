@@ -1,4 +1,4 @@
-"""What CPU ranks of one host tell each other, through memory: sums, and a few numbers of everyone.
+"""Collectives of CPU ranks on one host, through memory: sums, and a few numbers that everyone tells everyone.
 
 gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the ranks themselves sum, by the lines that
 carry their messages (`runtime/same_host.py`). A tensor is cut into blocks, and of every block each of k ranks answers for one part:
@@ -36,18 +36,18 @@ MOST_TOLD_BYTES = 4 * 1024**2
 """of one rank; more is left to the group"""
 NUM_AHEAD = 5
 """parts for which a ring must have room before it begins again: four are on their way, of sizes that differ by a number"""
-FIRST_SUM = 2**41
-"""tags of sums, beyond those of all messages"""
+FIRST_TAG = 2**41
+"""of the parts that go from rank to rank, beyond the tags of all messages"""
 TAGS_OF_A_PASS = 2**24
-"""so many parts of sums go from one rank to another in a pass at most"""
+"""so many parts go from one rank to another in a pass at most"""
 
 
-class SameHostSums:
-    """Sums of one rank with others that it reaches through memory. All members of a group ask for the same sums in the same order."""
+class SameHostCollectives:
+    """One rank's side, with others that it reaches through memory. All members of a group ask for the same things in the same order."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._first_tag = FIRST_SUM
+        self._first_tag = FIRST_TAG
         self._num_sent: Counter[int] = Counter()
         self._num_taken: Counter[int] = Counter()
         """by rank"""
@@ -56,13 +56,13 @@ class SameHostSums:
 
     def begin(self, pass_number: int) -> None:
         """Tags are counted in each pass anew, so that a part that a failed step left behind is never taken for one of a later step."""
-        self._first_tag = FIRST_SUM + pass_number * TAGS_OF_A_PASS
+        self._first_tag = FIRST_TAG + pass_number * TAGS_OF_A_PASS
         self._num_sent.clear()
         self._num_taken.clear()
 
     def is_old(self, tag: int) -> bool:
-        """Whether a part of a sum with this tag belongs to a pass before."""
-        return FIRST_SUM <= tag < self._first_tag
+        """Whether a part with this tag belongs to a pass before."""
+        return FIRST_TAG <= tag < self._first_tag
 
     def tell(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
         """Everyone's value, [members, *shape], in the order of the group, whose members all call it; None where memory does not reach."""
@@ -79,7 +79,7 @@ class SameHostSums:
         for peer in peers:
             self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
-            room[place].copy_(value) if rank == own_rank else self._take(room[place], rank)
+            room[place].copy_(value) if rank == own_rank else self._take(room[place], rank, "what it tells everyone")
         self._transport.push_lines(peers)
         return room
 
@@ -105,20 +105,20 @@ class SameHostSums:
             if number < len(blocks):
                 own = blocks[number][own_rank]
                 for peer in peers:
-                    own += self._take(arrived[: own.numel()], peer)
+                    own += self._take(arrived[: own.numel()], peer, "its part of a sum")
                 for peer in peers:
                     self._send(own, peer, enough_bytes)
                 offer(number + 2)
             if number > 0:
                 for peer in peers:
-                    self._take(blocks[number - 1][peer], peer)
+                    self._take(blocks[number - 1][peer], peer, "its part of a sum")
         self._transport.push_lines(peers)
 
     def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
         self._transport.send_through_memory(part, peer, self._first_tag + self._num_sent[peer], enough_bytes)
         self._num_sent[peer] += 1
 
-    def _take(self, part: Tensor, peer: int) -> Tensor:
-        self._transport.take_through_memory(part, peer, self._first_tag + self._num_taken[peer], "its part of a sum")
+    def _take(self, part: Tensor, peer: int, description: str) -> Tensor:
+        self._transport.take_through_memory(part, peer, self._first_tag + self._num_taken[peer], description)
         self._num_taken[peer] += 1
         return part
