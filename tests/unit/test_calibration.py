@@ -215,8 +215,8 @@ def test_only_what_met_too_few_fast_moments_is_timed_again(monkeypatch: pytest.M
     assert said[-2:] == ["pass 6 over 2 of 2 kinds of work", "pass 7 over 1 of 2 kinds of work"]
 
 
-def test_what_ranks_do_together_comes_after_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("STRETCH_S", 0.0), ("TURNS_TOGETHER", 1), ("MOST_S", 0.0)):
+def test_what_is_short_comes_after_each_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TURNS_TOGETHER", 1), ("MOST_S", 0.0)):
         monkeypatch.setattr(turns, name, value)
     done: list[str] = []
 
@@ -225,11 +225,11 @@ def test_what_ranks_do_together_comes_after_everything_else(monkeypatch: pytest.
             done.append(name)
             return [1.0]
 
-        return turns.Subject(turn, is_together=name in "xy")
+        return turns.Subject(turn, is_together=True, is_short=name == "x")
 
-    turns.take_turns({name: subject(name) for name in "axby"}, Ranks("cpu"), lambda what: None)
+    turns.take_turns({name: subject(name) for name in "axb"}, Ranks("cpu"), lambda what: None)
     # warm; then one pass, in which ranks meet in one turn before the one that is timed
-    assert "".join(done) == "axby" + "axxyy" + "bxxyy"
+    assert "".join(done) == "axb" + "aaxx" + "bbxx"
 
 
 def test_a_core_that_is_never_fast_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

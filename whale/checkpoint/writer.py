@@ -357,9 +357,10 @@ def _plain_errors(doing: str, path: Path, num_bytes: int | None = None) -> Itera
     try:
         yield
     except FileNotFoundError as error:  # every folder that is written to was made just before
+        who = "Rank 0 gave up this save (its message says why), or another" if doing == "writing" else "Another"
         raise CheckpointError(
-            f"{doing} {path} failed: it was removed meanwhile. Rank 0 gave up this save (its message says why), "
-            f"or another job works there. Earlier checkpoints are untouched, and training can go on"
+            f"{doing} {path} failed: it was removed meanwhile. {who} job works there. "
+            "Earlier checkpoints are untouched, and training can go on"
         ) from error
     except OSError as error:
         raise explain(error, doing, path, num_bytes) from error

@@ -58,7 +58,7 @@ def grid_memory(
             gradient_bytes=held.trained,
             optimizer_bytes=round(workload.optimizer_ratio * held.trained),
             fixed_bytes=round(fixed) + most.fixed_bytes + sum(here),
-            sample_bytes=per_sample + most.sample_bytes,
+            sample_bytes=max(0.0, per_sample + most.sample_bytes),
             update_bytes=workload.room_to_update(here),
         )
         found.append(memory.with_shared(held.shared))

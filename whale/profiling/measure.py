@@ -150,9 +150,10 @@ def _copy(ranks: Ranks, num_bytes: int) -> Subject:
 def _sum(transport: Transport, num_bytes: int) -> Subject:
     """Over all ranks, as gradients are summed."""
     tensor, everyone = torch.zeros(num_bytes // 4, device=transport.ranks.device), tuple(range(transport.ranks.num_ranks))
+    is_short = num_bytes <= SMALL_BYTES
     if transport.reaches_through_memory(everyone):
-        return once(lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True)
-    return once(lambda: dist.all_reduce(tensor), transport.ranks, True)
+        return once(lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True, is_short)
+    return once(lambda: dist.all_reduce(tensor), transport.ranks, True, is_short)
 
 
 def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ with looks at the core between them (`speed.py`),
     pass 1:  a a a | b b b | c c c        pass 2:  a a a | b b b | c c c        pass 7, where only b met too few fast moments:  b b b
 
 and the fastest stretches of each count: those in which the core was its own. Processes that share the core are another matter, and do
-count: what they take of all stretches is added.
+count: what they take of most stretches is added (not to what ranks do together: there nobody knows who waited for whom).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from whale.profiling.speed import NEARLY, Speed
 from whale.runtime.ranks import Ranks
 
-FEWEST_PASSES, MOST_S = 6, 90.0
+FEWEST_PASSES, MOST_S = 6, 120.0
 """over all subjects; and no pass begins later than that"""
 NUM_FASTEST = 3
-"""stretches of each subject that count, and that must have been at fast moments"""
+"""stretches of each subject that count; it takes turns until so many were at fast moments, on every rank"""
 STRETCH_S = 0.06
 """how long a subject takes turns in a pass; one turn at least"""
 TURNS_TOGETHER = 4
@@ -89,6 +89,8 @@ class Subject:
     """does it once, and gives the seconds of each of its pieces"""
     is_together: bool = False
     """ranks wait for each other in it: all must take as many turns"""
+    is_short: bool = False
+    """it comes after each of the others: of what ranks do together little is ever done while all cores are fast, which is seldom"""
 
 
 def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable[[str], None]) -> dict[Key, list[float]]:
@@ -109,11 +111,12 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
             after_s = speed.look()
             records[key].add(stretch, max(before_s, after_s))
             before_s = after_s
-        if number >= FEWEST_PASSES:
+        is_over = ranks.from_first(time.perf_counter() - begin > MOST_S)
+        if number >= FEWEST_PASSES or is_over:
             fast_s = NEARLY * speed.best_s
             num_fast = ranks.gather([sum(look_s <= fast_s for look_s in record.looks) for record in records.values()])
             waiting = [key for key, *by_rank in zip(subjects, *num_fast) if min(by_rank) < NUM_FASTEST]
-        if not waiting or ranks.from_first(time.perf_counter() - begin > MOST_S):
+        if is_over or not waiting:
             break
     if waiting:
         progress(
@@ -124,10 +127,9 @@ def take_turns(subjects: Mapping[Key, Subject], ranks: Ranks, progress: Callable
 
 
 def _order(subjects: Mapping[Key, Subject], waiting: Sequence[Key]) -> list[Key]:
-    """Of a pass. Moments in which all cores are fast are rare: what ranks do together, which is short, comes after everything else."""
-    together = [key for key, subject in subjects.items() if subject.is_together]
-    alone = [key for key in waiting if key not in together]
-    return [each for key in alone for each in (key, *together)] or list(waiting)
+    """Of a pass."""
+    short = [key for key in waiting if subjects[key].is_short]
+    return [each for key in waiting if key not in short for each in (key, *short)] or short
 
 
 def _stretch(subject: Subject, device: str) -> Stretch:
@@ -163,7 +165,7 @@ def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subj
     return Subject(turn)
 
 
-def once(run: Callable[[], object], ranks: Ranks, is_together: bool = False) -> Subject:
+def once(run: Callable[[], object], ranks: Ranks, is_together: bool = False, is_short: bool = False) -> Subject:
     """The call, once in a turn."""
 
     def turn() -> Turn:
@@ -172,7 +174,7 @@ def once(run: Callable[[], object], ranks: Ranks, is_together: bool = False) -> 
         finish(ranks.device)
         return [time.perf_counter() - start]
 
-    return Subject(turn, is_together)
+    return Subject(turn, is_together, is_short)
 
 
 def finish(device: str) -> None:

@@ -140,7 +140,7 @@ class Step:
 
     @cached_property
     def most_held(self) -> int:
-        """Elements that an all-to-all holds at most beside the input, the result among them: other ways of sending hold no more.
+        """Elements that an all-to-all holds at most beside the input, the result among them: other ways of sending hold about as much.
 
         First what leaves, where it has to be copied, and what arrives; then, what was sent being gone, the result."""
         result = prod(self.shape)
