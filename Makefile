@@ -28,6 +28,7 @@ browser:
 		|| echo "browser: no chromium here and apt-get cannot install it: its test will be skipped"
 
 lint: setup
+	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 

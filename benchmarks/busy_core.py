@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/busy_core.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/busy_core.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
@@ -54,13 +56,22 @@ def batch(step: int) -> Tensor:
 
 def make_engine(cluster: Any, **config: Any) -> wh.Engine:
     wh.init(wh.Config(config))
-    return wh.parallelize(Net(), batch(0), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), cluster=cluster)
+    return wh.parallelize(
+        Net(),
+        batch(0),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        cluster=cluster,
+    )
 
 
 @contextmanager
 def busy_process() -> Iterator[subprocess.Popen[bytes] | None]:
     """Counts for ever on the core of rank 1, which it inherits from that rank."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if dist.get_rank() == 1 else None
+    process = (
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        if dist.get_rank() == 1
+        else None
+    )
     try:
         yield process
     finally:
@@ -80,8 +91,16 @@ def main() -> None:
     details = {"ceiling": CEILING, "shares while busy": away, "shares afterwards": back, **found}
     is_back = abs(back[0] - back[1]) <= NEAR_EVEN * BATCH_SIZE < abs(away[0] - away[1])
     claims = [
-        Claim("even shares / planned shares", found["ratio"], TARGET, at_most=False, details=details),
-        Claim("difference of the shares afterwards", abs(back[0] - back[1]) / BATCH_SIZE, NEAR_EVEN, at_most=True, details={"ok": is_back}),
+        Claim(
+            "even shares / planned shares", found["ratio"], TARGET, at_most=False, details=details
+        ),
+        Claim(
+            "difference of the shares afterwards",
+            abs(back[0] - back[1]) / BATCH_SIZE,
+            NEAR_EVEN,
+            at_most=True,
+            details={"ok": is_back},
+        ),
     ]
     report("busy_core", claims)
 
@@ -116,9 +135,16 @@ def measure(folder: str) -> dict[str, Any]:
 
 
 def compare(engines: dict[str, wh.Engine], busy: subprocess.Popen[bytes] | None) -> Times:
-    """In turns. Rounds in which something else than the busy process was on the cores are left out, as long as enough are left."""
-    sides = [Side(name, lambda step, engine=engine: engine.step(batch(step))) for name, engine in engines.items()]  # type: ignore[misc]
-    return alternate(sides, NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S, WARM_UP, busy.pid if busy is not None else None)
+    """In turns. Rounds in which something else than the busy process was on the cores are left out,
+    as long as enough are left.
+    """
+    sides = [
+        Side(name, lambda step, engine=engine: engine.step(batch(step)))
+        for name, engine in engines.items()
+    ]  # type: ignore[misc]
+    return alternate(
+        sides, NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S, WARM_UP, busy.pid if busy is not None else None
+    )
 
 
 def follow(engine: wh.Engine) -> int | None:

@@ -1,4 +1,6 @@
-"""Saving beside training adds at most 5 % to the steps that it overlaps; loading reads at most 1.05x the bytes that a rank needs."""
+"""Saving beside training adds at most 5 % to the steps that it overlaps; loading reads at most
+1.05x the bytes that a rank needs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/checkpoint.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/checkpoint.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
@@ -17,7 +21,9 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 
 BATCH_SIZE, LENGTH = 16, 128
 STEPS_PER_BLOCK = 6
-"""steps that one save overlaps: the save starts with the first, and its time is counted where it falls"""
+"""steps that one save overlaps: the save starts with the first, and its time is counted where it
+falls
+"""
 NUM_ROUNDS = 16
 LIMIT_S = 220.0
 SLOWER, BYTES = 1.05, 1.05
@@ -26,11 +32,20 @@ SLOWER, BYTES = 1.05, 1.05
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         times, read = run_ranks(measure, 2, folder)
-    details: dict[str, Any] = {"cpu ratio": round(times.cpu_ratio("saving", "plain"), 4), **times.details()}
+    details: dict[str, Any] = {
+        "cpu ratio": round(times.cpu_ratio("saving", "plain"), 4),
+        **times.details(),
+    }
     report(
         "checkpoint",
         [
-            Claim("steps with a save / without", times.ratio("saving", "plain"), SLOWER, at_most=True, details=details),
+            Claim(
+                "steps with a save / without",
+                times.ratio("saving", "plain"),
+                SLOWER,
+                at_most=True,
+                details=details,
+            ),
             Claim("bytes read / bytes needed", read, BYTES, at_most=True, details={}),
         ],
     )
@@ -39,7 +54,11 @@ def main() -> None:
 def measure(folder: str) -> tuple[Times, float]:
     say("preparing both sides")
     plain, saving = make_engine(), make_engine()
-    plain_side = Side("plain", lambda step: plain.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
+    plain_side = Side(
+        "plain",
+        lambda step: plain.step(gpt2.batch(step, BATCH_SIZE, LENGTH)),
+        lambda result: result.loss,
+    )
 
     def step_and_save(step: int) -> wh.StepResult:
         if saving.step_count % STEPS_PER_BLOCK == 0:
@@ -47,7 +66,11 @@ def measure(folder: str) -> tuple[Times, float]:
         return saving.step(gpt2.batch(step, BATCH_SIZE, LENGTH))
 
     times = alternate(
-        [plain_side, Side("saving", step_and_save, lambda result: result.loss)], NUM_ROUNDS, STEPS_PER_BLOCK, LIMIT_S, warm_up=6
+        [plain_side, Side("saving", step_and_save, lambda result: result.loss)],
+        NUM_ROUNDS,
+        STEPS_PER_BLOCK,
+        LIMIT_S,
+        warm_up=6,
     )
     saving.close()
     dist.barrier()
@@ -57,14 +80,21 @@ def measure(folder: str) -> tuple[Times, float]:
 
 def make_engine() -> wh.Engine:
     wh.init(wh.Config({"keep_checkpoints": 1}))
-    return wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
+    return wh.parallelize(
+        gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer
+    )
 
 
 def needed_bytes(engine: wh.Engine) -> int:
     """This rank's weights and optimizer state."""
     assert engine.optimizer is not None
     tensors = [*engine._job.weights.values()]
-    tensors += [value for state in engine.optimizer.state.values() for value in state.values() if hasattr(value, "numel")]
+    tensors += [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "numel")
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/dp_vs_ddp.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/dp_vs_ddp.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
@@ -33,10 +35,15 @@ ALONE = "ddp without synchronisation"
 
 
 def main() -> None:
-    times: Times = reduce(Times.join, (run_ranks(measure, NUM_RANKS, start % 2 == 1) for start in range(NUM_STARTS)))
+    times: Times = reduce(
+        Times.join, (run_ranks(measure, NUM_RANKS, start % 2 == 1) for start in range(NUM_STARTS))
+    )
     details = {"ceiling": round(times.ratio("ddp", ALONE), 4), **times.details()}
     name = f"ddp / whale, {BATCH_SIZE} x {LENGTH} tokens"
-    report("dp_vs_ddp", [Claim(name, times.ratio("ddp", "whale"), TARGET, at_most=False, details=details)])
+    report(
+        "dp_vs_ddp",
+        [Claim(name, times.ratio("ddp", "whale"), TARGET, at_most=False, details=details)],
+    )
 
 
 def measure(is_reversed: bool) -> Times:
@@ -49,8 +56,14 @@ def measure(is_reversed: bool) -> Times:
 
 def whale_side() -> Side:
     wh.init()
-    engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
-    return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
+    engine = wh.parallelize(
+        gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer
+    )
+    return Side(
+        "whale",
+        lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)),
+        lambda result: result.loss,
+    )
 
 
 def ddp_side(name: str, synchronise: bool = True) -> Side:
@@ -58,7 +71,9 @@ def ddp_side(name: str, synchronise: bool = True) -> Side:
     model = gpt2.build(LENGTH)
     wrapped = DistributedDataParallel(model)
     optimizer = gpt2.make_optimizer(model.parameters())
-    own = slice(dist.get_rank() * BATCH_SIZE // NUM_RANKS, (dist.get_rank() + 1) * BATCH_SIZE // NUM_RANKS)
+    own = slice(
+        dist.get_rank() * BATCH_SIZE // NUM_RANKS, (dist.get_rank() + 1) * BATCH_SIZE // NUM_RANKS
+    )
 
     def train(step: int) -> torch.Tensor:
         whole = gpt2.batch(step, BATCH_SIZE, LENGTH)

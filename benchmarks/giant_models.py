@@ -1,7 +1,9 @@
-"""Giant mixtures of experts on V100-32GB, planned without weights: does the plan fit, how long is a step, how long did planning take?
+"""Giant mixtures of experts on V100-32GB, planned without weights: does the plan fit, how long is a
+step, how long did planning take?
 
-M6-MoE with 100 billion parameters on 128 devices and with a trillion on 480, Adafactor, in half precision; experts are split over all
-devices, the rest is data parallel. Ten trillion on 512 devices do not fit: the refusal says what is missing.
+M6-MoE with 100 billion parameters on 128 devices and with a trillion on 480, Adafactor, in half
+precision; experts are split over all devices, the rest is data parallel. Ten trillion on 512
+devices do not fit: the refusal says what is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/giant_models.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/giant_models.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, report
@@ -29,7 +33,14 @@ GIANTS = {"m6_moe_100b": 128, "m6_moe_1t": 480}
 def batch_of(config: M6MoEConfig, number: int) -> dict[str, torch.Tensor]:
     words = torch.zeros(number, config.caption_length, dtype=torch.long, device="meta")
     prompts = torch.zeros(number, config.prompt_length, dtype=torch.long, device="meta")
-    pixels = torch.zeros(number, config.num_channels, config.image_size, config.image_size, device="meta", dtype=torch.float16)
+    pixels = torch.zeros(
+        number,
+        config.num_channels,
+        config.image_size,
+        config.image_size,
+        device="meta",
+        dtype=torch.float16,
+    )
     return {"pixels": pixels, "prompt_ids": prompts, "caption_ids": words, "labels": words}
 
 
@@ -43,7 +54,9 @@ def plan(config: M6MoEConfig, num_devices: int) -> tuple[wh.Plan, float]:
     cluster = Cluster.uniform(num_devices, kind="V100-32GB", devices_per_host=8)
     sample = batch_of(config, SAMPLES_PER_DEVICE * num_devices)
     try:
-        made = wh.plan(model, sample, cluster=cluster, config={"num_micro_batch": 1}, optimizer=_adafactor)
+        made = wh.plan(
+            model, sample, cluster=cluster, config={"num_micro_batch": 1}, optimizer=_adafactor
+        )
     finally:
         wh.set_default_strategy(None)
     return made, time.perf_counter() - start
@@ -60,13 +73,23 @@ def main() -> None:
         timeline = wh.simulate(made)
         used = [sum(device.peak_bytes.values()) for device in timeline.devices]
         details = {
-            "grid": made.virtual_devices[0].grid.name if made.virtual_devices[0].grid is not None else "none",
+            "grid": made.virtual_devices[0].grid.name
+            if made.virtual_devices[0].grid is not None
+            else "none",
             "GB on the fullest device": round(max(used) / GIGA, 1),
             "predicted step s": round(timeline.step_s, 3),
             "samples/s": round(timeline.samples_per_s, 1),
         }
         fits = max(used) <= made.memory[0].capacity_bytes
-        claims.append(Claim(f"{name} on {num_devices}: seconds of planning / {LIMIT_S:.0f}", seconds / LIMIT_S, 1.0, True, details))
+        claims.append(
+            Claim(
+                f"{name} on {num_devices}: seconds of planning / {LIMIT_S:.0f}",
+                seconds / LIMIT_S,
+                1.0,
+                True,
+                details,
+            )
+        )
         claims.append(Claim(f"{name} on {num_devices}: fits", float(fits), 1.0, False, {}))
         gc.collect()
     start = time.perf_counter()
@@ -76,8 +99,18 @@ def main() -> None:
     except ValueError as error:
         refusal = str(error)
     seconds = time.perf_counter() - start
-    claims.append(Claim("m6_moe_10t on 512: refused", float(bool(refusal)), 1.0, False, {"refusal": refusal}))
-    claims.append(Claim(f"m6_moe_10t on 512: seconds of planning / {LIMIT_S:.0f}", seconds / LIMIT_S, 1.0, True, {}))
+    claims.append(
+        Claim("m6_moe_10t on 512: refused", float(bool(refusal)), 1.0, False, {"refusal": refusal})
+    )
+    claims.append(
+        Claim(
+            f"m6_moe_10t on 512: seconds of planning / {LIMIT_S:.0f}",
+            seconds / LIMIT_S,
+            1.0,
+            True,
+            {},
+        )
+    )
     report("giant_models", claims)
 
 

@@ -1,4 +1,6 @@
-"""The model of the benchmarks: a small GPT-2 of `transformers`, whole and as two pipeline stages for torch."""
+"""The model of the benchmarks: a small GPT-2 of `transformers`, whole and as two pipeline stages
+for torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SEED = 0
 
 
 def build(length: int, tied: bool = True) -> GPT2LMHeadModel:
-    """The same weights in every process. `tied`: input and output embedding are one tensor, as in the published GPT-2."""
+    """The same weights in every process. `tied`: input and output embedding are one tensor, as in
+    the published GPT-2.
+    """
     transformers_logging.set_verbosity_error()
     torch.manual_seed(SEED)
     config = GPT2Config(
@@ -52,7 +56,9 @@ def make_optimizer(parameters: Iterator[Any]) -> torch.optim.Optimizer:
 
 
 class Stage(nn.Module):
-    """Blocks start to stop of the model; the first stage has the embeddings as well, the last one the norm and the head."""
+    """Blocks start to stop of the model; the first stage has the embeddings as well, the last one
+    the norm and the head.
+    """
 
     def __init__(self, model: GPT2LMHeadModel, start: int, stop: int) -> None:
         super().__init__()
@@ -75,12 +81,14 @@ class Stage(nn.Module):
 
 
 def stage(index: int, num_stages: int, length: int) -> Stage:
-    """Stage number `index` of as many with the same number of blocks. Input and output embedding are two tensors: torch's pipelines do
-    not keep them tied."""
+    """Stage number `index` of as many with the same number of blocks. Input and output embedding
+    are two tensors: torch's pipelines do not keep them tied."""
     per_stage = NUM_LAYERS // num_stages
     return Stage(build(length, tied=False), index * per_stage, (index + 1) * per_stage)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of a causal language model, as in `transformers`: every word predicts the next one."""
+    """The loss of a causal language model, as in `transformers`: every word predicts the
+    next one.
+    """
     return F.cross_entropy(logits[:, :-1].reshape(-1, NUM_WORDS), labels[:, 1:].reshape(-1))

@@ -1,7 +1,8 @@
-"""Peak memory of tensor grids, predicted against measured, on 2 and 4 gloo ranks: where weights weigh most, and where activations do.
+"""Peak memory of tensor grids, predicted against measured, on 2 and 4 gloo ranks: where weights
+weigh most, and where activations do.
 
-    predicted   the simulated peak of a rank, which `whale plan` shows
-    measured    most live bytes in torch's allocator during a step (`peak_memory.py`)
+predicted   the simulated peak of a rank, which `whale plan` shows
+measured    most live bytes in torch's allocator during a step (`peak_memory.py`)
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/grid_memory.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/grid_memory.py` finds its neighbours, too
 
 from benchmarks import gpt2
 from benchmarks.peak_memory import GridShape, measure_grid, pause_in_exchanges
@@ -43,11 +46,23 @@ def perceptron(grid: GridShape, batch_size: int, num_micro_batch: int) -> Case:
     def batch() -> dict[str, Tensor]:
         return {name: torch.randn(batch_size, 768) for name in "xy"}
 
-    return Case(f"perceptron, {batch_size:,} samples", Perceptron, batch, grid, {"num_micro_batch": num_micro_batch})
+    return Case(
+        f"perceptron, {batch_size:,} samples",
+        Perceptron,
+        batch,
+        grid,
+        {"num_micro_batch": num_micro_batch},
+    )
 
 
 def transformer(grid: GridShape) -> Case:
-    return Case("GPT-2", lambda: gpt2.build(LENGTH), lambda: gpt2.batch(0, 16, LENGTH), grid, {"num_micro_batch": 2})
+    return Case(
+        "GPT-2",
+        lambda: gpt2.build(LENGTH),
+        lambda: gpt2.batch(0, 16, LENGTH),
+        grid,
+        {"num_micro_batch": 2},
+    )
 
 
 def cases(num_ranks: int) -> list[Case]:
@@ -66,23 +81,51 @@ def run(num_ranks: int) -> list[tuple[str, GridShape, list[float]]]:
     for case in cases(num_ranks):
         found: list[Any] = [None] * num_ranks
         dist.all_gather_object(found, measure_grid(case.build, case.batch, case.grid, case.config))
-        bytes_of_ranks = ", ".join(f"{predicted / 1e6:.1f} / {measured / 1e6:.1f} MB" for predicted, measured in found)
-        say(f"{case.name} on {'x'.join(map(str, case.grid))}: {bytes_of_ranks} (predicted / measured)")
-        results.append((case.name, case.grid, [predicted / measured for predicted, measured in found]))
+        bytes_of_ranks = ", ".join(
+            f"{predicted / 1e6:.1f} / {measured / 1e6:.1f} MB" for predicted, measured in found
+        )
+        say(
+            f"{case.name} on {'x'.join(map(str, case.grid))}: {bytes_of_ranks} (predicted / "
+            "measured)"
+        )
+        results.append(
+            (case.name, case.grid, [predicted / measured for predicted, measured in found])
+        )
     return results
 
 
 def main() -> None:
-    results = [each for num_ranks in (2, 4) for each in run_ranks(run, num_ranks, num_ranks, share_cores=True)]
+    results = [
+        each
+        for num_ranks in (2, 4)
+        for each in run_ranks(run, num_ranks, num_ranks, share_cores=True)
+    ]
     names = list(dict.fromkeys(name for name, _, _ in results))
-    table = {(name, grid): f"{min(ratios):.3f} to {max(ratios):.3f}" for name, grid, ratios in results}
+    table = {
+        (name, grid): f"{min(ratios):.3f} to {max(ratios):.3f}" for name, grid, ratios in results
+    }
     print(f"{'grid':<12}" + "".join(f"{name:>28}" for name in names))
     for grid in GRIDS:
-        print(f"{' x '.join(map(str, grid)):<12}" + "".join(f"{table[name, grid]:>28}" for name in names))
+        print(
+            f"{' x '.join(map(str, grid)):<12}"
+            + "".join(f"{table[name, grid]:>28}" for name in names)
+        )
     ratios = [ratio for _, _, found in results for ratio in found]
-    details = {"largest": round(max(ratios), 3)} | {f"{name} on {grid}": text for (name, grid), text in table.items()}
+    details = {"largest": round(max(ratios), 3)} | {
+        f"{name} on {grid}": text for (name, grid), text in table.items()
+    }
     is_ok = all(LEAST <= ratio <= MOST for ratio in ratios)
-    print(json.dumps({"name": "grid memory", "ratio": round(min(ratios), 3), "target": LEAST, "ok": is_ok, "details": details}))
+    print(
+        json.dumps(
+            {
+                "name": "grid memory",
+                "ratio": round(min(ratios), 3),
+                "target": LEAST,
+                "ok": is_ok,
+                "details": details,
+            }
+        )
+    )
     sys.exit(0 if is_ok else 1)
 
 

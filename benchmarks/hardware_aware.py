@@ -1,9 +1,12 @@
-"""Hardware-aware plans against even ones on emulated V100 and P100: 16 devices data parallel, and 4 stages x 2 replicas on 8.
+"""Hardware-aware plans against even ones on emulated V100 and P100: 16 devices data parallel, and 4
+stages x 2 replicas on 8.
 
-Both plans run in turns in the same processes with stub chunks; every forward, backward, message and sum takes the time of the cost model
-(docs/emulation.md), so this measures what the runtime makes of a better plan, not how fast a V100 is. The ceiling beside each ratio is the
-best that whole samples and whole pieces of the model allow, found by trying all of them on the cost model (whole_splits.py): a proof, not a
-search. `python benchmarks/hardware_aware.py ResNet50` runs one model only.
+Both plans run in turns in the same processes with stub chunks; every forward, backward, message and
+sum takes the time of the cost model (docs/emulation.md), so this measures what the runtime makes of
+a better plan, not how fast a V100 is. The ceiling beside each ratio is the best that whole samples
+and whole pieces of the model allow, found by trying all of them on the cost model
+(whole_splits.py): a proof, not a search. `python benchmarks/hardware_aware.py ResNet50` runs one
+model only.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/hardware_aware.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/hardware_aware.py` finds its neighbours, too
 
 from benchmarks.paper_models import Captured, capture
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
@@ -62,7 +67,9 @@ class Case:
 
     @property
     def stretch(self) -> float:
-        """All times are longer by this factor, so that what ranks that share a core take for themselves is a small part of a step."""
+        """All times are longer by this factor, so that what ranks that share a core take for
+        themselves is a small part of a step.
+        """
         shortest = min(PlanTimes(plan, figures_in(plan)).shortest_s for plan in self.plans.values())
         return max(stretch_factor(shortest), LEAST_STEP_S / self.best.step_s)
 
@@ -70,14 +77,22 @@ class Case:
 def data_parallel(model: Captured) -> Case:
     cluster, batch_size = loads(CLUSTER % (8, 8)), DATA_PARALLEL[model.name]
     plans = {AWARE: model.plan(cluster, batch_size), EVEN: model.even_plan(cluster, batch_size)}
-    return Case(f"{model.name}, 8 V100 + 8 P100", "data parallel", plans, best_data_parallel(plans[EVEN]))
+    return Case(
+        f"{model.name}, 8 V100 + 8 P100", "data parallel", plans, best_data_parallel(plans[EVEN])
+    )
 
 
 def pipeline(model: Captured) -> Case:
     cluster, batch_size = loads(CLUSTER % (4, 4)), PIPELINE[model.name]
     config = {"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_MICRO_BATCH, "schedule": "1f1b"}
-    plans = {AWARE: model.plan(cluster, batch_size, **config), EVEN: model.even_plan(cluster, batch_size, **config)}
-    every_kind = loads(f"hosts: [{{name: a, kind: V100-32GB, count: {PIECES}}}, {{name: b, kind: P100, count: {PIECES}}}]\n{FREE_LINKS}")
+    plans = {
+        AWARE: model.plan(cluster, batch_size, **config),
+        EVEN: model.even_plan(cluster, batch_size, **config),
+    }
+    every_kind = loads(
+        f"hosts: [{{name: a, kind: V100-32GB, count: {PIECES}}}, "
+        f"{{name: b, kind: P100, count: {PIECES}}}]\n{FREE_LINKS}"
+    )
     pieces = model.even_plan(every_kind, batch_size, **{**config, "num_task_graph": PIECES})
     # the planner may cut at more points: its own plan is possible as well
     best = best_pipeline(pieces, plans[EVEN], simulate(plans[AWARE]).gradients_s)
@@ -96,15 +111,23 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
         for name, plan in case.plans.items():
             config = Config(plan.config)
             settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
-            emulation = Emulation(settings, loads(Path(cluster_file).read_text()), plan, None, ranks, config)
-            engine = Engine(stub_job(emulation, config), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), None)
+            emulation = Emulation(
+                settings, loads(Path(cluster_file).read_text()), plan, None, ranks, config
+            )
+            engine = Engine(
+                stub_job(emulation, config),
+                lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+                None,
+            )
             batch = torch.ones(plan.batch_size, 1)
             sides.append(Side(name, lambda step, engine=engine, batch=batch: engine.step(batch)))  # type: ignore[misc]
             emulations.append(emulation)
         say(f"{case.name}: times stretched by {factor:.3g}")
         times = alternate(sides, ROUNDS, 1, LIMIT_S, warm_up=2)
         paces = [pace for emulation in emulations for pace in emulation._paces.values()]
-        late = ranks.gather((sum(pace.num_overruns for pace in paces), sum(pace.num_actions for pace in paces)))
+        late = ranks.gather(
+            (sum(pace.num_overruns for pace in paces), sum(pace.num_actions for pace in paces))
+        )
         found.append((times, sum(each[0] for each in late), sum(each[1] for each in late)))
     return found
 
@@ -127,15 +150,23 @@ def claims(cases: list[Case], cluster: str, num_ranks: int) -> list[Claim]:
             **times.details(),
         }
         name = f"{case.kind}: {case.name}: ratio / best"
-        found.append(Claim(name, ratio / case.ceiling, ALLOWED[case.kind], at_most=False, details=details))
+        found.append(
+            Claim(name, ratio / case.ceiling, ALLOWED[case.kind], at_most=False, details=details)
+        )
     return found
 
 
 def main() -> None:
     models = [capture(name) for name in sys.argv[1:] or DATA_PARALLEL]
     say("planning")
-    parallel, staged = [data_parallel(model) for model in models], [pipeline(model) for model in models]
-    report("hardware_aware", [*claims(parallel, CLUSTER % (8, 8), 16), *claims(staged, CLUSTER % (4, 4), 8)])
+    parallel, staged = (
+        [data_parallel(model) for model in models],
+        [pipeline(model) for model in models],
+    )
+    report(
+        "hardware_aware",
+        [*claims(parallel, CLUSTER % (8, 8), 16), *claims(staged, CLUSTER % (4, 4), 8)],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""One rank: `engine.step` against a plain PyTorch loop of the same model takes at most 2 % longer."""
+"""One rank: `engine.step` against a plain PyTorch loop of the same model takes at most 2 %
+longer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/local_overhead.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/local_overhead.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
@@ -24,7 +28,14 @@ LIMIT_S = 200.0
 def main() -> None:
     times: Times = run_ranks(measure, 1)
     name = f"whale / pytorch, {BATCH_SIZE} x {LENGTH} tokens"
-    report("local_overhead", [Claim(name, times.ratio("whale", "pytorch"), TARGET, at_most=True, details=times.details())])
+    report(
+        "local_overhead",
+        [
+            Claim(
+                name, times.ratio("whale", "pytorch"), TARGET, at_most=True, details=times.details()
+            )
+        ],
+    )
 
 
 def measure() -> Times:
@@ -34,8 +45,14 @@ def measure() -> Times:
 
 def whale_side() -> Side:
     wh.init()
-    engine = wh.parallelize(gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer)
-    return Side("whale", lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)), lambda result: result.loss)
+    engine = wh.parallelize(
+        gpt2.build(LENGTH), gpt2.batch(0, BATCH_SIZE, LENGTH), optimizer=gpt2.make_optimizer
+    )
+    return Side(
+        "whale",
+        lambda step: engine.step(gpt2.batch(step, BATCH_SIZE, LENGTH)),
+        lambda result: result.loss,
+    )
 
 
 def pytorch_side() -> Side:

@@ -1,4 +1,6 @@
-"""The models of the Whale paper, captured once without weights and planned onto as many clusters as a benchmark likes."""
+"""The models of the Whale paper, captured once without weights and planned onto as many clusters as
+a benchmark likes.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,24 @@ LENGTH = 128
 
 
 def bert_large() -> nn.Module:
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    return BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    sizes = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+    return BertForMaskedLM(
+        BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def t5_large() -> nn.Module:
     sizes = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "d_kv": 64}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(
+            **sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0
+        )
+    )
 
 
 def words(batch_size: int) -> dict[str, torch.Tensor]:
@@ -44,7 +57,10 @@ def words(batch_size: int) -> dict[str, torch.Tensor]:
 
 
 def pictures(batch_size: int) -> dict[str, torch.Tensor]:
-    return {"images": torch.zeros(batch_size, 3, 224, 224), "labels": torch.zeros(batch_size, dtype=torch.long)}
+    return {
+        "images": torch.zeros(batch_size, 3, 224, 224),
+        "labels": torch.zeros(batch_size, dtype=torch.long),
+    }
 
 
 def m6_batch(batch_size: int) -> dict[str, torch.Tensor]:
@@ -70,20 +86,37 @@ class Captured:
     prepared: dict[bool, Prepared]
     """by whether the mini-batch is cut"""
 
-    def plan(self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any) -> Plan:
+    def plan(
+        self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any
+    ) -> Plan:
         """As `wh.plan` would make it."""
-        return self._plan(cluster, batch_size, optimizer_ratio, Config({"check_capture": False, **config}))[0]
+        return self._plan(
+            cluster, batch_size, optimizer_ratio, Config({"check_capture": False, **config})
+        )[0]
 
-    def even_plan(self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any) -> Plan:
-        """The plan for as many devices of one kind, on this cluster: even samples, even cuts, devices in their order."""
-        like = replace(cluster, devices=tuple(replace(device, kind=cluster.devices[0].kind) for device in cluster.devices))
+    def even_plan(
+        self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any
+    ) -> Plan:
+        """The plan for as many devices of one kind, on this cluster: even samples, even cuts,
+        devices in their order.
+        """
+        like = replace(
+            cluster,
+            devices=tuple(
+                replace(device, kind=cluster.devices[0].kind) for device in cluster.devices
+            ),
+        )
         checked = Config({"check_capture": False, **config})
         plan, assignment = self._plan(like, batch_size, optimizer_ratio, checked)
         kinds = tuple(device.kind.name for device in cluster.devices)
-        priced = price(plan, self._of(checked).captured, assignment, cluster, optimizer_ratio, checked.dtype)
+        priced = price(
+            plan, self._of(checked).captured, assignment, cluster, optimizer_ratio, checked.dtype
+        )
         return replace(priced, device_kinds=kinds)
 
-    def _plan(self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config) -> Any:
+    def _plan(
+        self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config
+    ) -> Any:
         prepared = self._of(config)
         return make_plan(
             Problem(

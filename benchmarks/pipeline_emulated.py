@@ -1,8 +1,11 @@
-"""Schedules on emulated devices against every class of `torch.distributed.pipelining`, in the same run, taking turns.
+"""Schedules on emulated devices against every class of `torch.distributed.pipelining`, in the same
+run, taking turns.
 
-A device takes 20 ms for the forward and 40 ms for the backward of a micro-batch, half of it for weights; its chunks divide that. Both sides
-sleep by the same function. What is compared is the order of the actions and the cost of the runtime, not compute: tensors are tiny.
-Beside every time stands the time of the same order with free actions and messages (its ideal), and the lower bound of any order.
+A device takes 20 ms for the forward and 40 ms for the backward of a micro-batch, half of it for
+weights; its chunks divide that. Both sides sleep by the same function. What is compared is the
+order of the actions and the cost of the runtime, not compute: tensors are tiny. Beside every time
+stands the time of the same order with free actions and messages (its ideal), and the lower bound of
+any order.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_emulated.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/pipeline_emulated.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
@@ -29,7 +34,9 @@ from whale.scheduling.placement import wave
 FORWARD_S = 0.020
 MESSAGE_S = 0.0006
 ACTION_S = 0.0004
-"""what a message and an action of our runtime are taken to cost when the order is made; the ideal has neither"""
+"""what a message and an action of our runtime are taken to cost when the order is made; the ideal
+has neither
+"""
 WIDTH = 16
 ROUNDS = 5
 
@@ -55,7 +62,9 @@ class Case:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(self.num_micro_batch, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
+        return tuple(
+            torch.randn(self.num_micro_batch, WIDTH, generator=generator) for _ in range(2)
+        )  # type: ignore[return-value]
 
 
 CASES = (Case(4, 4, 12.0), Case(4, 8, 20.0), Case(8, 8, 45.0), Case(8, 16, 65.0))
@@ -88,16 +97,26 @@ class Chain(nn.Module):
 
 def whale_schedule(case: Case, num_waves: int) -> Schedule:
     """Made for these devices, with the memory of 1F1B."""
-    graph = scheduling.StageGraph.chain(2 * num_waves * case.num_devices, wave(case.num_devices, num_waves))
+    graph = scheduling.StageGraph.chain(
+        2 * num_waves * case.num_devices, wave(case.num_devices, num_waves)
+    )
     unsplit = scheduling.stages_without_input_part(graph)
     costs = scheduling.even_costs(
-        graph, case.forward_s, case.backward_s, message_s=MESSAGE_S, action_s=ACTION_S, memory_cap=case.num_devices, unsplit=unsplit
+        graph,
+        case.forward_s,
+        case.backward_s,
+        message_s=MESSAGE_S,
+        action_s=ACTION_S,
+        memory_cap=case.num_devices,
+        unsplit=unsplit,
     )
     return scheduling.build("zero-bubble", graph, case.num_micro_batch, costs)
 
 
 def ideal_costs(case: Case, graph: scheduling.StageGraph) -> Costs:
-    return scheduling.even_costs(graph, case.forward_s, case.backward_s, unsplit=scheduling.stages_without_input_part(graph))
+    return scheduling.even_costs(
+        graph, case.forward_s, case.backward_s, unsplit=scheduling.stages_without_input_part(graph)
+    )
 
 
 def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
@@ -117,19 +136,39 @@ def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
 
 def whale_side(case: Case, name: str, plan: wh.Plan) -> Side:
     torch.manual_seed(0)
-    model, batch, num_chunks = Chain(len(plan.stages)), case.batch(), len(plan.stages) // case.num_devices
+    model, batch, num_chunks = (
+        Chain(len(plan.stages)),
+        case.batch(),
+        len(plan.stages) // case.num_devices,
+    )
     wh.init(plan.config)
-    engine = wh.parallelize(model, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3), plan=plan)
+    engine = wh.parallelize(
+        model,
+        batch,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3),
+        plan=plan,
+    )
     engine.step(batch)
     (executor,) = engine.executors()
-    executor.pace = Pace({action: _seconds(case, action) / num_chunks for action in executor.program.actions if action.is_compute})
+    executor.pace = Pace(
+        {
+            action: _seconds(case, action) / num_chunks
+            for action in executor.program.actions
+            if action.is_compute
+        }
+    )
     return Side(name, lambda step: engine.step(batch))
 
 
 def _seconds(case: Case, action: Action) -> float:
     """Of a whole device."""
     part_s = case.backward_s / 2
-    return {Kind.FORWARD: case.forward_s, Kind.BACKWARD: case.backward_s, Kind.INPUT: part_s, Kind.WEIGHT: part_s}[action.kind]
+    return {
+        Kind.FORWARD: case.forward_s,
+        Kind.BACKWARD: case.backward_s,
+        Kind.INPUT: part_s,
+        Kind.WEIGHT: part_s,
+    }[action.kind]
 
 
 # ---- torch
@@ -195,7 +234,11 @@ def measure(plans: dict[Case, dict[str, wh.Plan]]) -> list[Times]:
     found = []
     for case, own in plans.items():
         ours = [whale_side(case, name, plan) for name, plan in own.items()]
-        theirs = [paced_side(case, name) for name, kind in TORCH.items() if kind.runs(case.num_devices, case.num_micro_batch)]
+        theirs = [
+            paced_side(case, name)
+            for name, kind in TORCH.items()
+            if kind.runs(case.num_devices, case.num_micro_batch)
+        ]
         say(f"{case.name}: {len(ours)} of our schedules, {len(theirs)} of torch's")
         found.append(alternate([*ours, *theirs], ROUNDS, 1, case.limit_s, warm_up=1))
     return found
@@ -210,14 +253,42 @@ def claims_of(case: Case, times: Times, schedules: dict[str, Schedule]) -> list[
     found = []
     for name, schedule in schedules.items():
         ideal = scheduling.simulate(schedule, ideal_costs(case, schedule.stage_graph))
-        details = {"ms": shown[name], "ideal ms": round(ideal.step_s * 1e3, 1), "lower bound ms": round(ideal.lower_bound_s * 1e3, 1)}
+        details = {
+            "ms": shown[name],
+            "ideal ms": round(ideal.step_s * 1e3, 1),
+            "lower bound ms": round(ideal.lower_bound_s * 1e3, 1),
+        }
         ratio = medians[name] / ideal.step_s
-        found.append(Claim(f"{case.name}: {name} / own ideal", ratio, ALLOWED[name], at_most=True, details=details))
+        found.append(
+            Claim(
+                f"{case.name}: {name} / own ideal",
+                ratio,
+                ALLOWED[name],
+                at_most=True,
+                details=details,
+            )
+        )
     if case.num_devices == 8:
         target = 1.10 if case.num_micro_batch == 8 else 1.04
-        found.append(Claim(f"{case.name}: best torch / whale", times.ratio(best_torch, ours), target, at_most=False, details=more))
+        found.append(
+            Claim(
+                f"{case.name}: best torch / whale",
+                times.ratio(best_torch, ours),
+                target,
+                at_most=False,
+                details=more,
+            )
+        )
         if case.num_micro_batch == 8:
-            found.append(Claim(f"{case.name}: torch 1F1B / whale", times.ratio("torch 1F1B", ours), 1.6, at_most=False, details={}))
+            found.append(
+                Claim(
+                    f"{case.name}: torch 1F1B / whale",
+                    times.ratio("torch 1F1B", ours),
+                    1.6,
+                    at_most=False,
+                    details={},
+                )
+            )
     return found
 
 
@@ -225,9 +296,17 @@ def main() -> None:
     claims = []
     for num_devices in (4, 8):
         cases = [case for case in CASES if case.num_devices == num_devices]
-        schedules = {case: {name: whale_schedule(case, num_waves) for name, num_waves in OURS.items()} for case in cases}
-        plans = {case: {name: whale_plan(case, each) for name, each in schedules[case].items()} for case in cases}
-        for case, times in zip(cases, run_ranks(measure, num_devices, plans, share_cores=True), strict=True):
+        schedules = {
+            case: {name: whale_schedule(case, num_waves) for name, num_waves in OURS.items()}
+            for case in cases
+        }
+        plans = {
+            case: {name: whale_plan(case, each) for name, each in schedules[case].items()}
+            for case in cases
+        }
+        for case, times in zip(
+            cases, run_ranks(measure, num_devices, plans, share_cores=True), strict=True
+        ):
             claims += claims_of(case, times, schedules[case])
     report("pipeline_emulated", claims)
 

@@ -1,8 +1,10 @@
-"""Real compute: a GPT-2 of 4 layers on 2 ranks, 16 micro-batches of 1 x 64 tokens: our schedules against all classes of torch that run.
+"""Real compute: a GPT-2 of 4 layers on 2 ranks, 16 micro-batches of 1 x 64 tokens: our schedules
+against all classes of torch that run.
 
-Every side trains the same model on the same batches; losses are compared in every step. torch's classes get stages of as many layers
-each, the embeddings on the first and the head on the last; ours are cut by the planner.
-Ceiling: each rank does half of the micro-batches of the whole model and half of the update, at the same time, with no messages at all.
+Every side trains the same model on the same batches; losses are compared in every step. torch's
+classes get stages of as many layers each, the embeddings on the first and the head on the last;
+ours are cut by the planner. Ceiling: each rank does half of the micro-batches of the whole model
+and half of the update, at the same time, with no messages at all.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_real.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/pipeline_real.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
@@ -25,13 +29,17 @@ NUM_DEVICES, NUM_MICRO_BATCH, LENGTH = 2, 16, 64
 TARGET = 1.05
 ROUNDS, STEPS_PER_BLOCK, LIMIT_S = 20, 2, 150.0
 OURS = {"whale auto": "auto", "whale 1f1b": "1f1b", "whale zero-bubble": "zero-bubble"}
-THEIRS = {name: kind for name, kind in TORCH.items() if kind.num_chunks * NUM_DEVICES <= gpt2.NUM_LAYERS}
+THEIRS = {
+    name: kind for name, kind in TORCH.items() if kind.num_chunks * NUM_DEVICES <= gpt2.NUM_LAYERS
+}
 THEIRS["torch LoopedBFS v=2"] = TorchSchedule(pipelining.ScheduleLoopedBFS, 2)
 PERFECT = "perfect"
 
 
 def whale_side(name: str) -> Side:
-    wh.init({"num_micro_batch": NUM_MICRO_BATCH, "num_task_graph": NUM_DEVICES, "schedule": OURS[name]})
+    wh.init(
+        {"num_micro_batch": NUM_MICRO_BATCH, "num_task_graph": NUM_DEVICES, "schedule": OURS[name]}
+    )
     model = gpt2.build(LENGTH, tied=False)
     engine = wh.parallelize(model, batch(0), optimizer=gpt2.make_optimizer)
     say(f"{name}: {len(engine.plan.stages)} stages, {engine.plan.schedule['name']}")
@@ -67,16 +75,42 @@ def perfect_side() -> Side:
 def measure() -> Times:
     """Runs on every rank."""
     say("preparing all sides")
-    job = TorchJob(NUM_MICRO_BATCH, lambda i, total: gpt2.stage(i, total, LENGTH), gpt2.loss_of_logits, gpt2.make_optimizer, inputs)
-    sides = [*(whale_side(name) for name in OURS), *(torch_side(name, kind, job) for name, kind in THEIRS.items()), perfect_side()]
+    job = TorchJob(
+        NUM_MICRO_BATCH,
+        lambda i, total: gpt2.stage(i, total, LENGTH),
+        gpt2.loss_of_logits,
+        gpt2.make_optimizer,
+        inputs,
+    )
+    sides = [
+        *(whale_side(name) for name in OURS),
+        *(torch_side(name, kind, job) for name, kind in THEIRS.items()),
+        perfect_side(),
+    ]
     return alternate(sides, ROUNDS, STEPS_PER_BLOCK, LIMIT_S, warm_up=2)
 
 
 def main() -> None:
     times: Times = run_ranks(measure, NUM_DEVICES)
     ours, theirs = min(OURS, key=times.median), min(THEIRS, key=times.median)
-    details = {"best of ours": ours, "best of torch": theirs, "ceiling": round(times.ratio(theirs, PERFECT), 4), **times.details()}
-    report("pipeline_real", [Claim(f"{theirs} / {ours}", times.ratio(theirs, ours), TARGET, at_most=False, details=details)])
+    details = {
+        "best of ours": ours,
+        "best of torch": theirs,
+        "ceiling": round(times.ratio(theirs, PERFECT), 4),
+        **times.details(),
+    }
+    report(
+        "pipeline_real",
+        [
+            Claim(
+                f"{theirs} / {ours}",
+                times.ratio(theirs, ours),
+                TARGET,
+                at_most=False,
+                details=details,
+            )
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A pipeline of 2 stages on 2 ranks against `torch.distributed.pipelining` (1F1B, same cut): as fast, and faster with small micro-batches.
+"""A pipeline of 2 stages on 2 ranks against `torch.distributed.pipelining` (1F1B, same cut): as
+fast, and faster with small micro-batches.
 
-Ceiling: 1F1B computed from the times that torch's own stages take on their own, without messages and without waiting.
+Ceiling: 1F1B computed from the times that torch's own stages take on their own, without messages
+and without waiting.
 """
 
 from __future__ import annotations
@@ -17,11 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/pipeline_vs_torch.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/pipeline_vs_torch.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
-from benchmarks.side_by_side import Claim, Side, Times, alternate, claim_against_torch, report, run_ranks, say
+from benchmarks.side_by_side import (
+    Claim,
+    Side,
+    Times,
+    alternate,
+    claim_against_torch,
+    report,
+    run_ranks,
+    say,
+)
 
 NUM_STAGES = 2
 CUT = gpt2.NUM_LAYERS // NUM_STAGES
@@ -48,7 +61,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"torch / whale, {self.num_micro_batch} micro-batches of {self.samples} x {self.length} tokens"
+        return (
+            f"torch / whale, {self.num_micro_batch} micro-batches of {self.samples} x "
+            f"{self.length} tokens"
+        )
 
     def batch(self, step: int) -> dict[str, Tensor]:
         return gpt2.batch(step, self.batch_size, self.length)
@@ -71,13 +87,20 @@ def claim(case: Case) -> Claim:
 def measure(case: Case) -> Times:
     """Runs on every rank."""
     say(f"{case.name}: preparing both sides")
-    return alternate([whale_side(case), torch_side(case), ideal_side(case)], case.num_rounds, STEPS_PER_BLOCK, LIMIT_S)
+    return alternate(
+        [whale_side(case), torch_side(case), ideal_side(case)],
+        case.num_rounds,
+        STEPS_PER_BLOCK,
+        LIMIT_S,
+    )
 
 
 def whale_side(case: Case) -> Side:
     wh.init({"num_micro_batch": case.num_micro_batch})
     model = gpt2.build(case.length, tied=False)
-    first, last = (f"transformer.h.[{start}-{stop - 1}]" for start, stop in ((0, CUT), (CUT, gpt2.NUM_LAYERS)))
+    first, last = (
+        f"transformer.h.[{start}-{stop - 1}]" for start, stop in ((0, CUT), (CUT, gpt2.NUM_LAYERS))
+    )
     wh.annotate(
         model,
         {
@@ -122,7 +145,9 @@ def torch_side(case: Case) -> Side:
 
 @dataclass
 class Alone:
-    """What one stage does without the other: mean seconds of a forward, a backward and the update."""
+    """What one stage does without the other: mean seconds of a forward, a backward and the
+    update.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -130,7 +155,9 @@ class Alone:
 
 
 def ideal_side(case: Case) -> Side:
-    """Both stages at the same time, each on its own on made-up inputs; the time is that of 1F1B with these actions and free messages."""
+    """Both stages at the same time, each on its own on made-up inputs; the time is that of 1F1B
+    with these actions and free messages.
+    """
     module = torch_stage(case)
     optimizer = gpt2.make_optimizer(module.parameters())
     is_first = dist.get_rank() == 0
@@ -141,7 +168,9 @@ def ideal_side(case: Case) -> Side:
         if is_first:
             result: Tensor = module(batch["input_ids"][samples])
             return result
-        return gpt2.loss_of_logits(module(hidden.detach().requires_grad_()), batch["labels"][samples])
+        return gpt2.loss_of_logits(
+            module(hidden.detach().requires_grad_()), batch["labels"][samples]
+        )
 
     def run(step: int) -> Alone:
         batch, alone = case.batch(step), Alone()
@@ -155,7 +184,9 @@ def ideal_side(case: Case) -> Side:
         return alone
 
     def block_s(steps: list[Alone]) -> float:
-        own = torch.tensor([[a.forward_s, a.backward_s, a.update_s] for a in steps], dtype=torch.float64).mean(dim=0)
+        own = torch.tensor(
+            [[a.forward_s, a.backward_s, a.update_s] for a in steps], dtype=torch.float64
+        ).mean(dim=0)
         every = [torch.empty_like(own) for _ in range(NUM_STAGES)]
         dist.all_gather(every, own)
         return ideal_s([Alone(*stage.tolist()) for stage in every], case.num_micro_batch)
@@ -185,7 +216,9 @@ def ideal_s(stages: list[Alone], num_micro_batch: int) -> float:
             if 0 <= source < num_stages and (kind, source, m) not in done:
                 continue
             start = max(free[s], done.get((kind, source, m), 0.0))
-            free[s] = done[kind, s, m] = start + (stage.forward_s if kind == "forward" else stage.backward_s)
+            free[s] = done[kind, s, m] = start + (
+                stage.forward_s if kind == "forward" else stage.backward_s
+            )
             places[s] += 1
     return max(end + stage.update_s for end, stage in zip(free, stages, strict=True))
 

@@ -1,4 +1,5 @@
-"""How long planning takes, capture included: large models and large clusters, on one core and without weights.
+"""How long planning takes, capture included: large models and large clusters, on one core and
+without weights.
 
     a GPT of 96 layers x 12288 for 64 stages                                     under 30 s in all, under 1 GB
     the same on 1,024 devices of 3 kinds, 128 stages x 8 replicas                under 30 s in all, under 1 GB
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/planning.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/planning.py` finds its neighbours, too
 
 import whale as wh
 from whale import api
@@ -41,7 +44,10 @@ MIXED_CLUSTER = {"V100-32GB": 8, "P100": 4, "T4": 4}
 def cluster_of(kinds: dict[str, int]) -> wh.Cluster:
     """Hosts of 8 devices of one kind."""
     names = [kind for kind, count in kinds.items() for _ in range(count)]
-    devices = tuple(Device(rank, f"host{rank // 8}", rank % 8, device_kind(name)) for rank, name in enumerate(names))
+    devices = tuple(
+        Device(rank, f"host{rank // 8}", rank % 8, device_kind(name))
+        for rank, name in enumerate(names)
+    )
     return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G)
 
 
@@ -80,25 +86,42 @@ def split_gpt() -> dict[str, Any]:
         config = GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
         model = wh.annotate(GPT2LMHeadModel(config), {"*": wh.split(SPLIT_DEVICES)})
     words = torch.zeros(NUM_MICRO_BATCH, LENGTH, dtype=torch.long)
-    cluster, settings = cluster_of({"A100-80GB": SPLIT_DEVICES}), {"num_micro_batch": NUM_MICRO_BATCH}
+    cluster, settings = (
+        cluster_of({"A100-80GB": SPLIT_DEVICES}),
+        {"num_micro_batch": NUM_MICRO_BATCH},
+    )
     plan, seconds, in_all = _after_capture(model, words, cluster, settings)
     grid = plan.virtual_devices[0].grid
-    found = {"seconds after the capture": round(seconds, 1), "of limit": seconds / LIMIT_SPLIT_S, "in all": round(in_all, 1)}
+    found = {
+        "seconds after the capture": round(seconds, 1),
+        "of limit": seconds / LIMIT_SPLIT_S,
+        "in all": round(in_all, 1),
+    }
     return {**found, "grid": grid.name if grid is not None else "none", "devices": plan.num_devices}
 
 
 def bert() -> dict[str, Any]:
     with torch.device("meta"):
-        model = BertForMaskedLM(BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16))
+        model = BertForMaskedLM(
+            BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
+        )
     words = torch.zeros(64, 128, dtype=torch.long)
     settings = {"num_task_graph": 4, "num_micro_batch": 8}
     plan, seconds, in_all = _after_capture(model, words, cluster_of(MIXED_CLUSTER), settings)
-    found = {"seconds after the capture": round(seconds, 2), "of limit": seconds / LIMIT_AFTER_CAPTURE_S, "in all": round(in_all, 1)}
+    found = {
+        "seconds after the capture": round(seconds, 2),
+        "of limit": seconds / LIMIT_AFTER_CAPTURE_S,
+        "in all": round(in_all, 1),
+    }
     return {**found, "devices": plan.num_devices}
 
 
-def _after_capture(model: torch.nn.Module, words: torch.Tensor, cluster: wh.Cluster, settings: dict[str, int]) -> tuple[Plan, float, float]:
-    """What `wh.plan` does, with a look at the clock between capture and planning: (plan, seconds after the capture, seconds in all)."""
+def _after_capture(
+    model: torch.nn.Module, words: torch.Tensor, cluster: wh.Cluster, settings: dict[str, int]
+) -> tuple[Plan, float, float]:
+    """What `wh.plan` does, with a look at the clock between capture and planning: (plan, seconds
+    after the capture, seconds in all).
+    """
     start = time.perf_counter()
     layout, tensors = read_batch({"input_ids": words, "labels": words})
     config = wh.Config(settings)
@@ -127,8 +150,20 @@ def main() -> None:
         "BERT-Large, 16 mixed devices": alone(bert),
         "GPT, split over 64 devices": alone(split_gpt),
     }
-    worst = max(max(each.pop("of limit"), each["peak_bytes"] / LIMIT_BYTES) for each in details.values())
-    print(json.dumps({"name": "planning", "ratio": round(worst, 3), "target": 1.0, "ok": worst <= 1.0, "details": details}))
+    worst = max(
+        max(each.pop("of limit"), each["peak_bytes"] / LIMIT_BYTES) for each in details.values()
+    )
+    print(
+        json.dumps(
+            {
+                "name": "planning",
+                "ratio": round(worst, 3),
+                "target": 1.0,
+                "ok": worst <= 1.0,
+                "details": details,
+            }
+        )
+    )
     sys.exit(0 if worst <= 1.0 else 1)
 
 

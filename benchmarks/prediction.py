@@ -1,6 +1,7 @@
 """Predicted against measured: step time and peak memory of 2 CPU ranks, over models and plans.
 
-`whale profile` runs in the same processes, on the same two cores; then each plan is made for what it found, and run.
+`whale profile` runs in the same processes, on the same two cores; then each plan is made for what
+it found, and run.
 
     step     the fastest steps, against `wh.simulate(plan).step_s`. Other guests of the processor make a core up to twice as slow for
              seconds: what `whale profile` measures then does not count either. So all cases take turns, too
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on every start and stop that it does
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "99"
+)  # torch's profiler says on every start and stop that it does
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/prediction.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/prediction.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks import gpt2
@@ -47,7 +52,8 @@ STEPS_S = 190.0
 """of steps, for all cases together, at most"""
 TURN_S = 1.0
 NUM_FAST, FEWEST_STEPS = 8, 20
-"""steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough"""
+"""steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough
+"""
 STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
 LENGTH = 64
 
@@ -57,7 +63,9 @@ class Perceptron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(768, 768), nn.GELU())))
+        self.layers = nn.Sequential(
+            *(layer for _ in range(6) for layer in (nn.Linear(768, 768), nn.GELU()))
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.layers(x), y)
@@ -78,13 +86,19 @@ def _gpt2(batch_size: int) -> dict[str, Any]:
 
 
 def _perceptron(batch_size: int) -> dict[str, Any]:
-    return {"build": Perceptron, "batch": lambda: {"x": torch.randn(batch_size, 768), "y": torch.randn(batch_size, 768)}}
+    return {
+        "build": Perceptron,
+        "batch": lambda: {"x": torch.randn(batch_size, 768), "y": torch.randn(batch_size, 768)},
+    }
 
 
 def _resnet(batch_size: int) -> dict[str, Any]:
     labels = torch.zeros(batch_size, dtype=torch.long)
     small = ResNetConfig(num_classes=10, blocks=(2, 2), width=16)
-    return {"build": lambda: ResNet(small), "batch": lambda: {"images": torch.randn(batch_size, 3, 64, 64), "labels": labels}}
+    return {
+        "build": lambda: ResNet(small),
+        "batch": lambda: {"images": torch.randn(batch_size, 3, 64, 64), "labels": labels},
+    }
 
 
 PIPELINE = {"num_task_graph": 2, "num_micro_batch": 4}
@@ -95,7 +109,12 @@ CASES = (
     Case("perceptron, data parallel", **_perceptron(256), config={}),
     Case("perceptron, 2 stages", **_perceptron(256), config=PIPELINE),
     Case("ResNet, data parallel", **_resnet(16), config={}),
-    Case("small M6, data parallel", build=lambda: M6(M6Config.small()), batch=lambda: Drawings(100).batch(range(16)), config={}),
+    Case(
+        "small M6, data parallel",
+        build=lambda: M6(M6Config.small()),
+        batch=lambda: Drawings(100).batch(range(16)),
+        config={},
+    ),
 )
 
 
@@ -121,7 +140,10 @@ class Found:
 
     @property
     def memory(self) -> list[float]:
-        return [predicted / measured for predicted, measured in zip(self.predicted_bytes, self.measured_bytes, strict=True)]
+        return [
+            predicted / measured
+            for predicted, measured in zip(self.predicted_bytes, self.measured_bytes, strict=True)
+        ]
 
 
 @dataclass
@@ -154,7 +176,9 @@ def start(case: Case, cluster: wh.Cluster) -> Running:
     gc.collect()  # what is left of the case before must not be freed while this one is recorded
     wh.init({**case.config, "check_capture": False})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        batch = {name: tensor.clone() for name, tensor in case.batch().items()}  # in torch's memory, wherever it came from
+        batch = {
+            name: tensor.clone() for name, tensor in case.batch().items()
+        }  # in torch's memory, wherever it came from
         model = case.build()
         engine = wh.parallelize(model, batch, optimizer=make_optimizer, cluster=cluster)
         del model
@@ -168,7 +192,9 @@ def start(case: Case, cluster: wh.Cluster) -> Running:
 
 
 def time_steps(cases: Sequence[Running], speed: Speed) -> None:
-    """A second of each case in turn, until each had enough steps at moments when all cores were fast."""
+    """A second of each case in turn, until each had enough steps at moments when all cores were
+    fast.
+    """
     begin, passed_s, waiting = time.perf_counter(), 0.0, list(cases)
     while waiting and passed_s < STEPS_S:
         for running in waiting:
@@ -187,7 +213,11 @@ def time_steps(cases: Sequence[Running], speed: Speed) -> None:
                 running.steps.append(took_s)
                 running.num_fast += slowness <= NEARLY
                 before_s = after_s
-        waiting = [running for running in cases if running.num_fast < NUM_FAST or len(running.steps) < FEWEST_STEPS]
+        waiting = [
+            running
+            for running in cases
+            if running.num_fast < NUM_FAST or len(running.steps) < FEWEST_STEPS
+        ]
 
 
 def run() -> list[Found]:
@@ -203,9 +233,19 @@ def run() -> list[Found]:
         timeline = wh.simulate(each.engine.plan)
         predicted_bytes = [device.peak_total_bytes for device in timeline.devices]
         median_s = statistics.median(each.steps)
-        results.append(Found(timeline.step_s, each.measured_s, median_s, each.num_fast, predicted_bytes, each.live_bytes))
+        results.append(
+            Found(
+                timeline.step_s,
+                each.measured_s,
+                median_s,
+                each.num_fast,
+                predicted_bytes,
+                each.live_bytes,
+            )
+        )
         say(
-            f"{each.case.name}: {each.num_fast} of {len(each.steps)} steps at a fast moment; the fastest {each.measured_s * 1e3:.1f} ms, "
+            f"{each.case.name}: {each.num_fast} of {len(each.steps)} steps at a fast moment; the "
+            f"fastest {each.measured_s * 1e3:.1f} ms, "
             f"median {median_s * 1e3:.1f} ms"
         )
         each.engine.close()
@@ -214,13 +254,20 @@ def run() -> list[Found]:
 
 def main() -> None:
     results = run_ranks(run, 2)
-    print(f"{'case':<40}{'step ms':>9}{'fastest':>10}{'ratio':>8}{'memory MB':>22}{'measured':>18}{'ratio':>14}")
+    print(
+        f"{'case':<40}{'step ms':>9}{'fastest':>10}{'ratio':>8}{'memory MB':>22}{'measured':>18}{'ratio':>14}"
+    )
     details, margins = {}, []
     for case, found in zip(CASES, results, strict=True):
         step, memory, step_ms = found.step, found.memory, found.predicted_s * 1e3
-        shown = ["  ".join(f"{value / 1e6:.1f}" for value in values) for values in (found.predicted_bytes, found.measured_bytes)]
+        shown = [
+            "  ".join(f"{value / 1e6:.1f}" for value in values)
+            for values in (found.predicted_bytes, found.measured_bytes)
+        ]
         ratios = "  ".join(f"{ratio:.3f}" for ratio in memory)
-        print(f"{case.name:<40}{step_ms:>9.1f}{found.measured_s * 1e3:>10.1f}{step:>8.3f}{shown[0]:>22}{shown[1]:>18}{ratios:>14}")
+        print(
+            f"{case.name:<40}{step_ms:>9.1f}{found.measured_s * 1e3:>10.1f}{step:>8.3f}{shown[0]:>22}{shown[1]:>18}{ratios:>14}"
+        )
         details[case.name] = {
             "step predicted / fastest": round(step, 3),
             "step predicted / median": round(found.predicted_s / found.median_s, 3),
@@ -229,9 +276,21 @@ def main() -> None:
         }
         margins.append((abs(step - 1), all(LEAST_MEMORY <= each <= MOST_MEMORY for each in memory)))
     worst = max(error for error, _ in margins)
-    details["mean error of the step"] = {"ratio": round(statistics.fmean(error for error, _ in margins), 3)}
+    details["mean error of the step"] = {
+        "ratio": round(statistics.fmean(error for error, _ in margins), 3)
+    }
     is_ok = worst <= STEP_WITHIN and all(fits for _, fits in margins)
-    print(json.dumps({"name": "prediction", "ratio": round(1 + worst, 4), "target": 1 + STEP_WITHIN, "ok": is_ok, "details": details}))
+    print(
+        json.dumps(
+            {
+                "name": "prediction",
+                "ratio": round(1 + worst, 4),
+                "target": 1 + STEP_WITHIN,
+                "ok": is_ok,
+                "details": details,
+            }
+        )
+    )
     sys.exit(0 if is_ok else 1)
 
 

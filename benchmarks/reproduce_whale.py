@@ -1,7 +1,9 @@
-"""Figures of the Whale paper from our planner and simulator, on the paper's clusters: published value, ours, difference.
+"""Figures of the Whale paper from our planner and simulator, on the paper's clusters: published
+value, ours, difference.
 
-All assumptions and the one fitted number are in `whale_paper.yaml`. The paper gives no batch sizes, so absolute agreement is not the
-claim; the claim is that in every comparison the systems come out in the paper's order.
+All assumptions and the one fitted number are in `whale_paper.yaml`. The paper gives no batch sizes,
+so absolute agreement is not the claim; the claim is that in every comparison the systems come out
+in the paper's order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/reproduce_whale.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/reproduce_whale.py` finds its neighbours, too
 
 from benchmarks.paper_models import Captured, capture
 from whale.cluster.cluster import GIGA, Cluster, Device, DeviceKind, Link, device_kind
@@ -49,9 +53,12 @@ def cluster(*kinds: tuple[str, int]) -> Cluster:
     for name, number in kinds:
         known, efficiency = device_kind(name), OPEN["efficiency"]
         kind = DeviceKind(name, efficiency * known.flop_per_s, 0, efficiency * known.bytes_per_s)
-        devices += [(f"{name}-{place // per_host}", place % per_host, kind) for place in range(number)]
+        devices += [
+            (f"{name}-{place // per_host}", place % per_host, kind) for place in range(number)
+        ]
     links = [
-        Link(PAPER["cluster"][name]["gb_per_s"] * GIGA, PAPER["cluster"][name]["latency_us"] / 1e6) for name in ("intra_host", "inter_host")
+        Link(PAPER["cluster"][name]["gb_per_s"] * GIGA, PAPER["cluster"][name]["latency_us"] / 1e6)
+        for name in ("intra_host", "inter_host")
     ]
     return Cluster(tuple(Device(rank, *device) for rank, device in enumerate(devices)), *links)
 
@@ -62,7 +69,10 @@ def speed(plan: Plan, recompute: bool = False) -> float:
         figures = figures_in(plan)
         stages = []
         for stage in figures.stages:
-            times = {kind: replace(each, input_backward=each.input_backward + each.forward) for kind, each in stage.times.items()}
+            times = {
+                kind: replace(each, input_backward=each.input_backward + each.forward)
+                for kind, each in stage.times.items()
+            }
             stages.append(replace(stage, times=times))
         plan = replace(plan, figures=replace(figures, stages=tuple(stages)))
     return simulate(plan).samples_per_s
@@ -72,20 +82,41 @@ def hardware_aware(bert: Captured, resnet: Captured, t5: Captured) -> list[Point
     """Figures 17 and 18."""
     found = []
     for model in (bert, resnet):
-        devices, batch_size = cluster(("V100-32GB", 8), ("P100", 8)), OPEN["data_parallel_batch"][model.name]
+        devices, batch_size = (
+            cluster(("V100-32GB", 8), ("P100", 8)),
+            OPEN["data_parallel_batch"][model.name],
+        )
         ratio = speed(model.plan(devices, batch_size)) / speed(model.even_plan(devices, batch_size))
-        found += _over_even("17 data parallel", model.name, PAPER["published"]["figure_17_hardware_aware_data_parallel"], ratio)
+        found += _over_even(
+            "17 data parallel",
+            model.name,
+            PAPER["published"]["figure_17_hardware_aware_data_parallel"],
+            ratio,
+        )
     for model in (bert, t5):
-        devices, batch_size = cluster(("V100-32GB", 4), ("P100", 4)), OPEN["pipeline_batch"][model.name]
+        devices, batch_size = (
+            cluster(("V100-32GB", 4), ("P100", 4)),
+            OPEN["pipeline_batch"][model.name],
+        )
         config = {"num_task_graph": 4, "num_micro_batch": 8}
-        ratio = speed(model.plan(devices, batch_size, **config)) / speed(model.even_plan(devices, batch_size, **config))
-        found += _over_even("18 pipeline", model.name, PAPER["published"]["figure_18_hardware_aware_pipeline"], ratio)
+        ratio = speed(model.plan(devices, batch_size, **config)) / speed(
+            model.even_plan(devices, batch_size, **config)
+        )
+        found += _over_even(
+            "18 pipeline",
+            model.name,
+            PAPER["published"]["figure_18_hardware_aware_pipeline"],
+            ratio,
+        )
     return found
 
 
 def _over_even(figure: str, model: str, published: dict[str, float], ratio: float) -> list[Point]:
     group = f"figure {figure}, {model}"
-    return [Point(figure, f"{model}: even", 1.0, 1.0, group), Point(figure, f"{model}: hardware-aware", published[model], ratio, group)]
+    return [
+        Point(figure, f"{model}: even", 1.0, 1.0, group),
+        Point(figure, f"{model}: hardware-aware", published[model], ratio, group),
+    ]
 
 
 def pipelines(bert: Captured) -> list[Point]:
@@ -96,18 +127,55 @@ def pipelines(bert: Captured) -> list[Point]:
     published = PAPER["published"]["figure_11_pipeline"]
     for stages in (4, 8):
         config: dict[str, Any] = {"num_task_graph": stages, "num_micro_batch": count}
-        one_f_one_b = bert.plan(cluster(("V100-32GB", stages)), micro * count, schedule="1f1b", **config)
+        one_f_one_b = bert.plan(
+            cluster(("V100-32GB", stages)), micro * count, schedule="1f1b", **config
+        )
         gpipe = bert.plan(cluster(("V100-32GB", stages)), micro * count, schedule="gpipe", **config)
         group = f"figure 11, {stages} stages"
-        found.append(Point("11", f"{stages} stages: Whale", published["whale"][stages], speed(one_f_one_b) / alone, group))
-        found.append(Point("11", f"{stages} stages: GPipe, recomputing", published["gpipe"][stages], speed(gpipe, True) / alone, group))
-        plain = Point("11", f"{stages} stages: GPipe without recompute", published["gpipe"][stages], speed(gpipe) / alone, "")
+        found.append(
+            Point(
+                "11",
+                f"{stages} stages: Whale",
+                published["whale"][stages],
+                speed(one_f_one_b) / alone,
+                group,
+            )
+        )
+        found.append(
+            Point(
+                "11",
+                f"{stages} stages: GPipe, recomputing",
+                published["gpipe"][stages],
+                speed(gpipe, True) / alone,
+                group,
+            )
+        )
+        plain = Point(
+            "11",
+            f"{stages} stages: GPipe without recompute",
+            published["gpipe"][stages],
+            speed(gpipe) / alone,
+            "",
+        )
         found.append(plain)
     for graphs, by_gpus in PAPER["published"]["figure_12_pipeline_x_data_parallel"].items():
         for gpus, value in by_gpus.items():
             replicas = gpus // graphs
-            plan = bert.plan(cluster(("V100-32GB", gpus)), micro * count * replicas, num_task_graph=graphs, num_micro_batch=count)
-            found.append(Point("12", f"{gpus} GPUs: {graphs} TaskGraphs", value, speed(plan) / alone, f"figure 12, {gpus} GPUs"))
+            plan = bert.plan(
+                cluster(("V100-32GB", gpus)),
+                micro * count * replicas,
+                num_task_graph=graphs,
+                num_micro_batch=count,
+            )
+            found.append(
+                Point(
+                    "12",
+                    f"{gpus} GPUs: {graphs} TaskGraphs",
+                    value,
+                    speed(plan) / alone,
+                    f"figure 12, {gpus} GPUs",
+                )
+            )
     return found
 
 
@@ -115,7 +183,13 @@ def m6_10b() -> list[Point]:
     """Figure 19: 8 stages, 35 micro-batches, recomputing; more GPUs are more replicas."""
     model, first, found = capture("M6-10B"), None, []
     for gpus, value in PAPER["published"]["figure_19_m6_10b"].items():
-        plan = model.plan(cluster(("V100-32GB", gpus)), 35 * OPEN["m6_micro_batch"] * gpus // 8, 0.0, num_task_graph=8, num_micro_batch=35)
+        plan = model.plan(
+            cluster(("V100-32GB", gpus)),
+            35 * OPEN["m6_micro_batch"] * gpus // 8,
+            0.0,
+            num_task_graph=8,
+            num_micro_batch=35,
+        )
         ours = speed(plan, recompute=True)
         first = first or ours
         found.append(Point("19", f"M6-10B on {gpus} GPUs", value, ours / first, "figure 19"))
@@ -129,7 +203,10 @@ def wrong_orders(points: list[Point]) -> list[str]:
         if a.group != b.group or abs(a.paper - b.paper) <= OPEN["tie"] * max(a.paper, b.paper):
             continue
         if (a.paper > b.paper) != (a.ours > b.ours):
-            found.append(f"{a.group}: {a.system} {a.ours:.3g}, {b.system} {b.ours:.3g}; the paper has {a.paper:.3g} and {b.paper:.3g}")
+            found.append(
+                f"{a.group}: {a.system} {a.ours:.3g}, {b.system} {b.ours:.3g}; the paper has "
+                f"{a.paper:.3g} and {b.paper:.3g}"
+            )
     return found
 
 
@@ -138,15 +215,31 @@ def main() -> None:
     points = [*hardware_aware(bert, resnet, t5), *pipelines(bert), *m6_10b()]
     print(f"{'figure':<18}{'system':<36}{'paper':>8}{'ours':>8}{'difference':>12}")
     for point in points:
-        print(f"{point.figure:<18}{point.system:<36}{point.paper:>8.3g}{point.ours:>8.3g}{point.difference:>+12.0%}")
+        print(
+            f"{point.figure:<18}{point.system:<36}{point.paper:>8.3g}{point.ours:>8.3g}{point.difference:>+12.0%}"
+        )
     wrong = wrong_orders(points)
     for line in wrong:
         print(f"another order than the paper's: {line}")
-    pairs = [(a, b) for a, b in itertools.combinations([p for p in points if p.group], 2) if a.group == b.group]
-    ordered = [pair for pair in pairs if abs(pair[0].paper - pair[1].paper) > OPEN["tie"] * max(pair[0].paper, pair[1].paper)]
+    pairs = [
+        (a, b)
+        for a, b in itertools.combinations([p for p in points if p.group], 2)
+        if a.group == b.group
+    ]
+    ordered = [
+        pair
+        for pair in pairs
+        if abs(pair[0].paper - pair[1].paper) > OPEN["tie"] * max(pair[0].paper, pair[1].paper)
+    ]
     ratio = 1 - len(wrong) / len(ordered)
     details = {f"{p.figure}: {p.system}": [p.paper, round(p.ours, 3)] for p in points}
-    line = {"name": "reproduce_whale", "ratio": round(ratio, 4), "target": 1.0, "ok": not wrong, "details": details}
+    line = {
+        "name": "reproduce_whale",
+        "ratio": round(ratio, 4),
+        "target": 1.0,
+        "ok": not wrong,
+        "details": details,
+    }
     print(json.dumps(line))
     sys.exit(0 if not wrong else 1)
 

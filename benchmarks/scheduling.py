@@ -1,8 +1,9 @@
 """How long list scheduling takes: one JSON line.
 
-With messages and the whole proof: P = 8, m = 16, W = 2 under 1 s; P = 64, m = 256, W = 2 under 30 s, both with latency, so that the
-search does not end at the lower bound at once. It is one thread; judged by its CPU time, which other programs on the machine do not
-lengthen as they do the time on the clock.
+With messages and the whole proof: P = 8, m = 16, W = 2 under 1 s; P = 64, m = 256, W = 2 under 30
+s, both with latency, so that the search does not end at the lower bound at once. It is one thread;
+judged by its CPU time, which other programs on the machine do not lengthen as they do the time on
+the clock.
 """
 
 from __future__ import annotations
@@ -40,9 +41,25 @@ def measure(num_devices: int, num_micro_batch: int, num_waves: int) -> dict[str,
 
 
 def main() -> None:
-    times = {f"P={devices} m={count} W={waves}": measure(devices, count, waves) for devices, count, waves, _ in CASES}
-    worst = max(times[f"P={devices} m={count} W={waves}"]["cpu seconds"] / limit for devices, count, waves, limit in CASES)
-    print(json.dumps({"name": "scheduling", "ratio": round(worst, 3), "target": 1.0, "ok": worst <= 1.0, "details": times}))
+    times = {
+        f"P={devices} m={count} W={waves}": measure(devices, count, waves)
+        for devices, count, waves, _ in CASES
+    }
+    worst = max(
+        times[f"P={devices} m={count} W={waves}"]["cpu seconds"] / limit
+        for devices, count, waves, limit in CASES
+    )
+    print(
+        json.dumps(
+            {
+                "name": "scheduling",
+                "ratio": round(worst, 3),
+                "target": 1.0,
+                "ok": worst <= 1.0,
+                "details": times,
+            }
+        )
+    )
     sys.exit(0 if worst <= 1.0 else 1)
 
 

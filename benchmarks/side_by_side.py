@@ -1,8 +1,10 @@
-"""Two ways to do the same work, timed in the same processes in turns, and the JSON line that says how they compare.
+"""Two ways to do the same work, timed in the same processes in turns, and the JSON line that says
+how they compare.
 
-Every rank is a process with one thread on one core of its own. Both sides live in the same processes and take turns, a few steps at a
-time, so that whatever else this machine does hits both. A ratio is the median over rounds of the ratio of the two times of one round.
-Rounds in which other processes used the cores are left out, as long as enough are left.
+Every rank is a process with one thread on one core of its own. Both sides live in the same
+processes and take turns, a few steps at a time, so that whatever else this machine does hits both.
+A ratio is the median over rounds of the ratio of the two times of one round. Rounds in which other
+processes used the cores are left out, as long as enough are left.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import torch.distributed as dist
 SAME_LOSS = 1e-4
 """largest relative difference between the losses of the two sides, over all steps, float32"""
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-"""glibc keeps freed memory. By default it gives some back now and then and takes it again: up to 3 % of a step, by chance on either side"""
+"""glibc keeps freed memory. By default it gives some back now and then and takes it again: up to 3
+% of a step, by chance on either side
+"""
 QUIET = 0.05
 """a round counts when other processes used at most this part of every rank's core"""
 PATIENCE_S = 2.0
@@ -44,7 +48,9 @@ class Side:
     step: Callable[[int], Any]
     """one whole training step on mini-batch number i; gives something that `loss` understands"""
     loss: Callable[[Any], float] | None = None
-    """the loss of the whole mini-batch, from what `step` gave; called outside the timing; None where the side has no loss of its own"""
+    """the loss of the whole mini-batch, from what `step` gave; called outside the timing; None
+    where the side has no loss of its own
+    """
     seconds_per_step: Callable[[list[Any]], float] | None = None
     """the time of a block, from what its steps gave, where that is not the time on the clock"""
 
@@ -74,13 +80,20 @@ class Times:
     cpu_seconds: dict[str, list[float]]
     """the same of CPU time on rank 0, threads of gloo included"""
     busy_elsewhere: list[float]
-    """of each round: the part of the time in which the core of a rank, the worst one, ran other processes"""
+    """of each round: the part of the time in which the core of a rank, the worst one, ran other
+    processes
+    """
 
     def join(self, other: Times) -> Times:
-        """Rounds of two runs of the same sides: a process keeps the luck of its memory layout, up to 2 % either way, for all its rounds."""
+        """Rounds of two runs of the same sides: a process keeps the luck of its memory layout, up
+        to 2 % either way, for all its rounds.
+        """
         return Times(
             {name: [*values, *other.seconds[name]] for name, values in self.seconds.items()},
-            {name: [*values, *other.cpu_seconds[name]] for name, values in self.cpu_seconds.items()},
+            {
+                name: [*values, *other.cpu_seconds[name]]
+                for name, values in self.cpu_seconds.items()
+            },
             [*self.busy_elsewhere, *other.busy_elsewhere],
         )
 
@@ -88,43 +101,75 @@ class Times:
     def rounds(self) -> list[int]:
         """The ones that count."""
         by_quiet = sorted(range(len(self.busy_elsewhere)), key=self.busy_elsewhere.__getitem__)
-        return [number for place, number in enumerate(by_quiet) if place < FEWEST_ROUNDS or self.busy_elsewhere[number] <= QUIET]
+        return [
+            number
+            for place, number in enumerate(by_quiet)
+            if place < FEWEST_ROUNDS or self.busy_elsewhere[number] <= QUIET
+        ]
 
     def ratio(self, above: str, below: str) -> float:
         """Median over rounds of time(above) / time(below)."""
-        return statistics.median(self.seconds[above][number] / self.seconds[below][number] for number in self.rounds)
+        return statistics.median(
+            self.seconds[above][number] / self.seconds[below][number] for number in self.rounds
+        )
 
     def median(self, name: str) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds[name][number] for number in self.rounds)
 
     def cpu_ratio(self, above: str, below: str) -> float:
-        """The same of CPU time on rank 0: less disturbed by other processes, and blind to waiting."""
-        return statistics.median(self.cpu_seconds[above][number] / self.cpu_seconds[below][number] for number in self.rounds)
+        """The same of CPU time on rank 0: less disturbed by other processes, and blind to
+        waiting.
+        """
+        return statistics.median(
+            self.cpu_seconds[above][number] / self.cpu_seconds[below][number]
+            for number in self.rounds
+        )
 
     def details(self) -> dict[str, Any]:
         """Medians in milliseconds, and how far the figures can be trusted."""
         found: dict[str, Any] = {}
         for name in self.seconds:
             found[f"{name} ms"] = round(self.median(name) * 1e3, 1)
-            found[f"{name} cpu ms"] = round(statistics.median(self.cpu_seconds[name][number] for number in self.rounds) * 1e3, 1)
+            found[f"{name} cpu ms"] = round(
+                statistics.median(self.cpu_seconds[name][number] for number in self.rounds) * 1e3, 1
+            )
         worst = max(self.busy_elsewhere[number] for number in self.rounds)
-        return {**found, "rounds": f"{len(self.rounds)} of {len(self.busy_elsewhere)}", "busy elsewhere": round(worst, 3)}
+        return {
+            **found,
+            "rounds": f"{len(self.rounds)} of {len(self.busy_elsewhere)}",
+            "busy elsewhere": round(worst, 3),
+        }
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, share_cores: bool = False) -> Any:
-    """`function(*args)` on ranks that are pinned to a core each; gives what rank 0 returned. `share_cores`: ranks that mostly sleep."""
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, share_cores: bool = False
+) -> Any:
+    """`function(*args)` on ranks that are pinned to a core each; gives what rank 0 returned.
+    `share_cores`: ranks that mostly sleep.
+    """
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < num_ranks and not share_cores:
-        raise SystemExit(f"this benchmark needs {num_ranks} cores, one for each rank; this process may use {len(cores)}")
+        raise SystemExit(
+            f"this benchmark needs {num_ranks} cores, one for each rank; this process may use "
+            f"{len(cores)}"
+        )
     os.environ.update(ALLOCATOR)  # read by a process when it starts
     with tempfile.TemporaryDirectory() as folder:
         answer, child = context.Pipe(duplex=False)
         processes = [
             context.Process(
                 target=_rank,
-                args=(function, rank, num_ranks, cores[rank % len(cores)], folder, child if rank == 0 else None, args),
+                args=(
+                    function,
+                    rank,
+                    num_ranks,
+                    cores[rank % len(cores)],
+                    folder,
+                    child if rank == 0 else None,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -145,16 +190,29 @@ def _wait(answer: Any, processes: Sequence[Any]) -> Any:
         if dead:
             for process in processes:
                 process.kill()
-            raise SystemExit(f"rank {dead[0]} failed with exit code {processes[dead[0]].exitcode}: see its error above")
+            raise SystemExit(
+                f"rank {dead[0]} failed with exit code {processes[dead[0]].exitcode}: see its "
+                "error above"
+            )
     return answer.recv()
 
 
-def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, folder: str, answer: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    core: int,
+    folder: str,
+    answer: Any,
+    args: tuple[Any, ...],
+) -> None:
     os.sched_setaffinity(0, {core})  # before any thread of gloo exists: they inherit it
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if num_ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
+        )
     result = function(*args)
     if num_ranks > 1:
         dist.barrier()
@@ -164,29 +222,43 @@ def _rank(function: Callable[..., Any], rank: int, num_ranks: int, core: int, fo
 
 
 def alternate(
-    sides: Sequence[Side], num_rounds: int, steps_per_block: int, limit_s: float, warm_up: int = 4, beside: int | None = None
+    sides: Sequence[Side],
+    num_rounds: int,
+    steps_per_block: int,
+    limit_s: float,
+    warm_up: int = 4,
+    beside: int | None = None,
 ) -> Times:
-    """Times the sides in turns until `num_rounds` quiet rounds are there or `limit_s` seconds are over. All sides must see the same losses.
+    """Times the sides in turns until `num_rounds` quiet rounds are there or `limit_s` seconds are
+    over. All sides must see the same losses.
 
-    A block is timed from a barrier to a barrier: the time of the slowest rank. `beside`: a process on this rank's core that is part of
-    the measurement, so that the core counts as quiet while it runs.
+    A block is timed from a barrier to a barrier: the time of the slowest rank. `beside`: a process
+    on this rank's core that is part of the measurement, so that the core counts as quiet while it
+    runs.
     """
     for step in range(warm_up):
         check_losses([_one(side, step) for side in sides], step)
     step, begin = warm_up, time.perf_counter()
     times = Times({side.name: [] for side in sides}, {side.name: [] for side in sides}, [])
-    while _largest(time.perf_counter() - begin) < limit_s and sum(busy <= QUIET for busy in times.busy_elsewhere) < num_rounds:
+    while (
+        _largest(time.perf_counter() - begin) < limit_s
+        and sum(busy <= QUIET for busy in times.busy_elsewhere) < num_rounds
+    ):
         number = len(times.busy_elsewhere)
         losses: list[list[float | None]] = []
         busy = 0.0
         wait_for_quiet(beside)
-        for side in sides if number % 2 == 0 else reversed(sides):  # no side always runs behind the same other one
+        for side in (
+            sides if number % 2 == 0 else reversed(sides)
+        ):  # no side always runs behind the same other one
             _barrier()
             usage = Usage(beside)
             got = [side.step(step + i) for i in range(steps_per_block)]
             _barrier()
             elapsed, cpu, elsewhere = usage.since()
-            times.seconds[side.name].append(side.seconds_per_step(got) if side.seconds_per_step else elapsed / steps_per_block)
+            times.seconds[side.name].append(
+                side.seconds_per_step(got) if side.seconds_per_step else elapsed / steps_per_block
+            )
             times.cpu_seconds[side.name].append(cpu / steps_per_block)
             busy = max(busy, elsewhere)
             losses.append([side.loss(each) if side.loss else None for each in got])
@@ -195,7 +267,10 @@ def alternate(
             check_losses([each[i] for each in losses], step + i)
         step += steps_per_block
         if number % 5 == 4:
-            so_far = ", ".join(f"{side.name} {statistics.median(times.seconds[side.name]) * 1e3:.1f} ms" for side in sides)
+            so_far = ", ".join(
+                f"{side.name} {statistics.median(times.seconds[side.name]) * 1e3:.1f} ms"
+                for side in sides
+            )
             quiet = sum(busy <= QUIET for busy in times.busy_elsewhere)
             say(f"{number + 1} rounds, {quiet} of {num_rounds} quiet: {so_far}")
     return times
@@ -222,7 +297,9 @@ def check_losses(losses: Sequence[float | None], step: int) -> None:
     """Both sides must be doing the same training."""
     known = [loss for loss in losses if loss is not None]
     if known and max(known) - min(known) > SAME_LOSS * max(map(abs, known)):
-        raise SystemExit(f"the sides do not train the same model: at step {step} their losses are {known}")
+        raise SystemExit(
+            f"the sides do not train the same model: at step {step} their losses are {known}"
+        )
 
 
 def say(text: str) -> None:
@@ -242,10 +319,22 @@ def report(name: str, claims: Sequence[Claim]) -> None:
     for claim in claims:
         sign = "at most" if claim.at_most else "at least"
         verdict = "ok" if claim.margin >= 0 else "MISSED"
-        print(f"{claim.name}: {claim.ratio:.3f} (target: {sign} {claim.target:.2f}) {verdict}  {claim.details}")
+        print(
+            f"{claim.name}: {claim.ratio:.3f} (target: {sign} {claim.target:.2f}) {verdict}  "
+            f"{claim.details}"
+        )
     worst = min(claims, key=lambda claim: claim.margin)
-    details = {claim.name: {"ratio": round(claim.ratio, 4), "target": claim.target, **claim.details} for claim in claims}
-    line = {"name": name, "ratio": round(worst.ratio, 4), "target": worst.target, "ok": worst.margin >= 0, "details": details}
+    details = {
+        claim.name: {"ratio": round(claim.ratio, 4), "target": claim.target, **claim.details}
+        for claim in claims
+    }
+    line = {
+        "name": name,
+        "ratio": round(worst.ratio, 4),
+        "target": worst.target,
+        "ok": worst.margin >= 0,
+        "details": details,
+    }
     print(json.dumps(line))
     sys.exit(0 if worst.margin >= 0 else 1)
 
@@ -264,7 +353,9 @@ def _barrier() -> None:
 
 
 class Usage:
-    """What this process and others did on its core since this was made. `beside`: a process that does not count as another one."""
+    """What this process and others did on its core since this was made. `beside`: a process that
+    does not count as another one.
+    """
 
     def __init__(self, beside: int | None = None) -> None:
         self.beside = beside
@@ -285,7 +376,9 @@ class Usage:
             return int(file.read().split()[0]) * 1e-9  # time on a core
 
     def since(self) -> tuple[float, float, float]:
-        """Seconds on the clock, seconds of CPU, and the part of the time in which the core ran no rank and yet was busy. A collective."""
+        """Seconds on the clock, seconds of CPU, and the part of the time in which the core ran no
+        rank and yet was busy. A collective.
+        """
         elapsed, cpu, busy = (now - then for now, then in zip(self._now(), self.start, strict=True))
         return elapsed, cpu, max(0.0, busy - _cpu_of_ranks_here(cpu)) / elapsed
 

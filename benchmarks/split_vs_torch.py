@@ -1,7 +1,9 @@
-"""A GPT block of width 512 on 2 ranks: `wh.split(2)` against `torch.distributed.tensor.parallel` on the same model, 1.1x at least.
+"""A GPT block of width 512 on 2 ranks: `wh.split(2)` against `torch.distributed.tensor.parallel` on
+the same model, 1.1x at least.
 
-torch gets the plan of its own tutorial: query, key, value and the first layer of the MLP by columns, the others by rows, an all-reduce
-behind each pair. Ceiling: what half of the same block takes on one rank without any message.
+torch gets the plan of its own tutorial: query, key, value and the first layer of the MLP by
+columns, the others by rows, an all-reduce behind each pair. Ceiling: what half of the same block
+takes on one rank without any message.
 """
 
 from __future__ import annotations
@@ -19,10 +21,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/split_vs_torch.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/split_vs_torch.py` finds its neighbours, too
 
 import whale as wh
-from benchmarks.side_by_side import Claim, Side, Times, alternate, claim_against_torch, report, run_ranks, say
+from benchmarks.side_by_side import (
+    Claim,
+    Side,
+    Times,
+    alternate,
+    claim_against_torch,
+    report,
+    run_ranks,
+    say,
+)
 
 NUM_RANKS = 2
 WIDTH = 512
@@ -71,7 +84,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm_1(x)
         by_head = (x.shape[0], x.shape[1], -1, WIDTH // NUM_HEADS)
-        q, k, v = (layer(h).view(by_head).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(h).view(by_head).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -106,7 +121,12 @@ def claim(case: Case) -> Claim:
 def measure(case: Case) -> Times:
     """Runs on every rank."""
     say(f"{case.name}: preparing both sides")
-    return alternate([whale_side(case), torch_side(case), ideal_side(case)], case.num_rounds, STEPS_PER_BLOCK, LIMIT_S)
+    return alternate(
+        [whale_side(case), torch_side(case), ideal_side(case)],
+        case.num_rounds,
+        STEPS_PER_BLOCK,
+        LIMIT_S,
+    )
 
 
 def whale_side(case: Case) -> Side:
@@ -121,7 +141,9 @@ def torch_side(case: Case) -> Side:
     model = Model(case.num_blocks)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     by_columns, by_rows = ("query", "key", "value", "up"), ("out", "down")
-    plan = {name: ColwiseParallel() for name in by_columns} | {name: RowwiseParallel() for name in by_rows}
+    plan = {name: ColwiseParallel() for name in by_columns} | {
+        name: RowwiseParallel() for name in by_rows
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     return Side("torch", _training(model, case), _loss)

@@ -1,4 +1,5 @@
-"""1-D, 2-D and 3-D grids of `split`: bytes counted on 8 real ranks against the formula, and 64 devices under one set of assumptions.
+"""1-D, 2-D and 3-D grids of `split`: bytes counted on 8 real ranks against the formula, and 64
+devices under one set of assumptions.
 
 Four things, each printed as a table:
 
@@ -22,7 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/tensor_grids.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/tensor_grids.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks
@@ -38,7 +41,8 @@ from whale.sharding.layout import Cut, Layout
 NUM_RANKS = 8
 GRIDS = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8))
 ROWS, WIDTH = 512, 256
-"""of the two linear layers: X [512, 256], 256 -> 1024 -> 256, as in research/tensor3d.md section 5"""
+"""of the two linear layers: X [512, 256], 256 -> 1024 -> 256, as in research/tensor3d.md section 5
+"""
 PAPER = {"1-D": 2.32, "2-D": 1.57}
 """how much faster the cube was on 64 V100 (seed 004, abstract)"""
 
@@ -66,7 +70,11 @@ class Assumed:
 
     def cluster(self, num_devices: int) -> Cluster:
         return Cluster.uniform(
-            num_devices, self.kind, devices_per_host=self.devices_per_host, intra_host=self.intra_host, inter_host=self.inter_host
+            num_devices,
+            self.kind,
+            devices_per_host=self.devices_per_host,
+            intra_host=self.intra_host,
+            inter_host=self.inter_host,
         )
 
 
@@ -85,8 +93,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (x.shape[0], x.shape[1], self.num_heads, x.shape[2] // self.num_heads)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
@@ -107,20 +119,28 @@ def main() -> None:
     report("tensor_grids", [*on_ranks_claims(on_ranks), *emulated_claims(), *simulated_claims()])
 
 
-# ---- 8 ranks ------------------------------------------------------------------------------------------------------------
+# ---- 8 ranks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def measure() -> dict[str, Any]:
     """Runs on every rank."""
     lines = sorted({line for sizes in GRIDS for line in all_lines(Grid(*sizes)) if len(line) > 1})
     groups: Groups = {line: dist.new_group(list(line)) for line in lines}
-    formula = {sizes: (count_two_layers(Grid(*sizes), groups), bytes_of_formula(*sizes)) for sizes in GRIDS}
+    formula = {
+        sizes: (count_two_layers(Grid(*sizes), groups), bytes_of_formula(*sizes)) for sizes in GRIDS
+    }
     return {"formula": formula, "training": {sizes: train(sizes) for sizes in (*GRIDS, None)}}
 
 
 def count_two_layers(grid: Grid, groups: Groups) -> int:
-    """Bytes that the rank that sends most sends in forward and backward of a layer of kind A and one of kind B."""
-    x = torch.randn(Layout((Cut(ROWS), Cut(WIDTH)), (("z", "y"), ("x",))).local_shape(grid, dist.get_rank()), requires_grad=True)
+    """Bytes that the rank that sends most sends in forward and backward of a layer of kind A and
+    one of kind B.
+    """
+    x = torch.randn(
+        Layout((Cut(ROWS), Cut(WIDTH)), (("z", "y"), ("x",))).local_shape(grid, dist.get_rank()),
+        requires_grad=True,
+    )
     value = x
     sent.reset()
     for inner, outer, rows, columns in ((WIDTH, 4 * WIDTH, "y", "x"), (4 * WIDTH, WIDTH, "x", "y")):
@@ -130,21 +150,34 @@ def count_two_layers(grid: Grid, groups: Groups) -> int:
     return _largest(sent.num_bytes)
 
 
-def kind(grid: Grid, m: int, k: int, n: int, rows: str, columns: str) -> tuple[LinearPlan, nn.Parameter]:
-    """A linear layer of kind A (rows y, columns x) or B (rows x, columns y): its exchanges, and a weight of this rank's shape."""
+def kind(
+    grid: Grid, m: int, k: int, n: int, rows: str, columns: str
+) -> tuple[LinearPlan, nn.Parameter]:
+    """A linear layer of kind A (rows y, columns x) or B (rows x, columns y): its exchanges, and a
+    weight of this rank's shape.
+    """
     place = dist.get_rank()
     x, w, y = (Cut(m), Cut(k)), (Cut(n), Cut(k)), (Cut(m), Cut(n))
     stored = Layout(w, ((rows,), (columns, "z")), stored=frozenset("z"))
     plan = LinearPlan(
-        plan_exchange(Layout(x, (("z", rows), (columns,))), Layout(x, (("z",), (columns,))), grid, place),
+        plan_exchange(
+            Layout(x, (("z", rows), (columns,))), Layout(x, (("z",), (columns,))), grid, place
+        ),
         plan_exchange(stored, Layout(w, ((rows,), (columns,))), grid, place),
-        plan_exchange(Layout(y, (("z",), (rows,)), frozenset(columns)), Layout(y, (("z", columns), (rows,))), grid, place),
+        plan_exchange(
+            Layout(y, (("z",), (rows,)), frozenset(columns)),
+            Layout(y, (("z", columns), (rows,))),
+            grid,
+            place,
+        ),
     )
     return plan, nn.Parameter(torch.randn(stored.local_shape(grid, place)) / k)
 
 
 def bytes_of_formula(gx: int, gy: int, gz: int) -> int:
-    """research/tensor3d.md 1.1, 3-D with gathered tensors kept: (2/P) [(gy-1) MK + (gz-1) KN + (gx-1) MN]; kind B swaps gx and gy."""
+    """research/tensor3d.md 1.1, 3-D with gathered tensors kept: (2/P) [(gy-1) MK + (gz-1) KN +
+    (gx-1) MN]; kind B swaps gx and gy.
+    """
     total = 0
     for k, n, rows, columns in ((WIDTH, 4 * WIDTH, gy, gx), (4 * WIDTH, WIDTH, gx, gy)):
         total += (rows - 1) * ROWS * k + (gz - 1) * k * n + (columns - 1) * ROWS * n
@@ -152,13 +185,17 @@ def bytes_of_formula(gx: int, gy: int, gz: int) -> int:
 
 
 def train(sizes: tuple[int, int, int] | None) -> dict[str, Any]:
-    """Two steps of a block of width 64 on one grid (None: the one that Whale picks); the second is counted."""
+    """Two steps of a block of width 64 on one grid (None: the one that Whale picks); the second is
+    counted.
+    """
     wh.init()
     model = Model(width=64, num_heads=8, num_blocks=1)
     wh.annotate(model, {"blocks": wh.split(NUM_RANKS, grid=sizes)})
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(16, 8, 64, generator=generator), torch.randn(16, 8, 64, generator=generator)
-    engine = wh.parallelize(model, batch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    engine = wh.parallelize(
+        model, batch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
     engine.step(batch)
     sent.reset()
     kept: dict[int, int] = {}
@@ -169,7 +206,11 @@ def train(sizes: tuple[int, int, int] | None) -> dict[str, Any]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = engine.step(batch)
-    weights = sum(parameter.numel() * 4 for group in engine.optimizer.param_groups for parameter in group["params"])
+    weights = sum(
+        parameter.numel() * 4
+        for group in engine.optimizer.param_groups
+        for parameter in group["params"]
+    )
     grid = engine.plan.virtual_devices[0].grid
     assert grid is not None
     return {
@@ -189,27 +230,60 @@ def _largest(value: int) -> int:
 
 
 def on_ranks_claims(found: dict[str, Any]) -> list[Claim]:
-    print(f"two linear layers, {ROWS} rows, {WIDTH} -> {4 * WIDTH} -> {WIDTH}, 8 ranks: bytes sent by a rank, counted / formula")
+    print(
+        f"two linear layers, {ROWS} rows, {WIDTH} -> {4 * WIDTH} -> {WIDTH}, 8 ranks: bytes sent "
+        "by a rank, counted / formula"
+    )
     for sizes, (counted, formula) in found["formula"].items():
         print(f"  {sizes}: {counted:>10,} / {formula:>10,}")
     worst = max(abs(counted / formula - 1) for counted, formula in found["formula"].values())
-    print("a GPT block of width 64, 8 ranks: bytes sent by the rank that sends most, planned, held in weights, kept for backward")
+    print(
+        "a GPT block of width 64, 8 ranks: bytes sent by the rank that sends most, planned, held "
+        "in weights, kept for backward"
+    )
     for sizes, row in found["training"].items():
-        print(f"  {sizes or 'picked: ' + row['grid']}: {row['sent']:>9,} {row['planned']:>11,.0f} {row['weights']:>9,} {row['kept']:>10,}")
+        print(
+            f"  {sizes or 'picked: ' + row['grid']}: {row['sent']:>9,} {row['planned']:>11,.0f} "
+            f"{row['weights']:>9,} {row['kept']:>10,}"
+        )
     losses = [row["loss"] for row in found["training"].values()]
     picked = found["training"][None]
     over_plan = picked["sent"] / max(1.0, picked["planned"])
     details = {str(sizes): row for sizes, row in found["training"].items()}
     return [
-        Claim("counted bytes beside the formula, largest difference", 1 + worst, 1.0, at_most=True, details={}),
-        Claim("losses of all grids, largest over smallest", max(losses) / min(losses), 1.00001, at_most=True, details={}),
-        Claim("bytes of the picked grid, counted / planned", over_plan, 1.05, at_most=True, details=details),
+        Claim(
+            "counted bytes beside the formula, largest difference",
+            1 + worst,
+            1.0,
+            at_most=True,
+            details={},
+        ),
+        Claim(
+            "losses of all grids, largest over smallest",
+            max(losses) / min(losses),
+            1.00001,
+            at_most=True,
+            details={},
+        ),
+        Claim(
+            "bytes of the picked grid, counted / planned",
+            over_plan,
+            1.05,
+            at_most=True,
+            details=details,
+        ),
     ]
 
 
-# ---- 8 devices, emulated ------------------------------------------------------------------------------------------------
+# ---- 8 devices, emulated
+# ------------------------------------------------------------------------------------------------
 
-EMULATED: dict[str, tuple[int, int, int] | None] = {"1-D": (1, 8, 1), "2-D": (2, 4, 1), "the cube": (2, 2, 2), "picked": None}
+EMULATED: dict[str, tuple[int, int, int] | None] = {
+    "1-D": (1, 8, 1),
+    "2-D": (2, 4, 1),
+    "the cube": (2, 2, 2),
+    "picked": None,
+}
 ROUNDS, LIMIT_S = 6, 45.0
 STRETCH = 2.0
 """of all times: 8 processes on few cores take some 20 ms a step for themselves"""
@@ -224,12 +298,23 @@ def emulated_claims() -> list[Claim]:
         times, predicted, grids = run_ranks(emulate, NUM_RANKS, str(file), folder, share_cores=True)
     for name in EMULATED:
         ms = times.median(name) * 1e3
-        print(f"8 devices emulated, {name} ({grids[name]}): {ms:.1f} ms on the clock, {predicted[name] * 1e3:.1f} ms predicted")
+        print(
+            f"8 devices emulated, {name} ({grids[name]}): {ms:.1f} ms on the clock, "
+            f"{predicted[name] * 1e3:.1f} ms predicted"
+        )
     others = [name for name in EMULATED if name != "picked"]
     details = {name: round(times.ratio(name, "picked"), 3) for name in others}
     over = {name: round(times.median(name) / predicted[name], 3) for name in EMULATED}
     claim = "8 devices emulated: the best of 1-D, 2-D and the cube over the grid that Whale picks"
-    return [Claim(claim, min(details.values()), 1.0 - NOISE, False, {"over picked": details, "measured / predicted": over})]
+    return [
+        Claim(
+            claim,
+            min(details.values()),
+            1.0 - NOISE,
+            False,
+            {"over picked": details, "measured / predicted": over},
+        )
+    ]
 
 
 def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[str, str]]:
@@ -238,35 +323,70 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
     for name, sizes in EMULATED.items():
         Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
         wh.init({"check_capture": False})
-        engine = wh.parallelize(*large_model(NUM_RANKS, sizes), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3))
+        engine = wh.parallelize(
+            *large_model(NUM_RANKS, sizes),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3),
+        )
         emulation = engine._job.emulation
         assert emulation is not None
         grid = emulation.full_plan.virtual_devices[0].grid
         assert grid is not None
         predicted[name], grids[name] = emulation.recorder.prediction.step_s, grid.name
-        batch = torch.zeros(ASSUMED.samples, 1)  # with stub chunks only the number of samples counts
+        batch = torch.zeros(
+            ASSUMED.samples, 1
+        )  # with stub chunks only the number of samples counts
         sides.append(Side(name, lambda step, engine=engine, batch=batch: engine.step(batch)))  # type: ignore[misc]
     return alternate(sides, ROUNDS, 1, LIMIT_S, warm_up=2), predicted, grids
 
 
-# ---- 64 devices ---------------------------------------------------------------------------------------------------------
+# ---- 64 devices
+# ---------------------------------------------------------------------------------------------------------
 
 
 def simulated_claims() -> list[Claim]:
     seconds, sent_bytes = {}, {}
-    for name, sizes in {"1-D": (1, 64, 1), "2-D": (8, 8, 1), "the cube": (4, 4, 4), "picked": None}.items():
+    for name, sizes in {
+        "1-D": (1, 64, 1),
+        "2-D": (8, 8, 1),
+        "the cube": (4, 4, 4),
+        "picked": None,
+    }.items():
         plan = plan_64(sizes)
         seconds[name] = sum(stage.seconds for stage in plan.shardings)
         sent_bytes[name] = sum(stage.sent_bytes for stage in plan.shardings)
         grid = plan.virtual_devices[0].grid
-        print(f"64 devices, {name} ({grid.name}): {seconds[name] * 1e3:.1f} ms, a device sends {sent_bytes[name] / 1e6:.1f} MB", flush=True)
+        print(
+            f"64 devices, {name} ({grid.name}): {seconds[name] * 1e3:.1f} ms, a device sends "
+            f"{sent_bytes[name] / 1e6:.1f} MB",
+            flush=True,
+        )
     over_cube = {name: seconds[name] / seconds["the cube"] for name in PAPER}
-    claims = [Claim(f"64 devices: the cube over {name}", over_cube[name], 1.0, False, {"the seed": PAPER[name]}) for name in PAPER]
+    claims = [
+        Claim(
+            f"64 devices: the cube over {name}",
+            over_cube[name],
+            1.0,
+            False,
+            {"the seed": PAPER[name]},
+        )
+        for name in PAPER
+    ]
     best = min(seconds[name] for name in ("1-D", "2-D", "the cube"))
-    return [*claims, Claim("64 devices: the grid that Whale picks over the best of these", best / seconds["picked"], 1.0, False, seconds)]
+    return [
+        *claims,
+        Claim(
+            "64 devices: the grid that Whale picks over the best of these",
+            best / seconds["picked"],
+            1.0,
+            False,
+            seconds,
+        ),
+    ]
 
 
-def large_model(num_devices: int, sizes: tuple[int, int, int] | None) -> tuple[Model, tuple[Tensor, Tensor]]:
+def large_model(
+    num_devices: int, sizes: tuple[int, int, int] | None
+) -> tuple[Model, tuple[Tensor, Tensor]]:
     """The annotated model and a batch, on `meta`."""
     with torch.device("meta"):
         model = Model(ASSUMED.width, ASSUMED.num_heads, ASSUMED.num_blocks).to(ASSUMED.dtype)

@@ -1,4 +1,6 @@
-"""All schedule classes of `torch.distributed.pipelining` that train, and how each wants its stages: what a user would take instead."""
+"""All schedule classes of `torch.distributed.pipelining` that train, and how each wants its stages:
+what a user would take instead.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ TORCH = {
     "torch ZBV": TorchSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_wave=True),
     "torch InterleavedZeroBubble v=2": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 2),
     "torch InterleavedZeroBubble v=4": TorchSchedule(pipelining.ScheduleInterleavedZeroBubble, 4),
-    "torch DualPipeV": TorchSchedule(pipelining.ScheduleDualPipeV, 2, is_wave=True, fewest=lambda num_devices: 2 * num_devices),
+    "torch DualPipeV": TorchSchedule(
+        pipelining.ScheduleDualPipeV, 2, is_wave=True, fewest=lambda num_devices: 2 * num_devices
+    ),
 }
 
 
@@ -58,14 +62,23 @@ class TorchJob:
 
 
 def torch_side(name: str, kind: TorchSchedule, job: TorchJob) -> Side:
-    """One training step on this rank. Gradients are of the mean over micro-batches, as torch's schedules do it."""
+    """One training step on this rank. Gradients are of the mean over micro-batches, as torch's
+    schedules do it.
+    """
     rank, num_devices = dist.get_rank(), dist.get_world_size()
     total = kind.num_chunks * num_devices
     own = kind.stages(rank, num_devices)
     modules = [job.make_stage(index, total) for index in own]
-    stages = [pipelining.PipelineStage(module, index, total, torch.device("cpu")) for module, index in zip(modules, own, strict=True)]
-    schedule = kind.make(stages if kind.num_chunks > 1 else stages[0], job.num_micro_batch, loss_fn=job.loss)
-    optimizer = job.optimizer([parameter for module in modules for parameter in module.parameters()])
+    stages = [
+        pipelining.PipelineStage(module, index, total, torch.device("cpu"))
+        for module, index in zip(modules, own, strict=True)
+    ]
+    schedule = kind.make(
+        stages if kind.num_chunks > 1 else stages[0], job.num_micro_batch, loss_fn=job.loss
+    )
+    optimizer = job.optimizer(
+        [parameter for module in modules for parameter in module.parameters()]
+    )
 
     def train(step: int) -> list[Tensor]:
         x, y = job.batch(step)

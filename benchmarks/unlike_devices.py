@@ -1,8 +1,10 @@
-"""A pipeline over 4 V100 and 4 P100 (emulated), cut by speed: the list-scheduled wave against 1F1B and interleaved 1F1B on the same cut.
+"""A pipeline over 4 V100 and 4 P100 (emulated), cut by speed: the list-scheduled wave against 1F1B
+and interleaved 1F1B on the same cut.
 
-40 like blocks, so that every schedule can be given the same cut: 6 blocks on a V100 and 4 on a P100, whole for 1F1B, in two chunks for the
-others. As many micro-batches as devices. All sides are `whale run --emulate` jobs with stub chunks in the same processes, taking turns.
-Beside every time stands what the simulation of the same schedule says: it is the run's ceiling.
+40 like blocks, so that every schedule can be given the same cut: 6 blocks on a V100 and 4 on a
+P100, whole for 1F1B, in two chunks for the others. As many micro-batches as devices. All sides are
+`whale run --emulate` jobs with stub chunks in the same processes, taking turns. Beside every time
+stands what the simulation of the same schedule says: it is the run's ceiling.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python benchmarks/unlike_devices.py` finds its neighbours, too
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # `python benchmarks/unlike_devices.py` finds its neighbours, too
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
@@ -46,7 +50,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -75,12 +83,25 @@ def blocks_of(plan: wh.Plan) -> list[int]:
 def side(name: str, cluster: str, folder: str) -> tuple[Side, float, list[int]]:
     """(the side, its predicted time, the cut)"""
     Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
-    wh.init({**SCHEDULES[name], "num_task_graph": NUM_DEVICES, "num_micro_batch": NUM_DEVICES, "check_capture": False})
+    wh.init(
+        {
+            **SCHEDULES[name],
+            "num_task_graph": NUM_DEVICES,
+            "num_micro_batch": NUM_DEVICES,
+            "check_capture": False,
+        }
+    )
     batch = torch.zeros(NUM_DEVICES * SAMPLES, LENGTH, WIDTH)
-    engine = wh.parallelize(Blocks, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3))
+    engine = wh.parallelize(
+        Blocks, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3)
+    )
     emulation = engine._job.emulation
     assert emulation is not None
-    return Side(name, lambda step: engine.step(batch)), emulation.recorder.prediction.step_s, blocks_of(emulation.full_plan)
+    return (
+        Side(name, lambda step: engine.step(batch)),
+        emulation.recorder.prediction.step_s,
+        blocks_of(emulation.full_plan),
+    )
 
 
 def measure(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[str, list[int]]]:
@@ -88,14 +109,20 @@ def measure(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
     made = {name: side(name, cluster, folder) for name in SCHEDULES}
     say(f"4 V100 + 4 P100, {NUM_DEVICES} micro-batches, all times stretched by {STRETCH:g}")
     times = alternate([each for each, _, _ in made.values()], ROUNDS, 1, LIMIT_S, warm_up=2)
-    return times, {name: each[1] for name, each in made.items()}, {name: each[2] for name, each in made.items()}
+    return (
+        times,
+        {name: each[1] for name, each in made.items()},
+        {name: each[2] for name, each in made.items()},
+    )
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "cluster.yaml"
         cluster.write_text(CLUSTER)
-        times, predicted, cuts = run_ranks(measure, NUM_DEVICES, str(cluster), folder, share_cores=True)
+        times, predicted, cuts = run_ranks(
+            measure, NUM_DEVICES, str(cluster), folder, share_cores=True
+        )
     if len({tuple(cut) for cut in cuts.values()}) > 1:
         raise SystemExit(f"the schedules were given different cuts (blocks of each device): {cuts}")
     shown = {name: round(times.median(name) * 1e3, 1) for name in SCHEDULES}
@@ -106,7 +133,15 @@ def main() -> None:
     for rival in RIVALS:
         ceiling = round(predicted[rival] / predicted[OURS], 3)
         details = {"ceiling (simulated)": ceiling, "blocks of each device": cuts[OURS], **more}
-        claims.append(Claim(f"{rival} / {OURS}", times.ratio(rival, OURS), TARGET, at_most=False, details=details))
+        claims.append(
+            Claim(
+                f"{rival} / {OURS}",
+                times.ratio(rival, OURS),
+                TARGET,
+                at_most=False,
+                details=details,
+            )
+        )
     report("unlike_devices", claims)
 
 

@@ -3,9 +3,10 @@
     python examples/finetune_lora.py                         one process
     whale run -n 2 examples/finetune_lora.py                 two stages: the same losses
 
-The weights go straight from the safetensors file into the rank that needs them; the frozen ones get no gradient, no optimizer state and
-no message. Point `--weights` at a folder that `model.save_pretrained` wrote. Without it a small model is made first, since this example
-downloads nothing.
+The weights go straight from the safetensors file into the rank that needs them; the frozen ones get
+no gradient, no optimizer state and no message. Point `--weights` at a folder that
+`model.save_pretrained` wrote. Without it a small model is made first, since this example downloads
+nothing.
 """
 
 from __future__ import annotations
@@ -56,19 +57,25 @@ def config() -> transformers.GPT2Config:
 
 
 def build() -> nn.Module:
-    """GPT-2 with all weights frozen but the updates of its attention projections. Called on every rank, allocates nothing."""
+    """GPT-2 with all weights frozen but the updates of its attention projections. Called on every
+    rank, allocates nothing.
+    """
     model = transformers.GPT2LMHeadModel(config()).requires_grad_(False)
     for block in model.transformer.h:
         block.attn.c_attn = LoRA(block.attn.c_attn, model.config.n_embd, 3 * model.config.n_embd)
     half = model.config.n_layer // 2
     if wh.num_devices() > 1:
-        first, second = (f"transformer.h.[{a}-{b}]" for a, b in ((0, half - 1), (half, model.config.n_layer - 1)))
+        first, second = (
+            f"transformer.h.[{a}-{b}]" for a, b in ((0, half - 1), (half, model.config.n_layer - 1))
+        )
         wh.annotate(model, {first: wh.replicate(1), second: wh.replicate(1)})
     return model
 
 
 def stored_name(name: str) -> str | None:
-    """Name in the safetensors file of a weight of our model; None for the updates, which are new."""
+    """Name in the safetensors file of a weight of our model; None for the updates, which
+    are new.
+    """
     return None if name.endswith((".down", ".up")) else name.replace(".base.", ".")
 
 
@@ -114,7 +121,10 @@ def main() -> None:
     engine.export("runs/finetune_lora/model.safetensors")
     if wh.rank() == 0:
         num_trained = sum(p.numel() for name, p in engine.named_parameters())
-        print(f"trained {num_trained} numbers on rank 0; the whole model is in runs/finetune_lora/model.safetensors")
+        print(
+            f"trained {num_trained} numbers on rank 0; the whole model is in "
+            "runs/finetune_lora/model.safetensors"
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 examples/quickstart.py       the same
     whale plan -n 4 examples/quickstart.py                   what would run where, without running it
 
-The model is plain PyTorch. The four lines that make it a Whale job end with "# line 1" to "# line 4".
+The model is plain PyTorch. The four lines that make it a Whale job end with "# line 1" to "# line
+4".
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm1(x_BTD)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+        query, key, value = (
+            self.qkv(self.norm1(x_BTD))
+            .unflatten(-1, (3, HEADS, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind()
+        )
         mixed = F.scaled_dot_product_attention(query, key, value)
         x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
         return x_BTD + self.mlp(self.norm2(x_BTD))
@@ -62,7 +70,9 @@ class Patches(nn.Module):
 
 
 class Net(nn.Module):
-    """Image -> one score for each shape. Like the models of Hugging Face it returns its loss, too."""
+    """Image -> one score for each shape. Like the models of Hugging Face it returns its
+    loss, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +88,18 @@ class Net(nn.Module):
 
 
 def draw(num_samples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Outlines of random size, not quite in the middle, in noise. The same generator gives the same images on every rank."""
+    """Outlines of random size, not quite in the middle, in noise. The same generator gives the same
+    images on every rank.
+    """
 
     def between(low: float, high: float) -> Tensor:
         return (low + (high - low) * torch.rand(num_samples, generator=generator)).view(-1, 1, 1)
 
     radius = between(3.5, 6)
     pixels = torch.arange(IMAGE)
-    down_BHW = (pixels.view(1, -1, 1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)  # how far each pixel is from the middle
+    down_BHW = (
+        (pixels.view(1, -1, 1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)
+    )  # how far each pixel is from the middle
     right_BHW = (pixels.view(1, 1, -1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)
     furthest, nearest = torch.maximum(down_BHW, right_BHW), torch.minimum(down_BHW, right_BHW)
     from_outline = torch.stack(
@@ -102,8 +116,12 @@ def draw(num_samples: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"images": images.unsqueeze(1), "labels": labels}
 
 
-def train(engine: wh.Engine, num_steps: int, batch_size: int, is_first: bool) -> list[wh.StepResult]:
-    """A refreshed line on a terminal, a line every few steps elsewhere; figures are of rank 0 since the line before."""
+def train(
+    engine: wh.Engine, num_steps: int, batch_size: int, is_first: bool
+) -> list[wh.StepResult]:
+    """A refreshed line on a terminal, a line every few steps elsewhere; figures are of rank 0 since
+    the line before.
+    """
     generator = torch.Generator().manual_seed(1)
     results: list[wh.StepResult] = []
     refreshed = sys.stdout.isatty()
@@ -116,9 +134,16 @@ def train(engine: wh.Engine, num_steps: int, batch_size: int, is_first: bool) ->
             total_s = sum(result.timing.total_s for result in recent)
             bubble = sum(result.timing.bubble_s for result in recent) / total_s
             speed = batch_size * len(recent) / total_s
-            line = f"step {step:4}/{num_steps}   loss {loss:.6f}   {speed:6.0f} samples/s   bubble {bubble:4.0%}"
+            line = (
+                f"step {step:4}/{num_steps}   loss {loss:.6f}   {speed:6.0f} samples/s   bubble "
+                f"{bubble:4.0%}"
+            )
             if is_first:
-                print(f"\r{line}" if refreshed else line, end="" if refreshed and step < num_steps else "\n", flush=True)
+                print(
+                    f"\r{line}" if refreshed else line,
+                    end="" if refreshed and step < num_steps else "\n",
+                    flush=True,
+                )
     if is_first:
         print(f"{num_steps} steps in {time.perf_counter() - start:.1f} s")
     return results
@@ -133,11 +158,16 @@ def print_times(results: list[wh.StepResult]) -> None:
         "waiting for gradient sums": sum(result.timing.communication_s for result in results),
     }
     parts["the rest"] = total_s - sum(parts.values())
-    print("time of rank 0: " + ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items()))
+    print(
+        "time of rank 0: "
+        + ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items())
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args()
@@ -145,7 +175,9 @@ def main() -> None:
 
     wh.init(wh.Config({"num_micro_batch": 4}))  # line 1
     sample = draw(options.batch, torch.Generator().manual_seed(0))
-    engine = wh.parallelize(Net, sample, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3))  # line 4
+    engine = wh.parallelize(
+        Net, sample, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3)
+    )  # line 4
     if is_first:
         print_plan(engine.plan)
     results = train(engine, options.steps, options.batch, is_first)

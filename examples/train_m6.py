@@ -1,11 +1,13 @@
-"""The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4 processes, about
-100 seconds of processor time in all. A second run goes on from the last checkpoint.
+"""The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4
+processes, about 100 seconds of processor time in all. A second run goes on from the last
+checkpoint.
 
     python examples/train_m6.py                            one process: the same accuracy; losses differ by rounding, more with each step
     whale run -n 4 examples/train_m6.py                    what `make train` does
     whale plan -n 4 examples/train_m6.py                   what would run where, without running it
 
-The model (models/m6.py) knows nothing of Whale: it is annotated from outside. The data (models/drawings.py) is drawn by code.
+The model (models/m6.py) knows nothing of Whale: it is annotated from outside. The data
+(models/drawings.py) is drawn by code.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from whale.report import print_plan
 from whale.runtime.result import Timing
 
 STAGES = {"encoder": wh.replicate(1), "decoder": wh.replicate(1)}
-"""module names -> one TaskGraph each; on 4 devices the two stages are there twice. The table of words is tied between them"""
+"""module names -> one TaskGraph each; on 4 devices the two stages are there twice. The table of
+words is tied between them
+"""
 NUM_HELD_OUT = 1000
 NUM_SHOWN = 3
 """held-out drawings whose captions are printed"""
@@ -49,22 +53,40 @@ LAST_LR = 0.02
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--batch", type=int, default=64, help="drawings in a mini-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="into how many parts a mini-batch is cut")
+    parser.add_argument(
+        "--micro-batches", type=int, default=4, help="into how many parts a mini-batch is cut"
+    )
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=40, help="steps until the peak")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the drawings")
-    parser.add_argument("--folder", type=Path, default=Path("runs/m6"), help="where the files of this run go")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/m6"), help="where the files of this run go"
+    )
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
-    parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress, when not on a terminal")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        help="steps between two lines of progress, when not on a terminal",
+    )
     return parser.parse_args()
 
 
 def make_engine(options: argparse.Namespace, drawings: Drawings) -> wh.Engine:
     """The whole of Whale in this script."""
-    wh.init(wh.Config(num_micro_batch=options.micro_batches, clip_grad_norm=1.0, seed=options.seed, run_folder=str(options.folder)))
+    wh.init(
+        wh.Config(
+            num_micro_batch=options.micro_batches,
+            clip_grad_norm=1.0,
+            seed=options.seed,
+            run_folder=str(options.folder),
+        )
+    )
 
     def learning_rate(step: int) -> float:
         """Warm-up, then half a cosine; in units of the peak."""
@@ -74,7 +96,9 @@ def make_engine(options: argparse.Namespace, drawings: Drawings) -> wh.Engine:
     return wh.parallelize(
         lambda: wh.annotate(M6(M6Config.small()), STAGES),
         drawings.batch(range(options.batch)),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01),
+        optimizer=lambda params: torch.optim.AdamW(
+            params, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01
+        ),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate),
     )
 
@@ -100,12 +124,16 @@ class Spent:
 
 
 class LiveLine:
-    """Loss, samples/s, bubble and time left: one line that changes on a terminal, one line every `every` steps elsewhere."""
+    """Loss, samples/s, bubble and time left: one line that changes on a terminal, one line every
+    `every` steps elsewhere.
+    """
 
     def __init__(self, console: Console, options: argparse.Namespace) -> None:
         self.console, self.options = console, options
         self.first_loss = self.last_loss = math.nan
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), console=console, transient=True
+        )
         self._task = self._bar.add_task("", total=options.steps)
         self._since, self._steps_since, self._bubble_s = time.perf_counter(), 0, 0.0
 
@@ -121,7 +149,10 @@ class LiveLine:
         """After a step; `step` counts from 1."""
         self._steps_since += 1
         self._bubble_s += result.timing.bubble_s
-        is_due = step % (LIVE_EVERY if self.console.is_terminal else self.options.every) == 0 or step == self.options.steps
+        is_due = (
+            step % (LIVE_EVERY if self.console.is_terminal else self.options.every) == 0
+            or step == self.options.steps
+        )
         if self.console.quiet or not (is_due or math.isnan(self.first_loss)):
             return
         self.last_loss = result.loss
@@ -130,8 +161,10 @@ class LiveLine:
         elapsed = time.perf_counter() - self._since
         step_s = elapsed / self._steps_since
         text = (
-            f"step {step}/{self.options.steps}  loss {self.last_loss:.4f}  {self.options.batch / step_s:.0f} samples/s  "
-            f"bubble {self._bubble_s / elapsed:.0%}  {(self.options.steps - step) * step_s:.0f} s left"
+            f"step {step}/{self.options.steps}  loss {self.last_loss:.4f}  "
+            f"{self.options.batch / step_s:.0f} samples/s  "
+            f"bubble {self._bubble_s / elapsed:.0%}  {(self.options.steps - step) * step_s:.0f} s "
+            "left"
         )
         if self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=text)
@@ -140,8 +173,12 @@ class LiveLine:
         self._since, self._steps_since, self._bubble_s = time.perf_counter(), 0, 0.0
 
 
-def train(engine: wh.Engine, drawings: Drawings, options: argparse.Namespace, line: LiveLine) -> Spent:
-    """From the engine's step on to the last one. Which drawings a step sees depends on its number only, so a run can go on anywhere."""
+def train(
+    engine: wh.Engine, drawings: Drawings, options: argparse.Namespace, line: LiveLine
+) -> Spent:
+    """From the engine's step on to the last one. Which drawings a step sees depends on its number
+    only, so a run can go on anywhere.
+    """
     spent = Spent()
     with line.shown():
         while engine.step_count < options.steps:
@@ -181,27 +218,61 @@ def score(state: dict[str, Tensor], options: argparse.Namespace) -> Score:
         (decode(held_out["prompt_ids"][i]), decode(said[i]), decode(held_out["labels"][i]))
         for i in describes.nonzero()[:NUM_SHOWN, 0].tolist()
     ]
-    return Score(right[describes].float().mean().item(), right[~describes].float().mean().item(), tuple(examples))
+    return Score(
+        right[describes].float().mean().item(),
+        right[~describes].float().mean().item(),
+        tuple(examples),
+    )
 
 
 # ---- the end
 
 
-def summary(engine: wh.Engine, result: Score, line: LiveLine, time_split: list[Spent], wall_s: float, folder: Path) -> Table:
+def summary(
+    engine: wh.Engine,
+    result: Score,
+    line: LiveLine,
+    time_split: list[Spent],
+    wall_s: float,
+    folder: Path,
+) -> Table:
     table = Table(title="M6 on drawings", show_header=False)
-    table.add_row("captions right", f"[bold]{result.captions:.1%}[/bold] of the held-out drawings, whole caption, greedy")
+    table.add_row(
+        "captions right",
+        f"[bold]{result.captions:.1%}[/bold] of the held-out drawings, whole caption, greedy",
+    )
     table.add_row("answers right", f"{result.answers:.1%} (questions about one side)")
     if not math.isnan(line.first_loss):
-        table.add_row("loss", f"{line.first_loss:.4f} at the start, {line.last_loss:.4f} at the end")
+        table.add_row(
+            "loss", f"{line.first_loss:.4f} at the start, {line.last_loss:.4f} at the end"
+        )
     has_trained = any(spent.total_s for spent in time_split)
     table.add_row(
-        "steps", f"{engine.step_count}, " + (f"trained in {wall_s:.0f} s on {wh.num_devices()} ranks" if has_trained else "all done before")
+        "steps",
+        f"{engine.step_count}, "
+        + (
+            f"trained in {wall_s:.0f} s on {wh.num_devices()} ranks"
+            if has_trained
+            else "all done before"
+        ),
     )
     for rank, spent in enumerate(time_split if has_trained else ()):
-        parts = [("compute", spent.compute_s), ("gradient sums", spent.communication_s), ("bubble", spent.bubble_s)]
+        parts = [
+            ("compute", spent.compute_s),
+            ("gradient sums", spent.communication_s),
+            ("bubble", spent.bubble_s),
+        ]
         stages = ", ".join(str(stage) for stage in engine.plan.stages_of_rank(rank))
-        table.add_row(f"time of rank {rank}, stage {stages}", ", ".join(f"{name} {spent.share(seconds):.0%}" for name, seconds in parts))
-    places = {"plan": PLAN, "checkpoint": f"{CHECKPOINTS}/step_{engine.step_count:08d}", "metrics": "metrics", "trace": TRACE}
+        table.add_row(
+            f"time of rank {rank}, stage {stages}",
+            ", ".join(f"{name} {spent.share(seconds):.0%}" for name, seconds in parts),
+        )
+    places = {
+        "plan": PLAN,
+        "checkpoint": f"{CHECKPOINTS}/step_{engine.step_count:08d}",
+        "metrics": "metrics",
+        "trace": TRACE,
+    }
     for what, path in ((what, folder / name) for what, name in places.items()):
         table.add_row(what, str(path))
     for prompt, said, right in result.examples:
@@ -231,7 +302,9 @@ def main() -> None:
         engine.plan.save(options.folder / PLAN)
     resumed = engine.load(options.folder / CHECKPOINTS)
     if resumed is not None:
-        console.print(f"going on from step {resumed}; remove {options.folder} to start anew", highlight=False)
+        console.print(
+            f"going on from step {resumed}; remove {options.folder} to start anew", highlight=False
+        )
     line = LiveLine(console, options)
     start = time.perf_counter()
     spent = train(engine, drawings, options, line)
@@ -242,7 +315,9 @@ def main() -> None:
     time_split = gather(spent)
     state = engine.full_state_dict()
     if is_first:
-        console.print(summary(engine, score(state, options), line, time_split, wall_s, options.folder))
+        console.print(
+            summary(engine, score(state, options), line, time_split, wall_s, options.folder)
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Drawings with captions, made by code: one or two shapes side by side or one above the other, and what there is to say about them.
+"""Drawings with captions, made by code: one or two shapes side by side or one above the other, and
+what there is to say about them.
 
     describe the picture      a small red circle left of a large blue square
     what is on the right      a large blue square
     what is at the top        nothing
 
-A *scene* is what a caption can tell: sizes, colours, shapes and where they are. One scene gives many drawings: exact places and
-shades differ. One scene in ten is held out, so that no caption of the `held_out` split has been seen in training.
+A *scene* is what a caption can tell: sizes, colours, shapes and where they are. One scene gives
+many drawings: exact places and shades differ. One scene in ten is held out, so that no caption of
+the `held_out` split has been seen in training.
 
 Sample i is a pure function of (seed, split, i), by hashing: every rank can draw any sample.
 
@@ -29,7 +31,12 @@ IMAGE_SIZE = 24
 """pixels, in both directions"""
 
 SIZES = ("small", "large")
-COLOURS = {"red": (0.9, 0.15, 0.15), "green": (0.15, 0.75, 0.2), "blue": (0.2, 0.3, 0.95), "yellow": (0.95, 0.85, 0.15)}
+COLOURS = {
+    "red": (0.9, 0.15, 0.15),
+    "green": (0.15, 0.75, 0.2),
+    "blue": (0.2, 0.3, 0.95),
+    "yellow": (0.95, 0.85, 0.15),
+}
 SHAPES = ("circle", "square", "triangle", "cross")
 RADIUS = (3.0, 5.0)
 """pixels, of a small and of a large shape"""
@@ -48,7 +55,18 @@ DESCRIBED_SHARE = 0.75
 SPLITS = ("train", "held_out")
 HELD_OUT_EVERY = 10
 
-_TEXTS = (DESCRIBE, QUESTION, NOTHING, "a", *SIZES, *COLOURS, *SHAPES, *RELATIONS, *SIDES[0], *SIDES[1])
+_TEXTS = (
+    DESCRIBE,
+    QUESTION,
+    NOTHING,
+    "a",
+    *SIZES,
+    *COLOURS,
+    *SHAPES,
+    *RELATIONS,
+    *SIDES[0],
+    *SIDES[1],
+)
 WORDS = ("<pad>", "<start>", "<end>", *dict.fromkeys(" ".join(_TEXTS).split()))
 """the vocabulary; its first three are `PAD`, `START` and `END`"""
 _ID = {word: number for number, word in enumerate(WORDS)}
@@ -114,7 +132,9 @@ NUM_SCENES = 2 * (_NUM_PLACES**2 - 1)
 
 
 class Drawings(Dataset[dict[str, Tensor]]):
-    """Samples as M6 takes them: `pixels`, `prompt_ids`, `caption_ids` (begins with `START`), `labels` (the next words)."""
+    """Samples as M6 takes them: `pixels`, `prompt_ids`, `caption_ids` (begins with `START`),
+    `labels` (the next words).
+    """
 
     def __init__(self, num_samples: int, seed: int = 0, split: str = "train") -> None:
         if split not in SPLITS:
@@ -139,11 +159,18 @@ class Drawings(Dataset[dict[str, Tensor]]):
         scene_B = self.scenes[draw.below(len(self.scenes))]
         parts = _scene_parts(scene_B)
         pixels = torch.from_numpy(_paint(parts, draw))
-        prompt_B = np.where(draw.uniform() < DESCRIBED_SHARE, 0, 1 + draw.below(2))  # describe, ask for the first, for the second side
+        prompt_B = np.where(
+            draw.uniform() < DESCRIBED_SHARE, 0, 1 + draw.below(2)
+        )  # describe, ask for the first, for the second side
         prompt_ids = self._prompt_ids[parts[:, 0], prompt_B]
         labels = self._label_ids[scene_B, prompt_B]
         caption_ids = torch.cat([torch.full((len(labels), 1), START), labels[:, :-1]], 1)
-        return {"pixels": pixels, "prompt_ids": prompt_ids, "caption_ids": caption_ids, "labels": labels}
+        return {
+            "pixels": pixels,
+            "prompt_ids": prompt_ids,
+            "caption_ids": caption_ids,
+            "labels": labels,
+        }
 
 
 def scenes_of_split(split: str) -> Numbers:
@@ -174,18 +201,24 @@ def decode(ids: Sequence[int] | Tensor) -> str:
 
 
 def _all_texts() -> tuple[Tensor, Tensor]:
-    """Prompts by (axis, which) and captions by (scene, which); which: 0 describe, 1 and 2 ask for a side."""
+    """Prompts by (axis, which) and captions by (scene, which); which: 0 describe, 1 and 2 ask for a
+    side.
+    """
     prompts = [[DESCRIBE, *(f"{QUESTION} {side}" for side in sides)] for sides in SIDES]
     scenes = [Scene.of_number(number) for number in range(NUM_SCENES)]
     captions = [[scene.caption(), scene.answer(0), scene.answer(1)] for scene in scenes]
     return (
         torch.tensor([[encode(text, PROMPT_LENGTH) for text in texts] for texts in prompts]),
-        torch.tensor([[encode(text, CAPTION_LENGTH, end=True) for text in texts] for texts in captions]),
+        torch.tensor(
+            [[encode(text, CAPTION_LENGTH, end=True) for text in texts] for texts in captions]
+        ),
     )
 
 
 def _scene_parts(scene_B: Numbers) -> Numbers:
-    """(B, 3): axis, number of the first object, of the second; `NUM_OBJECTS` where there is none."""
+    """(B, 3): axis, number of the first object, of the second; `NUM_OBJECTS` where there
+    is none.
+    """
     axis_B, places_B = np.divmod(scene_B, _NUM_PLACES**2 - 1)
     first_B, second_B = np.divmod(places_B, _NUM_PLACES)
     return np.stack([axis_B, first_B, second_B], 1)
@@ -198,8 +231,9 @@ def _object(number: int) -> Object | None:
 # ---- painting
 
 ALONG, ACROSS = 1, 1
-"""whole pixels by which a shape is moved at most, along the axis and across it: every shape stays in its half, and left is never top.
-With 2 across, M6Config.small() needs about twice as many samples to tell the shapes apart"""
+"""whole pixels by which a shape is moved at most, along the axis and across it: every shape stays
+in its half, and left is never top. With 2 across, M6Config.small() needs about twice as many
+samples to tell the shapes apart"""
 SHADES = (0.8, 1.0)
 """brightness of a shape"""
 BACKGROUND = (0.0, 0.25)
@@ -218,18 +252,33 @@ def _paint(parts: Numbers, draw: _Numbers) -> Floats:
     quarter = IMAGE_SIZE / 4
     along_BO = np.array([quarter, 3 * quarter], np.float32) + draw.whole(-ALONG, ALONG, 2)
     across_BO = IMAGE_SIZE / 2 + draw.whole(-ACROSS, ACROSS, 2)
-    x_BO, y_BO = np.where(axis_B1 == 0, along_BO, across_BO), np.where(axis_B1 == 0, across_BO, along_BO)
+    x_BO, y_BO = (
+        np.where(axis_B1 == 0, along_BO, across_BO),
+        np.where(axis_B1 == 0, across_BO, along_BO),
+    )
     pixel = np.arange(IMAGE_SIZE, dtype=np.float32) + 0.5
-    inside_BOYX = _inside(pixel[:, None] - y_BO[..., None, None], pixel - x_BO[..., None, None], radius_BO[..., None, None], shape_BO)
+    inside_BOYX = _inside(
+        pixel[:, None] - y_BO[..., None, None],
+        pixel - x_BO[..., None, None],
+        radius_BO[..., None, None],
+        shape_BO,
+    )
     inside_BOYX &= there_BO[..., None, None]
-    colours = np.array([*COLOURS.values()], np.float32)[np.where(there_BO, colour_BO, 0)] * draw.between(*SHADES, 2)[..., None]
-    image = np.broadcast_to(draw.between(*BACKGROUND, 1)[..., None, None], (len(parts), 3, IMAGE_SIZE, IMAGE_SIZE))
+    colours = (
+        np.array([*COLOURS.values()], np.float32)[np.where(there_BO, colour_BO, 0)]
+        * draw.between(*SHADES, 2)[..., None]
+    )
+    image = np.broadcast_to(
+        draw.between(*BACKGROUND, 1)[..., None, None], (len(parts), 3, IMAGE_SIZE, IMAGE_SIZE)
+    )
     for which in range(2):
         image = np.where(inside_BOYX[:, which, None], colours[:, which, :, None, None], image)
     return (image - MEAN) / DEVIATION
 
 
-def _inside(down: Floats, right: Floats, radius: Floats, shape_BO: Numbers) -> npt.NDArray[np.bool_]:
+def _inside(
+    down: Floats, right: Floats, radius: Floats, shape_BO: Numbers
+) -> npt.NDArray[np.bool_]:
     """(B, O, Y, X) which pixels a shape covers, given their distances from its middle."""
     y, x = np.abs(down), np.abs(right)
     box = np.maximum(y, x) <= radius
@@ -249,7 +298,9 @@ def _inside(down: Floats, right: Floats, radius: Floats, shape_BO: Numbers) -> n
 
 
 class _Numbers:
-    """Random numbers for a set of samples; each call draws new ones. The same for a sample whatever the others are."""
+    """Random numbers for a set of samples; each call draws new ones. The same for a sample whatever
+    the others are.
+    """
 
     def __init__(self, key: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]) -> None:
         self._of_sample = _hash(key + _hash(indices))
@@ -267,15 +318,21 @@ class _Numbers:
 
     def whole(self, low: int, high: int, count: int) -> Floats:
         """(B, count), `high` included"""
-        return np.stack([low + self.below(high - low + 1) for _ in range(count)], 1).astype(np.float32)
+        return np.stack([low + self.below(high - low + 1) for _ in range(count)], 1).astype(
+            np.float32
+        )
 
     def between(self, low: float, high: float, count: int) -> Floats:
         """(B, count)"""
-        return np.stack([low + (high - low) * self.uniform() for _ in range(count)], 1).astype(np.float32)
+        return np.stack([low + (high - low) * self.uniform() for _ in range(count)], 1).astype(
+            np.float32
+        )
 
 
 def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scrambles 64-bit numbers, one to one: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Scrambles 64-bit numbers, one to one: the finaliser of SplitMix64 (Steele, Lea,
+    Flood 2014).
+    """
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

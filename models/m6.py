@@ -1,8 +1,9 @@
 """M6: an encoder-decoder transformer that reads an image and a text, and writes a text.
 
-The image is cut into patches, each patch becomes one token by a linear projection, and the tokens of the prompt follow: one sequence
-for the encoder, which sees all of it at once. The decoder writes the caption, each token from those before it and from the encoder.
-Blocks normalise their inputs (pre-LN). Prompt, caption and output head share one table of words.
+The image is cut into patches, each patch becomes one token by a linear projection, and the tokens
+of the prompt follow: one sequence for the encoder, which sees all of it at once. The decoder writes
+the caption, each token from those before it and from the encoder. Blocks normalise their inputs
+(pre-LN). Prompt, caption and output head share one table of words.
 
 Suffixes of tensors:
     B samples      P patches     Q prompt tokens     S tokens of the encoder = P + Q     T caption tokens
@@ -52,12 +53,18 @@ class M6Config:
 
     def __post_init__(self) -> None:
         if self.image_size % self.patch_size:
-            raise ValueError(f"M6Config: patch_size {self.patch_size} does not divide image_size {self.image_size}")
+            raise ValueError(
+                f"M6Config: patch_size {self.patch_size} does not divide image_size "
+                f"{self.image_size}"
+            )
         if self.width % self.num_heads:
-            raise ValueError(f"M6Config: num_heads {self.num_heads} does not divide width {self.width}")
+            raise ValueError(
+                f"M6Config: num_heads {self.num_heads} does not divide width {self.width}"
+            )
         if self.vocabulary_size <= END:
             raise ValueError(
-                f"M6Config: vocabulary_size {self.vocabulary_size} is too small: the first {END + 1} words are PAD, START and END"
+                f"M6Config: vocabulary_size {self.vocabulary_size} is too small: the first "
+                f"{END + 1} words are PAD, START and END"
             )
 
     @property
@@ -85,7 +92,9 @@ class M6Config:
 
     @classmethod
     def m6_10b(cls) -> M6Config:
-        """10.1 billion parameters: 24 encoder and 24 decoder layers, as M6-10B in the Whale paper; the paper does not print the width."""
+        """10.1 billion parameters: 24 encoder and 24 decoder layers, as M6-10B in the Whale paper;
+        the paper does not print the width.
+        """
         return cls(
             vocabulary_size=50000,
             image_size=256,
@@ -109,7 +118,9 @@ class Linear(nn.Linear):
 
 
 class Table(nn.Embedding):
-    """Rows of features by number. Rows have length 1, so that products with them (logits) are small; a lookup gives features of size 1."""
+    """Rows of features by number. Rows have length 1, so that products with them (logits) are
+    small; a lookup gives features of size 1.
+    """
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
@@ -123,7 +134,9 @@ class Table(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Each token of `x` takes from the tokens of `memory`; with `causal`, only from those up to its own place."""
+    """Each token of `x` takes from the tokens of `memory`; with `causal`, only from those up to its
+    own place.
+    """
 
     def __init__(self, config: M6Config, causal: bool = False) -> None:
         super().__init__()
@@ -135,8 +148,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor) -> Tensor:
         query_BHTK = self._heads(self.query(x_BTD))
-        key_BHSK, value_BHSK = self._heads(self.key(memory_BSD)), self._heads(self.value(memory_BSD))
-        mixed_BHTK = F.scaled_dot_product_attention(query_BHTK, key_BHSK, value_BHSK, is_causal=self.causal)
+        key_BHSK, value_BHSK = (
+            self._heads(self.key(memory_BSD)),
+            self._heads(self.value(memory_BSD)),
+        )
+        mixed_BHTK = F.scaled_dot_product_attention(
+            query_BHTK, key_BHSK, value_BHSK, is_causal=self.causal
+        )
         return self.out(mixed_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -175,7 +193,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(config.width), Attention(config, causal=True)
+        self.attention_norm, self.attention = (
+            nn.LayerNorm(config.width),
+            Attention(config, causal=True),
+        )
         self.cross_norm, self.cross = nn.LayerNorm(config.width), Attention(config)
         self.mlp_norm, self.mlp = nn.LayerNorm(config.width), MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -236,10 +257,14 @@ class M6(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.words.weight
 
-    def forward(self, pixels: Tensor, prompt_ids: Tensor, caption_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of the word after each of `caption_ids`; with `labels` (B, T), the mean loss over those that are not `PAD`.
+    def forward(
+        self, pixels: Tensor, prompt_ids: Tensor, caption_ids: Tensor, labels: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) of the word after each of `caption_ids`; with `labels` (B, T), the mean
+        loss over those that are not `PAD`.
 
-        `pixels` (B, channels, image, image); `prompt_ids` (B, Q); `caption_ids` (B, T) begins with `START`.
+        `pixels` (B, channels, image, image); `prompt_ids` (B, Q); `caption_ids` (B, T) begins with
+        `START`.
         """
         memory_BSD = self.encoder(pixels, self.words(prompt_ids))
         logits_BTV = self.head(self.decoder(self.words(caption_ids), memory_BSD))
@@ -260,10 +285,14 @@ class M6(nn.Module):
             ended_B = ended_B | (next_B == END)
             if bool(ended_B.all()):
                 break
-        return F.pad(ids_BT[:, 1:], (0, self.config.caption_length + 1 - ids_BT.shape[1]), value=PAD)
+        return F.pad(
+            ids_BT[:, 1:], (0, self.config.caption_length + 1 - ids_BT.shape[1]), value=PAD
+        )
 
 
 def cut_patches(pixels: Tensor, patch_size: int) -> Tensor:
     """(B, channels, image, image) -> (B, P, F): patches row by row, each as one list of numbers."""
-    grid = pixels.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))  # B, channels, row, y, column, x
+    grid = pixels.unflatten(3, (-1, patch_size)).unflatten(
+        2, (-1, patch_size)
+    )  # B, channels, row, y, column, x
     return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,7 +1,9 @@
-"""M6-MoE: an M6 in which every layer has, in the place of its MLP, a mixture of many experts of which each token visits two.
+"""M6-MoE: an M6 in which every layer has, in the place of its MLP, a mixture of many experts of
+which each token visits two.
 
-The tokens of one sample are a group. An expert takes at most `capacity` tokens of a group, those that come first; what finds no room
-passes by on the residual stream. So a sample never looks at another one, and the loss is a mean over samples like any other.
+The tokens of one sample are a group. An expert takes at most `capacity` tokens of a group, those
+that come first; what finds no room passes by on the residual stream. So a sample never looks at
+another one, and the loss is a mean over samples like any other.
 
 Suffixes of tensors, beside those of `models/m6.py`:
     E experts      C places of an expert for one group     F features inside an expert
@@ -27,14 +29,19 @@ class M6MoEConfig(M6Config):
     expert_features: int
     """between the two products of an expert"""
     capacity_factor: float = 2.0
-    """places of an expert, in units of the tokens that it would get if all experts got as many; 2: every token has two"""
+    """places of an expert, in units of the tokens that it would get if all experts got as many; 2:
+    every token has two
+    """
     balance_weight: float = 0.01
     """of the term that keeps experts equally busy, in the loss"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_experts < 2:
-            raise ValueError(f"M6MoEConfig: every token visits two experts, but num_experts is {self.num_experts}")
+            raise ValueError(
+                "M6MoEConfig: every token visits two experts, but num_experts is "
+                f"{self.num_experts}"
+            )
 
     def capacity(self, num_tokens: int) -> int:
         """Places that an expert has for the tokens of one sample."""
@@ -74,7 +81,9 @@ class M6MoEConfig(M6Config):
 
     @classmethod
     def _giant(cls, num_experts: int, expert_features: int) -> M6MoEConfig:
-        """24 layers of width 1024; the papers print the totals, the division between experts and features is ours."""
+        """24 layers of width 1024; the papers print the totals, the division between experts and
+        features is ours.
+        """
         return cls(
             vocabulary_size=21128,
             image_size=256,
@@ -95,8 +104,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: M6MoEConfig) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(config.num_experts, config.width, config.expert_features))
-        self.down = nn.Parameter(torch.empty(config.num_experts, config.expert_features, config.width))
+        self.up = nn.Parameter(
+            torch.empty(config.num_experts, config.width, config.expert_features)
+        )
+        self.down = nn.Parameter(
+            torch.empty(config.num_experts, config.expert_features, config.width)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -109,7 +122,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Sends every token to its two best experts and adds what they say, weighted by how much it wanted them."""
+    """Sends every token to its two best experts and adds what they say, weighted by how much it
+    wanted them.
+    """
 
     def __init__(self, config: M6MoEConfig) -> None:
         super().__init__()
@@ -118,7 +133,9 @@ class Mixture(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: Tensor, balance: list[Tensor]) -> Tensor:
-        """Appends its term (B,) to `balance`: 1 where all experts are equally busy, more elsewhere."""
+        """Appends its term (B,) to `balance`: 1 where all experts are equally busy, more
+        elsewhere.
+        """
         wish_BTE = self.gate(x_BTD).softmax(-1)
         first_BTE = _best(wish_BTE)
         second_BTE = _best(wish_BTE * (1 - first_BTE))
@@ -128,7 +145,9 @@ class Mixture(nn.Module):
         return torch.einsum("btec,ebcd->btd", combine_BTEC, self.experts(entering_EBCD))
 
     def _places(self, wish_BTE: Tensor, first_BTE: Tensor, second_BTE: Tensor) -> Tensor:
-        """(B, T, E, C): the weight of each token at its place in each of its experts; second choices come after all first ones."""
+        """(B, T, E, C): the weight of each token at its place in each of its experts; second
+        choices come after all first ones.
+        """
         capacity = self.config.capacity(wish_BTE.shape[1])
         taken_BTE = first_BTE.cumsum(1)
         place_first_BTE = (taken_BTE - 1) * first_BTE
@@ -136,7 +155,9 @@ class Mixture(nn.Module):
         weights_BTE = wish_BTE * (first_BTE + second_BTE)
         weights_BTE = weights_BTE / weights_BTE.sum(-1, keepdim=True)
         places_C = torch.arange(capacity, device=wish_BTE.device, dtype=wish_BTE.dtype)
-        at_BTEC = ((place_first_BTE + place_second_BTE).unsqueeze(-1) == places_C).to(wish_BTE.dtype)
+        at_BTEC = ((place_first_BTE + place_second_BTE).unsqueeze(-1) == places_C).to(
+            wish_BTE.dtype
+        )
         return at_BTEC * weights_BTE.unsqueeze(-1)
 
 
@@ -151,7 +172,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: M6MoEConfig, is_decoder: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(config.width), Attention(config, causal=is_decoder)
+        self.attention_norm, self.attention = (
+            nn.LayerNorm(config.width),
+            Attention(config, causal=is_decoder),
+        )
         if is_decoder:
             self.cross_norm, self.cross = nn.LayerNorm(config.width), Attention(config)
         self.mixture_norm, self.mixture = nn.LayerNorm(config.width), Mixture(config)
@@ -174,13 +198,24 @@ class M6MoE(nn.Module):
         self.patches = Linear(config.patch_features, config.width)
         self.encoder_places = Table(config.num_patches + config.prompt_length, config.width)
         self.decoder_places = Table(config.caption_length, config.width)
-        self.encoder = nn.ModuleList(Layer(config, is_decoder=False) for _ in range(config.num_encoder_layers))
-        self.decoder = nn.ModuleList(Layer(config, is_decoder=True) for _ in range(config.num_decoder_layers))
-        self.encoder_norm, self.decoder_norm = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.encoder = nn.ModuleList(
+            Layer(config, is_decoder=False) for _ in range(config.num_encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(config, is_decoder=True) for _ in range(config.num_decoder_layers)
+        )
+        self.encoder_norm, self.decoder_norm = (
+            nn.LayerNorm(config.width),
+            nn.LayerNorm(config.width),
+        )
         self.head = Linear(config.width, config.vocabulary_size, bias=False)
 
-    def forward(self, pixels: Tensor, prompt_ids: Tensor, caption_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """As `M6`: logits (B, T, V); with `labels` the mean loss over words, plus the balance of the experts as a mean over samples."""
+    def forward(
+        self, pixels: Tensor, prompt_ids: Tensor, caption_ids: Tensor, labels: Tensor | None = None
+    ) -> Tensor:
+        """As `M6`: logits (B, T, V); with `labels` the mean loss over words, plus the balance of
+        the experts as a mean over samples.
+        """
         balance: list[Tensor] = []
         image_BPD = self.patches(cut_patches(pixels, self.config.patch_size))
         memory_BSD = torch.cat([image_BPD, self.words(prompt_ids)], 1)

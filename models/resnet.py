@@ -1,7 +1,8 @@
-"""ResNet: convolutions in blocks with a way around each block, then one linear layer over the classes.
+"""ResNet: convolutions in blocks with a way around each block, then one linear layer over the
+classes.
 
-Blocks are bottlenecks: 1x1 down to `width` channels, 3x3, 1x1 up to 4 x `width`. The first block of a later stage halves the image
-at its 3x3 convolution, and its way around is a 1x1 convolution.
+Blocks are bottlenecks: 1x1 down to `width` channels, 3x3, 1x1 up to 4 x `width`. The first block of
+a later stage halves the image at its 3x3 convolution, and its way around is a 1x1 convolution.
 """
 
 from __future__ import annotations
@@ -44,13 +45,23 @@ class Block(nn.Module):
 
     def __init__(self, num_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.down, self.down_norm = nn.Conv2d(num_channels, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.middle, self.middle_norm = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.up, self.up_norm = nn.Conv2d(width, EXPANSION * width, 1, bias=False), nn.BatchNorm2d(EXPANSION * width)
+        self.down, self.down_norm = (
+            nn.Conv2d(num_channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.middle, self.middle_norm = (
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.up, self.up_norm = (
+            nn.Conv2d(width, EXPANSION * width, 1, bias=False),
+            nn.BatchNorm2d(EXPANSION * width),
+        )
         self.around: nn.Module = nn.Identity()
         if stride > 1 or num_channels != EXPANSION * width:
             self.around = nn.Sequential(
-                nn.Conv2d(num_channels, EXPANSION * width, 1, stride, bias=False), nn.BatchNorm2d(EXPANSION * width)
+                nn.Conv2d(num_channels, EXPANSION * width, 1, stride, bias=False),
+                nn.BatchNorm2d(EXPANSION * width),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +75,10 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, config.width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(config.width)
+        self.first, self.first_norm = (
+            nn.Conv2d(3, config.width, 7, 2, padding=3, bias=False),
+            nn.BatchNorm2d(config.width),
+        )
         stages, num_channels = [], config.width
         for stage, count in enumerate(config.blocks):
             width = config.width * 2**stage

@@ -1,4 +1,6 @@
-"""Settings of all tests: one thread for each process, no network, property tests without a time limit per example."""
+"""Settings of all tests: one thread for each process, no network, property tests without a time
+limit per example.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ import signal
 import sys
 import threading
 
-for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
     os.environ.setdefault(name, value)  # before torch and transformers are imported
 
 import hypothesis
@@ -18,34 +24,51 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import ranks
 
-# torch is imported where it is needed: the process that only hands out tests to workers does without it (3 s)
+# torch is imported where it is needed: the process that only hands out tests to workers does
+# without it (3 s)
 
-# the machine of a test run is shared: a slow example is no failure, and the same examples come every time
+# the machine of a test run is shared: a slow example is no failure, and the same examples come
+# every time
 hypothesis.settings.register_profile("whale", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.load_profile("whale")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Plans of the exactness table that `make test` runs for some models only: others show the same under such a plan."""
+    """Plans of the exactness table that `make test` runs for some models only: others show the same
+    under such a plan.
+    """
     call = getattr(item, "callspec", None)
     few = getattr(call.params.get("plan"), "only_for", ()) if call is not None else ()
     if few and call.params.get("subject") not in few:
         item.add_marker(pytest.mark.slow)
 
 
-LONG = ("test_samples.py", "test_losses.py", "test_losses_transformers.py", "test_guards.py", "test_clean_writes.py", "test_zoo.py")
-"""unit tests of more than ten seconds: they start before the others, so that no worker ends long after the other"""
+LONG = (
+    "test_samples.py",
+    "test_losses.py",
+    "test_losses_transformers.py",
+    "test_guards.py",
+    "test_clean_writes.py",
+    "test_zoo.py",
+)
+"""unit tests of more than ten seconds: they start before the others, so that no worker ends long
+after the other
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name == "unit" and item.path.name not in LONG)  # the others keep their order
+    items.sort(
+        key=lambda item: item.path.parent.name == "unit" and item.path.name not in LONG
+    )  # the others keep their order
 
 
 class FilesTogether(LoadScopeScheduling):
-    """With several workers the tests of a file stay together, since they share captured models; those of the exactness table by model.
+    """With several workers the tests of a file stay together, since they share captured models;
+    those of the exactness table by model.
 
-    Files start in the order of their folders, so that the short unit tests come last and fill up both workers. (The groups that xdist
-    makes of marks are lost without a word under pytest 9.2: every shared model was made twice.)
+    Files start in the order of their folders, so that the short unit tests come last and fill up
+    both workers. (The groups that xdist makes of marks are lost without a word under pytest 9.2:
+    every shared model was made twice.)
     """
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
@@ -54,7 +77,11 @@ class FilesTogether(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, case = nodeid.partition("::")
-        return nodeid.partition("-")[0].partition("[")[2] if file.endswith("test_exactness.py") and "[" in case else file
+        return (
+            nodeid.partition("-")[0].partition("[")[2]
+            if file.endswith("test_exactness.py") and "[" in case
+            else file
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,15 +90,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTo
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What all tests share is there now: the garbage collector need not look through it again and again.
+    """What all tests share is there now: the garbage collector need not look through it again and
+    again.
 
-    Tests on Hugging Face models: their servers fork from a process that has transformers imported already (4 s each otherwise).
+    Tests on Hugging Face models: their servers fork from a process that has transformers imported
+    already (4 s each otherwise).
     """
     import torch
 
     torch.set_num_threads(1)
     if threading.current_thread() is threading.main_thread():
-        # a job in the background of a shell ignores SIGINT, and so would the programs that tests start and interrupt
+        # a job in the background of a shell ignores SIGINT, and so would the programs that tests
+        # start and interrupt
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
     gc.freeze()

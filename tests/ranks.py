@@ -1,12 +1,14 @@
 """Runs a function on several ranks of this machine, fast and without leftovers.
 
-A *server* is a process with torch and Whale warm (tests/warm.py), started once. For each request it forks one child per rank; a child
-joins a gloo group over a file, runs the function and sends back the result. So ranks start in milliseconds, and what the server has
-prepared (a captured model) is there in every rank without being made again.
+A *server* is a process with torch and Whale warm (tests/warm.py), started once. For each request it
+forks one child per rank; a child joins a gloo group over a file, runs the function and sends back
+the result. So ranks start in milliseconds, and what the server has prepared (a captured model) is
+there in every rank without being made again.
 
     pytest -> forkserver (warm) -> server (prepared) -> ranks 0..N-1
 
-Functions travel by reference: they stand at the top of a module that can be imported. Results travel by value.
+Functions travel by reference: they stand at the top of a module that can be imported. Results
+travel by value.
 """
 
 from __future__ import annotations
@@ -45,38 +47,54 @@ _preload = ["tests.warm", "pytest"]
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or hung. `rank` says which, `original` is its exception when that could be sent."""
+    """A rank failed, died or hung. `rank` says which, `original` is its exception when that could
+    be sent.
+    """
 
-    def __init__(self, message: str, rank: int | None = None, original: BaseException | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, original: BaseException | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.original = original
 
 
 def preload(*modules: str) -> None:
-    """Also imports these in the forkserver, once for all servers. Has an effect only before the first server starts."""
+    """Also imports these in the forkserver, once for all servers. Has an effect only before the
+    first server starts.
+    """
     _preload.extend(module for module in modules if module not in _preload)
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """`function(*args)` on `world_size` ranks with a gloo group; the results in rank order."""
     return _bare_server().run(_without_prepared, world_size, function, *args, timeout_s=timeout_s)
 
 
 class ModelServer:
-    """Runs `prepare(*args)` once in a process of its own, then functions on ranks that inherit what it gave.
+    """Runs `prepare(*args)` once in a process of its own, then functions on ranks that inherit what
+    it gave.
 
-    `prepare` runs with one thread and without a process group. What ranks do to the prepared object stays in them.
+    `prepare` runs with one thread and without a process group. What ranks do to the prepared object
+    stays in them.
     """
 
-    def __init__(self, prepare: Callable[..., Any], *args: Any, timeout_s: float = PREPARE_TIMEOUT_S) -> None:
+    def __init__(
+        self, prepare: Callable[..., Any], *args: Any, timeout_s: float = PREPARE_TIMEOUT_S
+    ) -> None:
         self._folder = tempfile.mkdtemp(prefix="whale-ranks-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_preload)
         ours, theirs = context.Pipe()
-        payload = pickle.dumps((prepare, args))  # plain pickle: torch's own way through multiprocessing shares memory instead of copying
+        payload = pickle.dumps(
+            (prepare, args)
+        )  # plain pickle: torch's own way through multiprocessing shares memory instead of copying
         with _one_thread_environment():
-            self._process = context.Process(target=_serve, args=(theirs, self._folder, payload), daemon=True)
+            self._process = context.Process(
+                target=_serve, args=(theirs, self._folder, payload), daemon=True
+            )
             self._process.start()
         theirs.close()
         self._connection: Connection = ours
@@ -84,13 +102,23 @@ class ModelServer:
         atexit.register(self.close)
         _unpack(self._answer(timeout_s, "prepare()"), "prepare()")
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """`function(prepared, *args)` on `world_size` ranks with a gloo group; the results in rank order."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[Any]:
+        """`function(prepared, *args)` on `world_size` ranks with a gloo group; the results in rank
+        order.
+        """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}.")
         return self._request(_Request(pickle.dumps((function, args)), world_size, True, timeout_s))
 
-    def run_local(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> Any:
+    def run_local(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """`function(prepared, *args)` in one forked child without a process group."""
         return self._request(_Request(pickle.dumps((function, args)), 1, False, timeout_s))[0]
 
@@ -102,7 +130,9 @@ class ModelServer:
         atexit.unregister(self.close)
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)  # the server leads a session: its ranks go with it
+            os.killpg(
+                self._process.pid or 0, signal.SIGKILL
+            )  # the server leads a session: its ranks go with it
         self._process.kill()
         self._process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -110,7 +140,12 @@ class ModelServer:
     def __enter__(self) -> ModelServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _request(self, request: _Request) -> list[Any]:
@@ -126,16 +161,22 @@ class ModelServer:
         return [pickle.loads(answer) for answer in answers]
 
     def _answer(self, timeout_s: float, what: str) -> bytes:
-        """The next message of the server. Whatever goes wrong here (interruption included) ends the server."""
+        """The next message of the server. Whatever goes wrong here (interruption included) ends the
+        server.
+        """
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv_bytes()
             stack = _stack_of(self._process.pid or 0, Path(self._folder) / "server.stack")
             self._process.kill()
-            raise RankError(f"The server of {what} did not answer within {timeout_s:g} s. It stood at:\n{stack}")
+            raise RankError(
+                f"The server of {what} did not answer within {timeout_s:g} s. It stood at:\n{stack}"
+            )
         except EOFError:
             self._process.join(STACK_S)
-            raise RankError(f"The server of {what} died ({_ending(self._process.exitcode)}).") from None
+            raise RankError(
+                f"The server of {what} died ({_ending(self._process.exitcode)})."
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -161,7 +202,8 @@ def _without_prepared(prepared: None, function: Callable[..., Any], *args: Any) 
     return function(*args)
 
 
-# ---- in the server ----------------------------------------------------------------------------------------------------
+# ---- in the server
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,13 +254,17 @@ def _serve(connection: Connection, folder: str, payload: bytes) -> None:
 def _run_request(request: _Request, prepared: Any, connection: Connection, place: Path) -> bytes:
     """Forks the ranks, waits for them, and gives the message for the other side."""
     try:
-        function, args = pickle.loads(request.payload)  # here, so that a module is imported once and not in every rank
+        function, args = pickle.loads(
+            request.payload
+        )  # here, so that a module is imported once and not in every rank
     except BaseException as error:
         return _failure(error, "The function could not be loaded: ", None)
     children: list[_Child] = []
     try:
         for rank in range(request.world_size):
-            children.append(_fork(rank, request, place, connection, lambda: function(prepared, *args)))
+            children.append(
+                _fork(rank, request, place, connection, lambda: function(prepared, *args))
+            )
         return _watch(children, request, connection, place)
     finally:
         for child in children:
@@ -233,7 +279,9 @@ def _watch(children: list[_Child], request: _Request, connection: Connection, pl
     deadline = time.monotonic() + request.timeout_s
     waiting = {child.connection: child for child in children}
     while waiting:
-        ready = multiprocessing.connection.wait([*waiting, connection], timeout=max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            [*waiting, connection], timeout=max(0.0, deadline - time.monotonic())
+        )
         if connection in ready:
             raise EOFError("the other side hung up")  # it never speaks during a request
         if not ready:
@@ -246,7 +294,10 @@ def _watch(children: list[_Child], request: _Request, connection: Connection, pl
             except EOFError:
                 _, status = os.waitpid(child.pid, 0)
                 child.ended = True
-                message = f"Rank {child.rank} of {request.world_size} died ({_ending(os.waitstatus_to_exitcode(status))})."
+                message = (
+                    f"Rank {child.rank} of {request.world_size} died "
+                    f"({_ending(os.waitstatus_to_exitcode(status))})."
+                )
                 return pickle.dumps((False, message, child.rank, None))
             if not pickle.loads(child.answer)[0]:
                 return child.answer
@@ -263,16 +314,24 @@ def _timed_out(hung: list[_Child], request: _Request, place: Path) -> bytes:
     for child in hung:
         os.kill(child.pid, signal.SIGUSR1)
     time.sleep(STACK_S)
-    stacks = [f"--- rank {child.rank} stood at:\n{_read(place / f'{child.rank}.stack')}" for child in hung]
+    stacks = [
+        f"--- rank {child.rank} stood at:\n{_read(place / f'{child.rank}.stack')}" for child in hung
+    ]
     ranks = ", ".join(str(child.rank) for child in hung)
-    message = f"Not done within {request.timeout_s:g} s: rank {ranks} of {request.world_size}.\n" + "\n".join(stacks)
+    message = (
+        f"Not done within {request.timeout_s:g} s: rank {ranks} of {request.world_size}.\n"
+        + "\n".join(stacks)
+    )
     return pickle.dumps((False, message, hung[0].rank, None))
 
 
-# ---- in a rank --------------------------------------------------------------------------------------------------------
+# ---- in a rank
+# --------------------------------------------------------------------------------------------------------
 
 
-def _fork(rank: int, request: _Request, place: Path, server: Connection, call: Callable[[], Any]) -> _Child:
+def _fork(
+    rank: int, request: _Request, place: Path, server: Connection, call: Callable[[], Any]
+) -> _Child:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -299,12 +358,20 @@ def _rank_answer(rank: int, request: _Request, place: Path, call: Callable[[], A
         import torch.distributed as dist
 
         world_size = str(request.world_size)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
+        )
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # the limit of this file comes first: it shows where the rank stands
         limit = timedelta(seconds=2 * request.timeout_s)
-        dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=request.world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{place}/rendezvous",
+            rank=rank,
+            world_size=request.world_size,
+            timeout=limit,
+        )
         answer = _success(pickle.dumps(call()))
         if dist.is_initialized():
             dist.barrier()  # a message may still be on its way to a slower rank
@@ -314,7 +381,8 @@ def _rank_answer(rank: int, request: _Request, place: Path, call: Callable[[], A
         return _failure(error, f"Rank {rank} of {request.world_size} failed:\n", rank)
 
 
-# ---- messages ---------------------------------------------------------------------------------------------------------
+# ---- messages
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _success(value: Any) -> bytes:
@@ -337,11 +405,17 @@ def _unpack(answer: bytes, what: str) -> Any:
     if done:
         return value
     rank, original = rest
-    raise RankError(value if rank is not None else f"{what}: {value}", rank, pickle.loads(original) if original else None)
+    raise RankError(
+        value if rank is not None else f"{what}: {value}",
+        rank,
+        pickle.loads(original) if original else None,
+    )
 
 
 def _write_stack_on_signal(file: Path) -> None:
-    faulthandler.register(signal.SIGUSR1, file=file.open("w"), all_threads=True)  # works while the rank is inside C++
+    faulthandler.register(
+        signal.SIGUSR1, file=file.open("w"), all_threads=True
+    )  # works while the rank is inside C++
 
 
 def _stack_of(pid: int, file: Path) -> str:
@@ -352,7 +426,9 @@ def _stack_of(pid: int, file: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    return (file.read_text() if file.exists() else "") or "(no stack: it did not come as far as the function)\n"
+    return (
+        file.read_text() if file.exists() else ""
+    ) or "(no stack: it did not come as far as the function)\n"
 
 
 def _ending(code: int | None) -> str:
@@ -363,7 +439,9 @@ def _ending(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _one_thread_environment() -> Any:
-    """The forkserver takes its environment from us when it starts: torch and BLAS there must make no threads."""
+    """The forkserver takes its environment from us when it starts: torch and BLAS there must make
+    no threads.
+    """
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -1,4 +1,6 @@
-"""Small models for `split`, each with one difficulty. Sizes are such that no number of devices divides them."""
+"""Small models for `split`, each with one difficulty. Sizes are such that no number of devices
+divides them.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples, length, width = x.shape
-        fused = self.qkv(self.norm_1(x)).reshape(samples, length, 3, self.num_heads, width // self.num_heads)
+        fused = self.qkv(self.norm_1(x)).reshape(
+            samples, length, 3, self.num_heads, width // self.num_heads
+        )
         q, k, v = fused.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(samples, length, width)
+        y = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(samples, length, width)
+        )
         x = x + self.out(y)
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -56,7 +64,9 @@ class Gpt(nn.Module):
         x = self.words(words) + self.positions(torch.arange(LENGTH, device=words.device))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).view(-1, WORDS), labels.view(-1), ignore_index=3)
+        return F.cross_entropy(
+            self.head(self.norm(x)).view(-1, WORDS), labels.view(-1), ignore_index=3
+        )
 
 
 class RmsNorm(nn.Module):
@@ -77,7 +87,11 @@ class Swiglu(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, 18)
         self.norm_1, self.norm_2 = RmsNorm(18), nn.RMSNorm(18)
-        self.q, self.k, self.v = nn.Linear(18, 24, bias=False), nn.Linear(18, 12, bias=False), nn.Linear(18, 12, bias=False)
+        self.q, self.k, self.v = (
+            nn.Linear(18, 24, bias=False),
+            nn.Linear(18, 12, bias=False),
+            nn.Linear(18, 12, bias=False),
+        )
         self.o = nn.Linear(24, 18, bias=False)
         self.gate_up, self.down = nn.Linear(18, 2 * 25), nn.Linear(25, 18)
         self.head = nn.Linear(18, NUM_CLASSES)
@@ -95,20 +109,29 @@ class Swiglu(nn.Module):
         q = self._turn(self.q(h).unflatten(-1, (6, 4)).transpose(1, 2))
         k = self._turn(self.k(h).unflatten(-1, (3, 4)).transpose(1, 2)).repeat_interleave(2, 1)
         v = self.v(h).unflatten(-1, (3, 4)).transpose(1, 2).repeat_interleave(2, 1)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
         x = x + self.down(F.silu(gate) * up)
-        return F.cross_entropy(self.head(x.mean(1)), labels[:, 0] % NUM_CLASSES, label_smoothing=0.1)
+        return F.cross_entropy(
+            self.head(x.mean(1)), labels[:, 0] % NUM_CLASSES, label_smoothing=0.1
+        )
 
 
 class Mixture(nn.Module):
-    """5 experts as batched einsums, the two best for every token, capacity by group: a group is a sample."""
+    """5 experts as batched einsums, the two best for every token, capacity by group: a group is a
+    sample.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 14)
         self.gate = nn.Linear(14, 5, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(5, 14, 9) / 4), nn.Parameter(torch.randn(5, 9, 14) / 3)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(5, 14, 9) / 4),
+            nn.Parameter(torch.randn(5, 9, 14) / 3),
+        )
         self.head = nn.Linear(14, NUM_CLASSES)
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
@@ -116,11 +139,20 @@ class Mixture(nn.Module):
         wish = self.gate(x).softmax(-1)  # [samples, tokens, experts]
         best, chosen = wish.topk(2, -1)
         masks = F.one_hot(chosen, 5).to(x.dtype)  # [samples, tokens, 2, experts]
-        order = masks.transpose(1, 2).flatten(1, 2).cumsum(1).unflatten(1, (2, LENGTH)).transpose(1, 2) - 1
-        places = F.one_hot((order * masks).sum(-1).long(), 2 * LENGTH)[..., :4].to(x.dtype)  # capacity 4, in order of the tokens
-        combine = torch.einsum("gske,gskc,gsk->gsec", masks, places, best / best.sum(-1, keepdim=True))
+        order = (
+            masks.transpose(1, 2).flatten(1, 2).cumsum(1).unflatten(1, (2, LENGTH)).transpose(1, 2)
+            - 1
+        )
+        places = F.one_hot((order * masks).sum(-1).long(), 2 * LENGTH)[..., :4].to(
+            x.dtype
+        )  # capacity 4, in order of the tokens
+        combine = torch.einsum(
+            "gske,gskc,gsk->gsec", masks, places, best / best.sum(-1, keepdim=True)
+        )
         entering = torch.einsum("gsec,gsm->egcm", (combine > 0).to(x.dtype), x)
-        inside = torch.einsum("egch,ehm->egcm", F.relu(torch.einsum("egcm,emh->egch", entering, self.up)), self.down)
+        inside = torch.einsum(
+            "egch,ehm->egcm", F.relu(torch.einsum("egcm,emh->egch", entering, self.up)), self.down
+        )
         x = x + torch.einsum("gsec,egcm->gsm", combine, inside)
         return F.cross_entropy(self.head(x.mean(1)), labels[:, 0] % NUM_CLASSES)
 
@@ -136,16 +168,22 @@ class Convolutions(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.norm(self.conv_1(images))), 2)
-        return F.cross_entropy(self.head(F.adaptive_avg_pool2d(F.relu(self.conv_2(x)), 1).flatten(1)), labels)
+        return F.cross_entropy(
+            self.head(F.adaptive_avg_pool2d(F.relu(self.conv_2(x)), 1).flatten(1)), labels
+        )
 
 
 def _words(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tensor]:
-    words, labels = (torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator) for _ in range(2))
+    words, labels = (
+        torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator) for _ in range(2)
+    )
     return words, labels
 
 
 def _vectors(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(num_samples, 5, generator=generator, dtype=torch.float64), torch.randint(0, 7, (num_samples,), generator=generator)
+    return torch.randn(num_samples, 5, generator=generator, dtype=torch.float64), torch.randint(
+        0, 7, (num_samples,), generator=generator
+    )
 
 
 def _images(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tensor]:

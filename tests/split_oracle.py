@@ -1,8 +1,9 @@
-"""All devices of a grid in one process, without a message: the reference that tells whether layouts and rules are right.
+"""All devices of a grid in one process, without a message: the reference that tells whether layouts
+and rules are right.
 
-The graphs of all places run in step. An exchange puts the whole tensor together from all parts and cuts it again, with ordinary
-operations, so autograd gives its exact transpose; an operation that would talk to others runs whole on the tensors put together. Hundreds
-of grids take seconds.
+The graphs of all places run in step. An exchange puts the whole tensor together from all parts and
+cuts it again, with ordinary operations, so autograd gives its exact transpose; an operation that
+would talk to others runs whole on the tensors put together. Hundreds of grids take seconds.
 """
 
 from __future__ import annotations
@@ -62,13 +63,20 @@ def assemble(parts: Sequence[Tensor], layout: Layout, grid: Grid) -> Tensor:
             continue
         shape = layout.local_shape(grid, place)
         assert tuple(part.shape) == shape, (
-            f"place {place} holds {tuple(part.shape)}, its layout {layout.text()} of {layout.shape} says {shape}"
+            f"place {place} holds {tuple(part.shape)}, its layout {layout.text()} of "
+            f"{layout.shape} says {shape}"
         )
         for dim in range(len(layout.cuts)):
             index = _index(layout, grid, place, dim)
             wide = part.new_zeros([*part.shape[:dim], layout.shape[dim], *part.shape[dim + 1 :]])
-            part = wide.index_copy(dim, index, part) if not part.is_floating_point() else wide.index_add(dim, index, part)
-        total = part if total is None else total | part if part.dtype == torch.bool else total + part
+            part = (
+                wide.index_copy(dim, index, part)
+                if not part.is_floating_point()
+                else wide.index_add(dim, index, part)
+            )
+        total = (
+            part if total is None else total | part if part.dtype == torch.bool else total + part
+        )
     assert total is not None
     return total
 
@@ -87,7 +95,9 @@ def _index(layout: Layout, grid: Grid, place: int, dim: int) -> Tensor:
     return torch.cat([torch.arange(a, b) for a, b in layout.ranges(grid, place, dim)])
 
 
-def run_in_step(modules: Sequence[GraphModule], grid: Grid, arguments: Sequence[Sequence[Tensor]]) -> list[Any]:
+def run_in_step(
+    modules: Sequence[GraphModule], grid: Grid, arguments: Sequence[Sequence[Tensor]]
+) -> list[Any]:
     """Results of all places."""
     places = range(grid.num_devices)
     values: list[dict[Node, Any]] = [{} for _ in places]
@@ -95,15 +105,23 @@ def run_in_step(modules: Sequence[GraphModule], grid: Grid, arguments: Sequence[
     for nodes in zip(*(module.graph.nodes for module in modules), strict=True):
         first = nodes[0]
         if first.op == "output":
-            return [map_arg(node.args[0], values[place].__getitem__) for place, node in zip(places, nodes)]
+            return [
+                map_arg(node.args[0], values[place].__getitem__)
+                for place, node in zip(places, nodes)
+            ]
         if "exchange" in first.meta:
             source, target = first.meta["exchange"]
-            whole = assemble([values[place][nodes[place].args[0]] for place in places], source, grid)
+            whole = assemble(
+                [values[place][nodes[place].args[0]] for place in places], source, grid
+            )
             results: list[Any] = [cut(whole, target, grid, place) for place in places]
         elif "special" in first.meta:
             results = _special(first.meta["special"], nodes, values, grid)
         else:
-            results = [_run(node, modules[place], values[place], given[place]) for place, node in zip(places, nodes)]
+            results = [
+                _run(node, modules[place], values[place], given[place])
+                for place, node in zip(places, nodes)
+            ]
         for place, node in zip(places, nodes):
             values[place][node] = results[place]
     raise AssertionError("a graph without output")
@@ -118,26 +136,42 @@ def _run(node: Node, module: GraphModule, values: Mapping[Node, Any], given: Any
             found = getattr(found, step)
         return found
     assert node.op == "call_function", node
-    return node.target(*map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__))
+    return node.target(
+        *map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__)
+    )
 
 
-def _special(special: Special, nodes: Sequence[Node], values: Sequence[Mapping[Node, Any]], grid: Grid) -> list[Any]:
+def _special(
+    special: Special, nodes: Sequence[Node], values: Sequence[Mapping[Node, Any]], grid: Grid
+) -> list[Any]:
     """The captured operation on whole tensors."""
     if special.kind == "replicas":
         return [values[place][node.args[0]] for place, node in enumerate(nodes)]  # there is one
     wholes = []
     for slot, layout in enumerate(special.inputs):
-        wholes.append(assemble([values[place][node.args[slot]] for place, node in enumerate(nodes)], layout, grid))
+        wholes.append(
+            assemble(
+                [values[place][node.args[slot]] for place, node in enumerate(nodes)], layout, grid
+            )
+        )
     remaining = iter(wholes)
-    result = special.node.target(*map_arg(special.node.args, lambda _: next(remaining)), **special.node.kwargs)
+    result = special.node.target(
+        *map_arg(special.node.args, lambda _: next(remaining)), **special.node.kwargs
+    )
     assert isinstance(result, Tensor)
     return [cut(result, special.outputs[0], grid, place) for place in range(grid.num_devices)]
 
 
 def run_sharded(
-    space: Space, sharding: Sharding, num_samples: int, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    space: Space,
+    sharding: Sharding,
+    num_samples: int,
+    weights: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
 ) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradient of every parameter) of a whole model on the grid, from all devices put together."""
+    """(loss, gradient of every parameter) of a whole model on the grid, from all devices put
+    together.
+    """
     grid = sharding.grid
     modules, held = [], []
     for place in range(grid.num_devices):
@@ -149,12 +183,17 @@ def run_sharded(
     loss.backward()
     gradients = {}
     for name, layout in sharding.stored.items():
-        parts = [own[name].grad if own[name].grad is not None else torch.zeros_like(own[name]) for own in held]
+        parts = [
+            own[name].grad if own[name].grad is not None else torch.zeros_like(own[name])
+            for own in held
+        ]
         gradients[name] = assemble(parts, layout.conjugate(grid), grid)
     return float(loss.detach()), gradients
 
 
-def local_weights(space: Space, sharding: Sharding, place: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def local_weights(
+    space: Space, sharding: Sharding, place: int, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """What one device holds."""
     own: dict[str, Tensor] = {}
     for node in space.program.state:

@@ -1,4 +1,6 @@
-"""How many random cases a property test tries: a part in `make test`, all of them in `make test-all`."""
+"""How many random cases a property test tries: a part in `make test`, all of them in `make
+test-all`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What the first capture of a process imports and prepares, done once for all ranks: the forkserver of `tests/ranks.py` imports this file.
+"""What the first capture of a process imports and prepares, done once for all ranks: the forkserver
+of `tests/ranks.py` imports this file.
 
-A first capture takes 1.7 s of CPU time, a second one 0.1 s, and ranks are forked by the hundred. Torch also keeps what it finds out about
-an operation when it first meets it, so this model has the operations that most tests use.
+A first capture takes 1.7 s of CPU time, a second one 0.1 s, and ranks are forked by the hundred.
+Torch also keeps what it finds out about an operation when it first meets it, so this model has the
+operations that most tests use.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ class Usual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.statistics = nn.Embedding(5, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)
+        self.embedding, self.norm, self.statistics = (
+            nn.Embedding(5, 4),
+            nn.LayerNorm(4),
+            nn.BatchNorm1d(4),
+        )
         self.first, self.second, self.dropout = nn.Linear(4, 4), nn.Linear(4, 5), nn.Dropout(0.1)
 
     def forward(self, words: Tensor, x: Tensor, labels: Tensor) -> Tensor:
@@ -28,11 +34,22 @@ class Usual(nn.Module):
         hidden = hidden + F.softmax(hidden @ hidden.transpose(1, 2) / 2.0, -1) @ hidden
         hidden = self.statistics(F.gelu(self.first(hidden)).mean(1))
         logits = self.second(self.dropout(torch.tanh(F.relu(hidden))))
-        return F.cross_entropy(logits, labels) + F.mse_loss(hidden, x[:, 0]) + logits.square().mean()
+        return (
+            F.cross_entropy(logits, labels) + F.mse_loss(hidden, x[:, 0]) + logits.square().mean()
+        )
 
 
 torch.set_num_threads(1)  # no thread pool that a fork would lose
 for dtype in (torch.float32, torch.float64):
     labels = torch.zeros(4, dtype=torch.int64)
-    batch = {"words": torch.zeros(4, 3, dtype=torch.int64), "x": torch.zeros(4, 3, 4, dtype=dtype), "labels": labels}
-    wh.plan(Usual().to(dtype), batch, cluster=2, config={"num_task_graph": 2, "num_micro_batch": 2, "loss_per_micro_batch": True})
+    batch = {
+        "words": torch.zeros(4, 3, dtype=torch.int64),
+        "x": torch.zeros(4, 3, 4, dtype=dtype),
+        "labels": labels,
+    }
+    wh.plan(
+        Usual().to(dtype),
+        batch,
+        cluster=2,
+        config={"num_task_graph": 2, "num_micro_batch": 2, "loss_per_micro_batch": True},
+    )

@@ -1,10 +1,12 @@
-"""The models that tests train: small, in float64, without dropout, with the same weights in every process.
+"""The models that tests train: small, in float64, without dropout, with the same weights in every
+process.
 
-`MAIN` are the cases of the exactness table, each chosen for one difficulty. `BREADTH` are further families of `transformers`, to see that
-capture copes with what people really write. Configurations are the default ones but for size and dropout (`use_cache` stays on).
+`MAIN` are the cases of the exactness table, each chosen for one difficulty. `BREADTH` are further
+families of `transformers`, to see that capture copes with what people really write. Configurations
+are the default ones but for size and dropout (`use_cache` stays on).
 
-Every case also names where to cut it: `case.cuts(3)` gives the globs of three stages. What no glob names (embeddings, the last norm,
-the head) follows its producers, or else its consumers.
+Every case also names where to cut it: `case.cuts(3)` gives the globs of three stages. What no glob
+names (embeddings, the last norm, the head) follows its producers, or else its consumers.
 """
 
 from __future__ import annotations
@@ -60,10 +62,14 @@ class Case:
     batch_statistics: bool = False
     """BatchNorm: the reference is local training with the same micro-batches"""
     layer_drop: bool = False
-    """skips layers by a random number in training, which torch.export alone refuses even at probability 0"""
+    """skips layers by a random number in training, which torch.export alone refuses even at
+    probability 0
+    """
 
     def build(self) -> nn.Module:
-        """The model in float64 and training mode; the same weights at every call, in every process, whatever mode is on."""
+        """The model in float64 and training mode; the same weights at every call, in every process,
+        whatever mode is on.
+        """
         with torch.random.fork_rng(devices=[]), Float64Mode():
             torch.manual_seed(0)
             return self.make().double().train()
@@ -71,24 +77,37 @@ class Case:
     def cuts(self, num_stages: int) -> list[tuple[str, ...]]:
         """For each stage its globs, to be used with `wh.annotate`."""
         if num_stages not in self.stages:
-            raise ValueError(f"{self.name} is cut into {sorted(self.stages)} stages, not {num_stages}.")
+            raise ValueError(
+                f"{self.name} is cut into {sorted(self.stages)} stages, not {num_stages}."
+            )
         return list(self.stages[num_stages])
 
 
 def layer_cuts(prefix: str, num_layers: int = NUM_LAYERS) -> dict[int, Cut]:
-    """A chain of layers cut into 2, 3, ... stages of contiguous layers, earlier stages one layer longer: `h.[0-1] | h.2 | h.3`."""
+    """A chain of layers cut into 2, 3, ... stages of contiguous layers, earlier stages one layer
+    longer: `h.[0-1] | h.2 | h.3`.
+    """
     cuts: dict[int, Cut] = {}
     for num_stages in range(2, num_layers + 1):
         small, more = divmod(num_layers, num_stages)
         starts = [index * small + min(index, more) for index in range(num_stages + 1)]
         ranges = [(start, end - 1) for start, end in zip(starts, starts[1:])]
-        cuts[num_stages] = tuple((f"{prefix}.{first}" if first == last else f"{prefix}.[{first}-{last}]",) for first, last in ranges)
+        cuts[num_stages] = tuple(
+            (f"{prefix}.{first}" if first == last else f"{prefix}.[{first}-{last}]",)
+            for first, last in ranges
+        )
     return cuts
 
 
-# ---- models of transformers -------------------------------------------------------------------------------------------
+# ---- models of transformers
+# -------------------------------------------------------------------------------------------
 
-SIZES = {"hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "vocab_size": NUM_WORDS}
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": NUM_WORDS,
+}
 """the names that most families use"""
 FEED_FORWARD = {"intermediate_size": 2 * WIDTH}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -102,7 +121,9 @@ HALF = NUM_LAYERS // 2
 
 
 def hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Builds `transformers.model(transformers.config(**settings))`; imports transformers only then (4 s)."""
+    """Builds `transformers.model(transformers.config(**settings))`; imports transformers only then
+    (4 s).
+    """
 
     def make() -> nn.Module:
         import transformers

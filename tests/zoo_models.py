@@ -23,7 +23,8 @@ MakeBatch = Callable[[int, int], Any]
 """(seed, number of samples) -> batch"""
 
 
-# ---- batches ----------------------------------------------------------------------------------------------------------
+# ---- batches
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _random(seed: int) -> torch.Generator:
@@ -31,12 +32,17 @@ def _random(seed: int) -> torch.Generator:
 
 
 def _words(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randint(3, NUM_WORDS, shape, generator=generator)  # 0, 1, 2 are special words in many families
+    return torch.randint(
+        3, NUM_WORDS, shape, generator=generator
+    )  # 0, 1, 2 are special words in many families
 
 
 def language_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     generator = _random(seed)
-    return {"input_ids": _words(generator, batch_size, LENGTH), "labels": _words(generator, batch_size, LENGTH)}
+    return {
+        "input_ids": _words(generator, batch_size, LENGTH),
+        "labels": _words(generator, batch_size, LENGTH),
+    }
 
 
 def masked_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
@@ -47,7 +53,11 @@ def masked_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     counts[0, 0] = True
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (batch_size, 1), generator=generator)
     mask = (torch.arange(LENGTH) < lengths).long()
-    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(~counts, IGNORED)}
+    return {
+        "input_ids": words,
+        "attention_mask": mask,
+        "labels": words.masked_fill(~counts, IGNORED),
+    }
 
 
 def uneven_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
@@ -81,7 +91,10 @@ def vector_batch(seed: int, batch_size: int) -> tuple[Tensor, Tensor]:
 def image_batch(seed: int, batch_size: int, size: int = 16) -> dict[str, Tensor]:
     generator = _random(seed)
     pixels = torch.randn(batch_size, 3, size, size, generator=generator, dtype=torch.float64)
-    return {"pixel_values": pixels, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator),
+    }
 
 
 def large_image_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
@@ -90,20 +103,27 @@ def large_image_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
 
 def class_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     generator = _random(seed)
-    return {"input_ids": _words(generator, batch_size, LENGTH), "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+    return {
+        "input_ids": _words(generator, batch_size, LENGTH),
+        "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator),
+    }
 
 
 def audio_batch(seed: int, batch_size: int, *shape: int) -> dict[str, Tensor]:
     generator = _random(seed)
     values = torch.randn(batch_size, *(shape or (200,)), generator=generator, dtype=torch.float64)
-    return {"input_values": values, "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator)}
+    return {
+        "input_values": values,
+        "labels": torch.randint(0, NUM_CLASSES, (batch_size,), generator=generator),
+    }
 
 
 def spectrum_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     return audio_batch(seed, batch_size, 24, 16)
 
 
-# ---- own models -------------------------------------------------------------------------------------------------------
+# ---- own models
+# -------------------------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -111,7 +131,9 @@ class Chain(nn.Module):
 
     def __init__(self, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(num_layers)
+        )
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
@@ -121,12 +143,17 @@ class Chain(nn.Module):
 
 
 class Branches(nn.Module):
-    """Values used by several later blocks, some of them two and three stages away; `num_rounds` times."""
+    """Values used by several later blocks, some of them two and three stages away; `num_rounds`
+    times.
+    """
 
     def __init__(self, num_rounds: int = 1) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        blocks = (nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4 * num_rounds))
+        blocks = (
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            for _ in range(4 * num_rounds)
+        )
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(3 * WIDTH, NUM_CLASSES)
 
@@ -155,7 +182,10 @@ class Block(nn.Module):
         self.up, self.down = linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        q_BHLK, k_BHLK, v_BHLK = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x_BLD)).chunk(3, dim=-1))
+        q_BHLK, k_BHLK, v_BHLK = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x_BLD)).chunk(3, dim=-1)
+        )
         mixed_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True)
         x_BLD = x_BLD + self.out(mixed_BHLK.transpose(1, 2).flatten(2))
         return x_BLD + self.down(F.gelu(self.up(self.norm_2(x_BLD))))
@@ -164,7 +194,9 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder with the mean over the labels that count as its loss."""
 
-    def __init__(self, tied: bool = False, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+    def __init__(
+        self, tied: bool = False, linear: Callable[[int, int], nn.Module] = nn.Linear
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
         nn.init.normal_(self.embedding.weight, std=0.3)
@@ -182,25 +214,39 @@ class LanguageModel(nn.Module):
         return self.norm(x_BLD)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        return F.cross_entropy(self.head(self.hidden(input_ids)).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return F.cross_entropy(
+            self.head(self.hidden(input_ids)).flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
 
 class TwoTerms(LanguageModel):
-    """Gives a dict, from which `two_term_loss` makes two means with different denominators and a weight penalty."""
+    """Gives a dict, from which `two_term_loss` makes two means with different denominators and a
+    weight penalty.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.score = nn.Linear(WIDTH, 1)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, scores: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, scores: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
         hidden = self.hidden(input_ids)
         penalty = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
-        return {"logits": self.head(hidden), "scores": self.score(hidden).squeeze(-1), "penalty": penalty}
+        return {
+            "logits": self.head(hidden),
+            "scores": self.score(hidden).squeeze(-1),
+            "penalty": penalty,
+        }
 
 
 def two_term_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    words = F.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
-    scores = ((output["scores"] - batch["scores"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+    words = F.cross_entropy(
+        output["logits"].flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
+    )
+    scores = ((output["scores"] - batch["scores"]).square() * batch["mask"]).sum() / batch[
+        "mask"
+    ].sum()
     return words + 0.5 * scores + 1e-3 * output["penalty"]
 
 
@@ -213,7 +259,9 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = nn.Linear(num_in, num_out)
         self.down = nn.Parameter(torch.randn(self.RANK, num_in) * 0.2)
-        self.up = nn.Parameter(torch.randn(num_out, self.RANK) * 0.2)  # not zero as usual: otherwise `down` has no gradient
+        self.up = nn.Parameter(
+            torch.randn(num_out, self.RANK) * 0.2
+        )  # not zero as usual: otherwise `down` has no gradient
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + F.linear(F.linear(x, self.down), self.up)
@@ -233,8 +281,14 @@ def lora_model() -> nn.Module:
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv_1, self.norm_1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.conv_2, self.norm_2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv_1, self.norm_1 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.conv_2, self.norm_2 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Whale: write a model for one device, mark parts of it with `replicate` and `split`, and train it on the devices that you have.
+"""Whale: write a model for one device, mark parts of it with `replicate` and `split`, and train it
+on the devices that you have.
 
-Names are loaded when they are first used, so that `whale --help` and planning tools do not wait for torch.
+Names are loaded when they are first used, so that `whale --help` and planning tools do not wait for
+torch.
 """
 
 from __future__ import annotations

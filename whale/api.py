@@ -1,4 +1,6 @@
-"""What a user calls: `init`, `parallelize`, `plan`. Each step of the flow stands here in its order."""
+"""What a user calls: `init`, `parallelize`, `plan`. Each step of the flow stands here in
+its order.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,13 @@ from whale.planning.workload import ADAM_STATE
 from whale.profiling.elementwise import note_on_parts
 from whale.profiling.optimizer_state import state_ratio
 from whale.runtime.checkpoints import Pretrained, load_pretrained
-from whale.runtime.devices import ClusterLike, chosen_cluster, cluster_of_ranks, cluster_to_plan_for, read_cluster
+from whale.runtime.devices import (
+    ClusterLike,
+    chosen_cluster,
+    cluster_of_ranks,
+    cluster_to_plan_for,
+    read_cluster,
+)
 from whale.runtime.engine import Engine
 from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
@@ -70,17 +78,22 @@ _session = _Session(Config())
 
 
 class PlanReady(BaseException):
-    """Raised by `parallelize` under `planning_only`: here is the plan, run no further. No `except Exception` of a script stops it."""
+    """Raised by `parallelize` under `planning_only`: here is the plan, run no further. No `except
+    Exception` of a script stops it.
+    """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__("the plan is ready")
         self.plan = plan
 
 
-def init(config: Config | dict[str, Any] | None = None, *, cluster: ClusterLike | None = None) -> None:
+def init(
+    config: Config | dict[str, Any] | None = None, *, cluster: ClusterLike | None = None
+) -> None:
     """Starts Whale in this process: reads the config and, under a launcher, joins the other ranks.
 
-    `cluster`: a `Cluster` or the path of a cluster file, also `{"cluster": path}` in the config; without one, ranks find their devices.
+    `cluster`: a `Cluster` or the path of a cluster file, also `{"cluster": path}` in the config;
+    without one, ranks find their devices.
     """
     checked = config if isinstance(config, Config) else Config(config)
     if _session.ranks is not None:
@@ -102,7 +115,9 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def planning_only(num_devices: int, cluster: Cluster | None = None) -> Iterator[None]:
-    """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by `whale plan`."""
+    """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by
+    `whale plan`.
+    """
     _session.num_devices, _session.planned_cluster = num_devices, cluster
     try:
         yield
@@ -119,17 +134,21 @@ def plan(
     config: Config | dict[str, Any] | None = None,
     optimizer: OptimizerFactory | None = None,
 ) -> Plan:
-    """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may be on `meta`.
+    """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may
+    be on `meta`.
 
-    `cluster`: a `Cluster`, the path of a cluster file (its devices in its order), a number of devices, or None for the devices of this job.
-    `optimizer`: as for `parallelize`, for the memory of its state; without one, that of Adam is counted.
+    `cluster`: a `Cluster`, the path of a cluster file (its devices in its order), a number of
+    devices, or None for the devices of this job. `optimizer`: as for `parallelize`, for the memory
+    of its state; without one, that of Adam is counted.
     """
     checked = _config(config)
     built = _built(model)
     layout, tensors = read_batch(sample_batch)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
-    return _plan(built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio, optimizer)
+    return _plan(
+        built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio, optimizer
+    )
 
 
 def parallelize(
@@ -145,17 +164,24 @@ def parallelize(
     weights: Pretrained | str | Path | None = None,
     prepared: Prepared | None = None,
 ) -> Engine:
-    """Captures the model, plans it onto the devices of this job, and gives the engine that trains it.
+    """Captures the model, plans it onto the devices of this job, and gives the engine that trains
+    it.
 
-    `model`: a module (rank 0's weights count) or a function that builds one. `optimizer`: called with (name, parameter) pairs.
-    `cluster`: a `Cluster` or cluster file whose devices are matched to the ranks by host name and local rank.
-    `loss(output, batch)`: without it the model returns a scalar or something with `.loss`. `plan`: a plan to follow instead of making one.
-    `weights`: a safetensors file or Hugging Face folder to start from; each rank reads only its own part.
-    `prepared`: a capture made before by the caller, in the same process (tests capture once and run many plans).
+    `model`: a module (rank 0's weights count) or a function that builds one. `optimizer`: called
+    with (name, parameter) pairs. `cluster`: a `Cluster` or cluster file whose devices are matched
+    to the ranks by host name and local rank. `loss(output, batch)`: without it the model returns a
+    scalar or something with `.loss`. `plan`: a plan to follow instead of making one. `weights`: a
+    safetensors file or Hugging Face folder to start from; each rank reads only its own part.
+    `prepared`: a capture made before by the caller, in the same process (tests capture once and run
+    many plans).
     """
     config = _session.config
     if _session.num_devices is not None:
-        raise PlanReady(globals()["plan"](model, sample_batch, loss=loss, cluster=cluster, config=config, optimizer=optimizer))
+        raise PlanReady(
+            globals()["plan"](
+                model, sample_batch, loss=loss, cluster=cluster, config=config, optimizer=optimizer
+            )
+        )
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
@@ -164,7 +190,9 @@ def parallelize(
         devices = emulated_cluster(settings, ranks)
     else:
         devices = cluster_of_ranks(chosen_cluster(cluster, _session.cluster, config.cluster), ranks)
-    captures = settings is None or not settings.stub or ranks.rank == 0  # stub chunks: one rank plans, nobody needs the model
+    captures = (
+        settings is None or not settings.stub or ranks.rank == 0
+    )  # stub chunks: one rank plans, nobody needs the model
     layout: BatchLayout | None = None
     built: torch.nn.Module | None = None
     error: BaseException | None = None
@@ -178,7 +206,9 @@ def parallelize(
             refuse_shared_memory(built)
             device = torch.device(ranks.device).type
             checked = is_real and config.check_capture and ranks.rank == 0
-            prepared = prepared or _prepare(built, layout, tensors, loss, config, device, check=checked)
+            prepared = prepared or _prepare(
+                built, layout, tensors, loss, config, device, check=checked
+            )
     except Exception as problem:
         error = problem
     ranks.together(error)
@@ -202,22 +232,39 @@ def parallelize(
     chosen = ranks.from_first(chosen)
     assert chosen is not None
     _check_num_devices(chosen, ranks)
-    emulation = Emulation(settings, devices, chosen, prepared, ranks, config) if settings is not None else None
+    emulation = (
+        Emulation(settings, devices, chosen, prepared, ranks, config)
+        if settings is not None
+        else None
+    )
     if emulation is not None and emulation.stub is not None:
         return Engine(stub_job(emulation, config), optimizer, scheduler)
     assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
-        load_pretrained(held, names, weights if isinstance(weights, Pretrained) else Pretrained(weights), ranks, Shards(chosen))
-    return Engine(Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation), optimizer, scheduler)
+        load_pretrained(
+            held,
+            names,
+            weights if isinstance(weights, Pretrained) else Pretrained(weights),
+            ranks,
+            Shards(chosen),
+        )
+    return Engine(
+        Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation),
+        optimizer,
+        scheduler,
+    )
 
 
 def _built(model: Model) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
         return model
     if not callable(model):
-        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that builds one")
+        raise ValueError(
+            f"the model is a {type(model).__name__}: give a torch.nn.Module, or a function that "
+            "builds one"
+        )
     return build_on_meta(model)
 
 
@@ -269,7 +316,15 @@ def _plan(
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
         )
     )
-    cut = next((name for sharding in made.shardings for name, stored in sharding.stored.items() if stored.is_cut), None)
+    cut = next(
+        (
+            name
+            for sharding in made.shardings
+            for name, stored in sharding.stored.items()
+            if stored.is_cut
+        ),
+        None,
+    )
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
 
@@ -279,38 +334,54 @@ def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
         raise ValueError(
-            f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch {chosen.batch_size}), this is {mine[:12]}. "
+            f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch "
+            f"{chosen.batch_size}), this is {mine[:12]}. "
             f"Make a new plan with wh.plan or `whale plan`"
         )
     return chosen
 
 
 def _check_cluster(chosen: Plan, devices: Cluster) -> None:
-    """Refuses a plan whose shares and stages were made for other devices; another number of them is said by `_check_num_devices`."""
+    """Refuses a plan whose shares and stages were made for other devices; another number of them is
+    said by `_check_num_devices`.
+    """
     here = [device.kind.name for device in devices.devices]
-    different = [rank for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False)) if planned != found]
+    different = [
+        rank
+        for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False))
+        if planned != found
+    ]
     if different and len(here) == chosen.num_devices:
         first = different[0]
         raise ValueError(
-            f"this plan was made for another cluster: rank {first} is a {chosen.device_kinds[first]} in the plan and a {here[first]} here "
-            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or give the plan's own cluster "
+            f"this plan was made for another cluster: rank {first} is a "
+            f"{chosen.device_kinds[first]} in the plan and a {here[first]} here "
+            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or "
+            "give the plan's own cluster "
             f"(cluster=..., `whale run --cluster`)"
         )
 
 
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
     if chosen.num_devices != ranks.num_ranks:
-        raise ValueError(f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start it with that many ranks")
+        raise ValueError(
+            f"the plan is for {chosen.num_devices} devices, this job has {ranks.num_ranks}: start "
+            "it with that many ranks"
+        )
 
 
 def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:
     ranks.agree(
         "a tensor attribute of the model that is neither parameter nor buffer",
-        digest([prepared.captured.constants[name] for name in sorted(prepared.captured.constants)]).hex(),
+        digest(
+            [prepared.captured.constants[name] for name in sorted(prepared.captured.constants)]
+        ).hex(),
         "Seed all ranks alike before building the model, or register it as a buffer",
     )
     ranks.agree(
-        "the model", fingerprint(prepared.captured), "All ranks must build the same model from the same script, torch and transformers"
+        "the model",
+        fingerprint(prepared.captured),
+        "All ranks must build the same model from the same script, torch and transformers",
     )
 
 
@@ -321,7 +392,13 @@ def _check_same_job(ranks: Ranks, config: Config) -> None:
 
 
 def _weights(
-    model: torch.nn.Module, names: dict[str, str], chosen: Plan, ranks: Ranks, is_real: bool, init: Init | None, config: Config
+    model: torch.nn.Module,
+    names: dict[str, str],
+    chosen: Plan,
+    ranks: Ranks,
+    is_real: bool,
+    init: Init | None,
+    config: Config,
 ) -> dict[str, torch.Tensor]:
     own = set(chosen.stages_of_rank(ranks.rank))
     held = [name for name, stages in chosen.holders.items() if own & set(stages)]
@@ -343,14 +420,18 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     if not ranks.is_distributed:
         return
     digests = ranks.gather(digest_weights(model))
-    different = {name: [r for r, d in enumerate(digests) if d.get(name) != digests[0][name]] for name in digests[0]}
+    different = {
+        name: [r for r, d in enumerate(digests) if d.get(name) != digests[0][name]]
+        for name in digests[0]
+    }
     different = {name: which for name, which in different.items() if which}
     if not different:
         return
     if ranks.rank == 0:
         some = next(iter(different))
         warnings.warn(
-            f"{len(different)} tensors differ between ranks (first: {some}, on ranks {different[some]}): rank 0's values are used. "
+            f"{len(different)} tensors differ between ranks (first: {some}, on ranks "
+            f"{different[some]}): rank 0's values are used. "
             f"Seed all ranks alike before building the model, or pass a function that builds it",
             stacklevel=3,
         )
@@ -366,7 +447,9 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
 
 def _ranks() -> Ranks:
     if _session.ranks is None:
-        _session.ranks = Ranks(_session.config.device, _session.config.timeout_s, _session.config.stall_timeout_s)
+        _session.ranks = Ranks(
+            _session.config.device, _session.config.timeout_s, _session.config.stall_timeout_s
+        )
     return _session.ranks
 
 
@@ -377,7 +460,9 @@ def _config(config: Config | dict[str, Any] | None) -> Config:
 
 
 def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) -> Cluster:
-    """For planning alone: `whale plan --cluster` first, then what the script gives, else as many devices as the job has."""
+    """For planning alone: `whale plan --cluster` first, then what the script gives, else as many
+    devices as the job has.
+    """
     if _session.planned_cluster is not None:
         return _session.planned_cluster
     if cluster is not None:
@@ -389,4 +474,14 @@ def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) ->
     return described if _session.num_devices is not None else described.first(num_devices())
 
 
-__all__ = ["Engine", "Plan", "PlanReady", "init", "num_devices", "parallelize", "plan", "planning_only", "rank"]
+__all__ = [
+    "Engine",
+    "Plan",
+    "PlanReady",
+    "init",
+    "num_devices",
+    "parallelize",
+    "plan",
+    "planning_only",
+    "rank",
+]

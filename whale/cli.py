@@ -1,7 +1,8 @@
-"""The command `whale`. torch is imported by the commands that need it, so that `whale --help` answers at once.
+"""The command `whale`. torch is imported by the commands that need it, so that `whale --help`
+answers at once.
 
-Exit codes: 0 all is well; 1 the job failed, the plan cannot be made, or the plans differ; 2 the command line is wrong. `whale run` ends
-with the exit code of the rank that failed first.
+Exit codes: 0 all is well; 1 the job failed, the plan cannot be made, or the plans differ; 2 the
+command line is wrong. `whale run` ends with the exit code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ INTERRUPTED = 130
 PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster", "--html", "--json")
 PLAN_FLAGS = ("--debug",)
 SCHEDULE_TRIES = 60
-"""enough for 8 devices and 16 micro-batches to come within about 1 % of the full search, in a second in all"""
+"""enough for 8 devices and 16 micro-batches to come within about 1 % of the full search, in a
+second in all
+"""
 
 app = typer.Typer(
     name="whale",
@@ -44,15 +47,25 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ScriptArgument = Annotated[Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")]
-ClusterOption = Annotated[Path | None, typer.Option(help="A cluster file: hosts, kinds of devices, links (docs/cluster.md).")]
-OwnArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own arguments, passed on as they are")]
+ScriptArgument = Annotated[
+    Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")
+]
+ClusterOption = Annotated[
+    Path | None,
+    typer.Option(help="A cluster file: hosts, kinds of devices, links (docs/cluster.md)."),
+]
+OwnArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGUMENTS", help="the script's own arguments, passed on as they are"),
+]
 
 
 def own_options_first(words: Sequence[str]) -> list[str]:
-    """`whale plan train.py -n 8 --lr 3` means `whale plan -n 8 train.py --lr 3`: Whale's options may also stand right behind the script.
+    """`whale plan train.py -n 8 --lr 3` means `whale plan -n 8 train.py --lr 3`: Whale's options
+    may also stand right behind the script.
 
-    From the first other word on, everything is the script's; `--` ends Whale's options where the script has some of the same name.
+    From the first other word on, everything is the script's; `--` ends Whale's options where the
+    script has some of the same name.
     """
     before = _num_own_words(words)
     if before == len(words) or words[before].startswith("-"):
@@ -60,7 +73,12 @@ def own_options_first(words: Sequence[str]) -> list[str]:
     script, rest = words[before], list(words[before + 1 :])
     after = _num_own_words(rest)
     own, passed_on = rest[:after], rest[after:]
-    return [*words[:before], *own, script, *(passed_on[1:] if passed_on[:1] == ["--"] else passed_on)]
+    return [
+        *words[:before],
+        *own,
+        script,
+        *(passed_on[1:] if passed_on[:1] == ["--"] else passed_on),
+    ]
 
 
 def _num_own_words(words: Sequence[str]) -> int:
@@ -70,7 +88,9 @@ def _num_own_words(words: Sequence[str]) -> int:
         word = words[place]
         if word in PLAN_OPTIONS_WITH_VALUE:
             place += 2
-        elif word in PLAN_FLAGS or re.fullmatch(r"-n\d+|--(num-devices|save|cluster|html|json)=.*", word):
+        elif word in PLAN_FLAGS or re.fullmatch(
+            r"-n\d+|--(num-devices|save|cluster|html|json)=.*", word
+        ):
             place += 1
         else:
             break
@@ -92,7 +112,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and stop.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
 ) -> None:
     pass
 
@@ -101,12 +126,30 @@ def _top(
 def run(
     script: ScriptArgument,
     arguments: OwnArguments = None,
-    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]")] = None,
-    restarts: Annotated[int, typer.Option(help="How often all ranks are started again after a failure.")] = 0,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]"
+        ),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="How often all ranks are started again after a failure.")
+    ] = 0,
     cluster: ClusterOption = None,
-    emulate: Annotated[Path | None, typer.Option(help="A cluster file: rehearse it here, one process for each device.")] = None,
-    stub: Annotated[bool, typer.Option("--stub", help="With --emulate: small stand-ins for the model, whatever its size.")] = False,
-    stretch: Annotated[float | None, typer.Option(help="With --emulate: times are stretched by this. [default: 5 ms at least]")] = None,
+    emulate: Annotated[
+        Path | None,
+        typer.Option(help="A cluster file: rehearse it here, one process for each device."),
+    ] = None,
+    stub: Annotated[
+        bool,
+        typer.Option(
+            "--stub", help="With --emulate: small stand-ins for the model, whatever its size."
+        ),
+    ] = False,
+    stretch: Annotated[
+        float | None,
+        typer.Option(help="With --emulate: times are stretched by this. [default: 5 ms at least]"),
+    ] = None,
 ) -> None:
     """Run a training script on several ranks of this machine.
 
@@ -126,11 +169,15 @@ def run(
     if cluster is not None:
         num_ranks = _ranks_of_cluster(cluster, num_ranks)
     try:
-        failure = launcher.launch(script, arguments or [], num_ranks or launcher.default_num_ranks(), restarts)
+        failure = launcher.launch(
+            script, arguments or [], num_ranks or launcher.default_num_ranks(), restarts
+        )
     except KeyboardInterrupt:
         _stop("whale run: interrupted, all ranks are ended", INTERRUPTED)
     except Exception as error:
-        signal_number = getattr(error, "sigval", None)  # torch's SignalException, by its only attribute: its module is slow to import
+        signal_number = getattr(
+            error, "sigval", None
+        )  # torch's SignalException, by its only attribute: its module is slow to import
         if signal_number is None:
             raise
         _stop(f"whale run: got {signal_number.name}, all ranks are ended", 128 + signal_number)
@@ -147,16 +194,24 @@ def run(
 def plan(
     script: ScriptArgument,
     arguments: OwnArguments = None,
-    num_devices: Annotated[int | None, typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]")] = None,
-    save: Annotated[Path | None, typer.Option(help="Also write the plan to this JSON file.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    num_devices: Annotated[
+        int | None,
+        typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]"),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the plan to this JSON file.")
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the whole traceback of an error.")
+    ] = False,
     cluster: ClusterOption = None,
     html: cli_plans.HtmlOption = None,
     figures: cli_plans.JsonOption = None,
 ) -> None:
     """Show how a training script would run on several devices, without starting any process.
 
-    The script runs up to wh.parallelize. Options of Whale may stand before the script or right behind it.
+    The script runs up to wh.parallelize. Options of Whale may stand before the script or right
+    behind it.
     """
     from whale.launcher import default_num_ranks
 
@@ -166,7 +221,9 @@ def plan(
     for option, path in (("--save", save), ("--html", html), ("--json", figures)):
         cli_plans.require_folder(path, f"whale plan: {option}")
     described = None if cluster is None else _first_devices(cluster, num_devices)
-    num_devices = described.num_devices if described is not None else num_devices or default_num_ranks()
+    num_devices = (
+        described.num_devices if described is not None else num_devices or default_num_ranks()
+    )
     made = _plan_of_script(script, arguments or [], num_devices, debug, described)
     cli_plans.print_plan(made)
     if save is not None:
@@ -175,7 +232,9 @@ def plan(
     cli_plans.write_reports(made, html, figures)
 
 
-def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None) -> Plan:
+def _plan_of_script(
+    script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None
+) -> Plan:
     from whale.api import PlanReady, planning_only
     from whale.launcher import run_script, script_traceback
 
@@ -193,9 +252,17 @@ def _plan_of_script(script: Path, arguments: list[str], num_devices: int, debug:
             raise typer.Exit(FAILED) from None
         if isinstance(error, ValueError) and _comes_from_whale(error):
             _stop(f"whale plan: {error}", FAILED)
-        _stop(f"{script_traceback(error, script)}whale plan: {script} failed before it reached wh.parallelize", FAILED)
+        _stop(
+            f"{script_traceback(error, script)}whale plan: {script} failed before it reached "
+            "wh.parallelize",
+            FAILED,
+        )
     if exit_code not in (None, 0):
-        _stop(f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached wh.parallelize", FAILED)
+        _stop(
+            f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached "
+            "wh.parallelize",
+            FAILED,
+        )
     _stop(f"whale plan: {script} ended without calling wh.parallelize, so there is nothing to plan")
 
 
@@ -209,11 +276,17 @@ def _comes_from_whale(error: BaseException) -> bool:
 
 @app.command()
 def profile(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
-    num_ranks: Annotated[int | None, typer.Option("-n", "--num-ranks", help="How many ranks. [default: as for whale run]")] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The cluster file to write.")
+    ] = Path("cluster.yaml"),
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--num-ranks", help="How many ranks. [default: as for whale run]"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Measure the devices and links of this machine, or of all ranks of torchrun, and write a cluster file.
+    """Measure the devices and links of this machine, or of all ranks of torchrun, and write a
+    cluster file.
 
     On several hosts: torchrun ... -m whale profile -o cluster.yaml
     """
@@ -231,7 +304,9 @@ def profile(
     if num_ranks is not None and num_ranks < 1:
         _stop(f"whale profile: -n {num_ranks}: at least 1 rank is needed")
     script = Path(__file__).parent / "profiling" / "profile_command.py"
-    failure = launcher.launch(script, [str(output), device], num_ranks or launcher.default_num_ranks())
+    failure = launcher.launch(
+        script, [str(output), device], num_ranks or launcher.default_num_ranks()
+    )
     if failure is not None:
         _stop(f"whale profile: {failure}", failure.exit_code)
 
@@ -243,20 +318,43 @@ for _command in (cli_plans.show, cli_plans.diff, cli_plans.compare, cli_plans.si
 @app.command()
 def schedule(
     num_devices: Annotated[int, typer.Option("--devices", help="How many devices.")],
-    num_micro_batch: Annotated[int, typer.Option("--micro-batches", help="How many micro-batches.")],
-    num_waves: Annotated[int, typer.Option("--waves", help="Waves; a wave is two chunks on each device.")] = 2,
-    forward: Annotated[float, typer.Option(help="Time of a device for the forward of one micro-batch.")] = 1.0,
+    num_micro_batch: Annotated[
+        int, typer.Option("--micro-batches", help="How many micro-batches.")
+    ],
+    num_waves: Annotated[
+        int, typer.Option("--waves", help="Waves; a wave is two chunks on each device.")
+    ] = 2,
+    forward: Annotated[
+        float, typer.Option(help="Time of a device for the forward of one micro-batch.")
+    ] = 1.0,
     backward: Annotated[float, typer.Option(help="The same for the backward.")] = 2.0,
-    input_share: Annotated[float, typer.Option(help="Part of a backward that is its input part.")] = 0.5,
+    input_share: Annotated[
+        float, typer.Option(help="Part of a backward that is its input part.")
+    ] = 0.5,
     latency: Annotated[float, typer.Option(help="Time of a message between two devices.")] = 0.0,
-    action_cost: Annotated[float, typer.Option(help="Time that the runtime adds to every action.")] = 0.0,
-    memory: Annotated[float | None, typer.Option(help="Cap of auto, in micro-batches on a device. [default: as many as devices]")] = None,
-    draw: Annotated[str, typer.Option(help="Which one to draw: the start of its name, `best` or `all`.")] = "best",
+    action_cost: Annotated[
+        float, typer.Option(help="Time that the runtime adds to every action.")
+    ] = 0.0,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Cap of auto, in micro-batches on a device. [default: as many as devices]"
+        ),
+    ] = None,
+    draw: Annotated[
+        str, typer.Option(help="Which one to draw: the start of its name, `best` or `all`.")
+    ] = "best",
     tries: Annotated[int, typer.Option(help="Size of the search of auto.")] = SCHEDULE_TRIES,
-    svg: Annotated[Path | None, typer.Option(help="Also write pictures of all to this SVG file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write table and pictures to this HTML file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also write pictures of all to this SVG file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write table and pictures to this HTML file.")
+    ] = None,
 ) -> None:
-    """Compare all pipeline schedules for like devices: bubble, peak activations, lower bound, picture. Starts no process."""
+    """Compare all pipeline schedules for like devices: bubble, peak activations, lower bound,
+    picture. Starts no process.
+    """
     from whale.report import schedule_page
     from whale.scheduling.compare import Question, compare
 
@@ -281,7 +379,10 @@ def schedule(
     except ValueError as error:
         _stop(f"whale schedule: {error}")
     schedule_page.show(question, rows, drawn, Console())
-    for file, text in ((svg, schedule_page.svg), (html, lambda all_rows: schedule_page.html(question, all_rows))):
+    for file, text in (
+        (svg, schedule_page.svg),
+        (html, lambda all_rows: schedule_page.html(question, all_rows)),
+    ):
         if file is not None:
             schedule_page.save(text(rows), file)
             print(f"saved as {file}")
@@ -289,7 +390,9 @@ def schedule(
 
 @app.command()
 def top(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="where the run writes its metrics")],
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="where the run writes its metrics")
+    ],
     every: Annotated[float, typer.Option(help="seconds between updates")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="print the table once and end")] = False,
 ) -> None:
@@ -320,14 +423,26 @@ def config() -> None:
         table.add_column(name)
     meanings = descriptions()
     for item in fields(Config):
-        table.add_row(item.name, Text(str(item.type)), Text(repr(item.default)), Text(" ".join(meanings[item.name].split())))
+        table.add_row(
+            item.name,
+            Text(str(item.type)),
+            Text(repr(item.default)),
+            Text(" ".join(meanings[item.name].split())),
+        )
     console.print(table)
 
 
 def _ranks_of_emulation(
-    script: Path, file: Path, stub: bool, stretch: float | None, num_ranks: int | None, cluster: Path | None
+    script: Path,
+    file: Path,
+    stub: bool,
+    stretch: float | None,
+    num_ranks: int | None,
+    cluster: Path | None,
 ) -> int:
-    """For `whale run --emulate`: one rank for each device of the file, whatever its host; the ranks find out that they are emulated."""
+    """For `whale run --emulate`: one rank for each device of the file, whatever its host; the ranks
+    find out that they are emulated.
+    """
     from whale.config import RUN_FOLDER_VARIABLE
     from whale.emulation.settings import prepare
 
@@ -347,7 +462,9 @@ def _emulation_folder() -> Path:
 
 
 def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
-    """For `whale run`: one rank for each device that the file gives this host, unless -n says fewer; the ranks read the file."""
+    """For `whale run`: one rank for each device that the file gives this host, unless -n says
+    fewer; the ranks read the file.
+    """
     from whale.cluster.cluster import Cluster
     from whale.cluster.matching import num_local_devices
     from whale.config import CLUSTER_VARIABLE
@@ -358,7 +475,9 @@ def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
         _stop(f"whale run: {error}")
     if num_ranks is not None and num_ranks > here:
         given = f"{file} gives this host {count(here, 'device')}"
-        _stop(f"whale run: -n {num_ranks}: {given}; ask for at most {here} or add devices to the file")
+        _stop(
+            f"whale run: -n {num_ranks}: {given}; ask for at most {here} or add devices to the file"
+        )
     os.environ[CLUSTER_VARIABLE] = str(file.absolute())
     return num_ranks or here
 

@@ -1,4 +1,6 @@
-"""Commands that read saved plans: show, diff, compare, simulate. They need no torch, so they answer at once."""
+"""Commands that read saved plans: show, diff, compare, simulate. They need no torch, so they answer
+at once.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_USE = 1, 2
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")
+]
 FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON")]
 SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON")]
-HtmlOption = Annotated[Path | None, typer.Option(help="Also write a page with pictures to this file.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write all predicted figures and the timeline to this file.")]
+HtmlOption = Annotated[
+    Path | None, typer.Option(help="Also write a page with pictures to this file.")
+]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", help="Also write all predicted figures and the timeline to this file."),
+]
 
 
 def show(file: PlanArgument) -> None:
@@ -35,7 +44,9 @@ def diff(a: FirstPlan, b: SecondPlan) -> None:
 
 
 def compare(a: FirstPlan, b: SecondPlan) -> None:
-    """Say what differs in two saved plans: devices, cuts, shares, memory, predicted step; exit code 1 when something does."""
+    """Say what differs in two saved plans: devices, cuts, shares, memory, predicted step; exit code
+    1 when something does.
+    """
     from whale.report.plan_comparison import compare as differences
 
     _tell(differences(load(a, "compare"), load(b, "compare")), nothing="both plans do the same")
@@ -51,11 +62,15 @@ def _tell(differences: Sequence[str], nothing: str) -> None:
 
 def simulate(
     file: PlanArgument,
-    trace: Annotated[Path | None, typer.Option(help="Also write a Chrome trace (ui.perfetto.dev) to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write a Chrome trace (ui.perfetto.dev) to this file.")
+    ] = None,
     html: HtmlOption = None,
     figures: JsonOption = None,
 ) -> None:
-    """Show one step of a saved plan over time, by the cost model: who computes, waits and idles, and how full memory is."""
+    """Show one step of a saved plan over time, by the cost model: who computes, waits and idles,
+    and how full memory is.
+    """
     from whale.report.timeline import print_timeline
     from whale.simulation.simulate import simulate as run
 
@@ -104,7 +119,10 @@ def print_plan(made: Plan, name: str = "the plan") -> None:
     try:
         show_plan(made)
     except (LookupError, TypeError, ValueError) as error:  # a file whose parts do not fit together
-        stop(f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again with `whale plan --save`")
+        stop(
+            f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again "
+            "with `whale plan --save`"
+        )
 
 
 def require_folder(path: Path | None, option: str) -> None:

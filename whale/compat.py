@@ -1,4 +1,6 @@
-"""Every private torch name that Whale uses, in one place, with the public thing that would replace it."""
+"""Every private torch name that Whale uses, in one place, with the public thing that would replace
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.optim import optimizer as torch_optimizer
 
-# torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes apart its arguments with.
+# torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes
+# apart its arguments with.
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -39,7 +42,9 @@ __all__ = [
 
 
 def fake_mode() -> Any:
-    """A mode under which tensors have shapes and no data. A public `torch.FakeTensorMode` would replace it."""
+    """A mode under which tensors have shapes and no data. A public `torch.FakeTensorMode` would
+    replace it.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -54,31 +59,51 @@ def is_fake(value: Any) -> bool:
 
 
 def is_function_transform(target: Any) -> bool:
-    """Whether a node is what `torch.func.vmap` leaves in a graph; values after it have no memory of their own. A public list would do."""
+    """Whether a node is what `torch.func.vmap` leaves in a graph; values after it have no memory of
+    their own. A public list would do.
+    """
     return getattr(target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def schema(target: Any) -> torch.FunctionSchema:
-    """What an operation takes, writes and returns. Torch has no public way from an operation to its schema."""
+    """What an operation takes, writes and returns. Torch has no public way from an operation to its
+    schema.
+    """
     return target._schema
 
 
-# Functions that fx graphs can call around a run of nodes; torch.autocast as a context manager cannot stand in a graph.
+# Functions that fx graphs can call around a run of nodes; torch.autocast as a context manager
+# cannot stand in a graph.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 
 
-def tensor_stores(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
-    """The module's own parameters and buffers as dicts that can be written to. `setattr` checks types and would refuse fakes."""
+def tensor_stores(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
+    """The module's own parameters and buffers as dicts that can be written to. `setattr` checks
+    types and would refuse fakes.
+    """
     return module._parameters, module._buffers  # type: ignore[return-value]
 
 
-def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """`torch.autograd.backward` for gradients that are known to fit: it compares shapes as symbols, which takes as long as a small layer.
+def run_backward(
+    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]
+) -> None:
+    """`torch.autograd.backward` for gradients that are known to fit: it compares shapes as symbols,
+    which takes as long as a small layer.
 
     A switch of `torch.autograd.backward` to leave its checks out would replace it.
     """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 # Torch has no public way to list hooks.
@@ -99,9 +124,13 @@ def backward_hooks_of_all_modules() -> list[Any]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether something runs before or after each `step()`. Hooks can be added in public, not asked for."""
+    """Whether something runs before or after each `step()`. Hooks can be added in public, not asked
+    for.
+    """
     own = (getattr(optimizer, f"_optimizer_step_{place}_hooks", ()) for place in ("pre", "post"))
-    return any(own) or bool(torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
+    return any(own) or bool(
+        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -109,13 +138,17 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 @contextlib.contextmanager
 def all_user_frames() -> Iterator[None]:
-    """Nodes traced inside keep every frame of the user's code in `stack_trace`; torch keeps functions called `forward` only.
+    """Nodes traced inside keep every frame of the user's code in `stack_trace`; torch keeps
+    functions called `forward` only.
 
     An option of `torch.export` for full stack traces would replace it.
     """
     import torch.fx.proxy as proxy
 
-    original_filter, original_traceback = proxy.TracerBase._filter_traceback_frames, proxy.CapturedTraceback
+    original_filter, original_traceback = (
+        proxy.TracerBase._filter_traceback_frames,
+        proxy.CapturedTraceback,
+    )
     proxy.TracerBase._filter_traceback_frames = lambda self, summary: summary  # type: ignore[method-assign, assignment]
     proxy.CapturedTraceback = _UserFrames  # type: ignore[assignment, misc, attr-defined]
     try:
@@ -126,8 +159,8 @@ def all_user_frames() -> Iterator[None]:
 
 
 class _UserFrames:
-    """The stack from the outermost `forward` inwards, without frames of torch. Torch would look up the source of all its own frames first,
-    which takes a tenth of the time of an export."""
+    """The stack from the outermost `forward` inwards, without frames of torch. Torch would look up
+    the source of all its own frames first, which takes a tenth of the time of an export."""
 
     DISPATCH = ("__torch_function__", "__torch_dispatch__")
 
@@ -149,7 +182,8 @@ class _UserFrames:
             [
                 (file, line, name)
                 for file, line, name in reversed(stack[:num_inside])
-                if name == "forward" or not (file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH)
+                if name == "forward"
+                or not (file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH)
             ]
         )
 
@@ -157,18 +191,23 @@ class _UserFrames:
         return self
 
     def format(self) -> list[str]:
-        """What torch joins to a node's `stack_trace`. A model calls the same lines in every layer."""
+        """What torch joins to a node's `stack_trace`. A model calls the same lines in
+        every layer.
+        """
         return [_frame_text(*frame) for frame in self.frames]
 
 
 @lru_cache(maxsize=65536)
 def _frame_text(file: str, line: int, name: str) -> str:
-    return traceback.StackSummary.from_list([traceback.FrameSummary(file, line, name, lookup_line=False)]).format()[0]
+    return traceback.StackSummary.from_list(
+        [traceback.FrameSummary(file, line, name, lookup_line=False)]
+    ).format()[0]
 
 
 @contextlib.contextmanager
 def without_unused_work() -> Iterator[None]:
-    """Inside, `torch.export` leaves out what Whale does not read: 13 % of its calls of Python functions for a GPT.
+    """Inside, `torch.export` leaves out what Whale does not read: 13 % of its calls of Python
+    functions for a GPT.
 
     - Code of graph modules is written when they are called, which these never are (torch.fx has a lazy graph module; export makes others).
     - `node.meta["tensor_meta"]`: strides and memory formats in symbols; `node.meta["val"]` holds the same.
@@ -176,7 +215,10 @@ def without_unused_work() -> Iterator[None]:
     """
     import torch.fx.experimental.proxy_tensor as proxy_tensor
 
-    original_metadata, original_recompile = proxy_tensor._extract_tensor_metadata, torch.fx.GraphModule.recompile
+    original_metadata, original_recompile = (
+        proxy_tensor._extract_tensor_metadata,
+        torch.fx.GraphModule.recompile,
+    )
 
     def recompile(self: torch.fx.GraphModule) -> None:
         def forward(called: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +240,14 @@ def without_unused_work() -> Iterator[None]:
 def attention_by_form() -> Iterator[None]:
     """Inside, the shape of an attention's result is found once for each form of its arguments.
 
-    To know that shape torch runs the whole formula on fake tensors, 20 operations for each layer. Where the first run showed that the
-    result has the form of the query, a copy of the query stands for it from then on. A shape function of the operation would replace it.
+    To know that shape torch runs the whole formula on fake tensors, 20 operations for each layer.
+    Where the first run showed that the result has the form of the query, a copy of the query stands
+    for it from then on. A shape function of the operation would replace it.
     """
-    operation, key = torch.ops.aten.scaled_dot_product_attention.default, torch._C.DispatchKey.CompositeImplicitAutograd
+    operation, key = (
+        torch.ops.aten.scaled_dot_product_attention.default,
+        torch._C.DispatchKey.CompositeImplicitAutograd,
+    )
     like_query: dict[Any, bool] = {}
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -209,7 +255,9 @@ def attention_by_form() -> Iterator[None]:
         if like_query.get(forms):
             return query.clone(memory_format=torch.contiguous_format)
         result: torch.Tensor = operation._op_dk(key, query, *args, **kwargs)
-        like_query[forms] = _form(result) == _form(query.clone(memory_format=torch.contiguous_format))
+        like_query[forms] = _form(result) == _form(
+            query.clone(memory_format=torch.contiguous_format)
+        )
         return result
 
     if key in operation.py_kernels:  # torch has got a rule of its own

@@ -1,4 +1,6 @@
-"""What a user may set: `wh.Config({"num_micro_batch": 8})`. Every field has its meaning written under it; docs are made from these."""
+"""What a user may set: `wh.Config({"num_micro_batch": 8})`. Every field has its meaning written
+under it; docs are made from these.
+"""
 
 from __future__ import annotations
 
@@ -66,111 +68,167 @@ class Config:
     """
 
     num_micro_batch: int = 1
-    """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds fewer samples."""
+    """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds
+    fewer samples.
+    """
 
     num_task_graph: int | None = None
-    """Cuts a model without annotations into this many stages of about the same time. None: the annotations decide."""
+    """Cuts a model without annotations into this many stages of about the same time. None: the
+    annotations decide.
+    """
 
     cluster: str | None = None
-    """The cluster file: which devices there are, what they can do, and their links. None: what the ranks find under themselves."""
+    """The cluster file: which devices there are, what they can do, and their links. None: what the
+    ranks find under themselves.
+    """
 
     colocate: bool = False
     """Lets all TaskGraphs share the same devices, instead of each having its own."""
 
     schedule: str = "1f1b"
-    """Order of forward and backward in a pipeline. `1f1b` holds few micro-batches in memory, `gpipe` runs all forwards first, `interleaved`
-    and `wave` (Hanayo) put several chunks on each device, `zero-bubble` fills gaps with weight gradients, `auto` takes what is fastest."""
+    """Order of forward and backward in a pipeline. `1f1b` holds few micro-batches in memory,
+    `gpipe` runs all forwards first, `interleaved` and `wave` (Hanayo) put several chunks on each
+    device, `zero-bubble` fills gaps with weight gradients, `auto` takes what is fastest."""
 
     num_waves: int | None = None
-    """Each wave puts two chunks of the model on every device. None: one wave for `wave` and `interleaved`, none for `zero-bubble`, and
-    `auto` chooses. Annotations then say how many devices there are; where the chunks are cut is decided by time."""
+    """Each wave puts two chunks of the model on every device. None: one wave for `wave` and
+    `interleaved`, none for `zero-bubble`, and `auto` chooses. Annotations then say how many devices
+    there are; where the chunks are cut is decided by time."""
 
     recompute: bool | str | list[str] = "auto"
-    """Activations that are computed again in backward instead of being kept. `auto`: where memory asks for it, as little as possible; True:
-    all; False: none; or names of modules (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
+    """Activations that are computed again in backward instead of being kept. `auto`: where memory
+    asks for it, as little as possible; True: all; False: none; or names of modules
+    (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
 
     keep_gathered: bool | str = "auto"
-    """On grids (`split`): whether weights and activations that are gathered in forward are kept for backward (True), or gathered again
-    there (False), which takes more messages and less memory. `auto`: kept, where memory does not ask for the other."""
+    """On grids (`split`): whether weights and activations that are gathered in forward are kept for
+    backward (True), or gathered again there (False), which takes more messages and less memory.
+    `auto`: kept, where memory does not ask for the other."""
 
     adapt: str = "off"
-    """Whether samples move between devices when a device is steadily faster or slower than planned: `on` moves them between steps (the
-    mini-batch stays the same), `suggest` only says what it would do, `off` measures nothing."""
+    """Whether samples move between devices when a device is steadily faster or slower than planned:
+    `on` moves them between steps (the mini-batch stays the same), `suggest` only says what it would
+    do, `off` measures nothing."""
 
     adapt_threshold: float = 0.15
-    """How far from its planned share of the speed a device may be, as a part of it, before samples move."""
+    """How far from its planned share of the speed a device may be, as a part of it, before samples
+    move.
+    """
 
     adapt_steps: int = 10
-    """For how many steps in a row a device must be beyond the threshold. Ranks compare their times once in so many steps."""
+    """For how many steps in a row a device must be beyond the threshold. Ranks compare their times
+    once in so many steps.
+    """
 
     seed: int = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""
 
     loss_per_micro_batch: bool = False
-    """Takes the mean of the losses of the micro-batches, for a loss that is no sum over samples. This is not the loss of local training."""
+    """Takes the mean of the losses of the micro-batches, for a loss that is no sum over samples.
+    This is not the loss of local training.
+    """
 
     clip_grad_norm: float | None = None
-    """Scales gradients down when their norm over the whole model is larger than this. None: never."""
+    """Scales gradients down when their norm over the whole model is larger than this. None: never.
+    """
 
     max_captures: int = 16
-    """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one unused for longest goes first."""
+    """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one
+    unused for longest goes first.
+    """
 
     bucket_bytes: int = 25 * MIB
-    """Gradients are summed between devices in pieces of about this many bytes, while the backward goes on."""
+    """Gradients are summed between devices in pieces of about this many bytes, while the backward
+    goes on.
+    """
 
     precision: str = "default"
-    """`bf16` or `fp16`: the forward runs under autocast and weights stay as they are; fp16 also scales the loss. `default`: no autocast."""
+    """`bf16` or `fp16`: the forward runs under autocast and weights stay as they are; fp16 also
+    scales the loss. `default`: no autocast.
+    """
 
     on_nonfinite: str = "stop"
-    """What to do with a loss or gradient that is not a finite number: `stop` the job, `skip` the step on all ranks, or `continue`."""
+    """What to do with a loss or gradient that is not a finite number: `stop` the job, `skip` the
+    step on all ranks, or `continue`.
+    """
 
     timeout_s: float = 20.0
-    """A rank from which nothing was heard for so many seconds is taken for dead, and the job ends on all ranks with its name."""
+    """A rank from which nothing was heard for so many seconds is taken for dead, and the job ends
+    on all ranks with its name.
+    """
 
     stall_timeout_s: float = 1800.0
-    """A single message or sum between living ranks may take so many seconds (compiling, loading data), then the job ends."""
+    """A single message or sum between living ranks may take so many seconds (compiling, loading
+    data), then the job ends.
+    """
 
     run_folder: str | None = None
-    """Where metrics, traces and checkpoints go. None: no metrics are written; `whale run` sets it to `runs/<script>`."""
+    """Where metrics, traces and checkpoints go. None: no metrics are written; `whale run` sets it
+    to `runs/<script>`.
+    """
 
     tensorboard: bool = False
     """Writes the metrics for TensorBoard too (needs the extra `tensorboard`)."""
 
     keep_checkpoints: int = 3
-    """How many checkpoints `engine.save` keeps; older ones are removed when a new one is complete."""
+    """How many checkpoints `engine.save` keeps; older ones are removed when a new one is complete.
+    """
 
     check_capture: bool = True
-    """Compares the captured graph once with the model itself (loss and gradients on a few samples) when there are real weights."""
+    """Compares the captured graph once with the model itself (loss and gradients on a few samples)
+    when there are real weights.
+    """
 
     check_batches: bool = True
-    """Compares a hash of the batch between ranks in the first steps and now and then: all must get the same mini-batch."""
+    """Compares a hash of the batch between ranks in the first steps and now and then: all must get
+    the same mini-batch.
+    """
 
     device: str = "auto"
     """Where to run: `cuda`, `cpu`, or `auto`, which takes CUDA when it is there."""
 
     num_posted_receives: int = 8
-    """How many messages a rank waits for ahead of time. More hide more latency and hold more memory."""
+    """How many messages a rank waits for ahead of time. More hide more latency and hold more
+    memory.
+    """
 
     compile: bool = False
-    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need a C++ compiler."""
+    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need
+    a C++ compiler.
+    """
 
     share_memory: bool = True
-    """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through gloo."""
+    """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through
+    gloo.
+    """
 
     def __init__(self, values: Mapping[str, Any] | None = None, /, **options: Any) -> None:
         if values is not None and not isinstance(values, Mapping):
-            raise ValueError(f"Config takes a dict or keyword arguments, not {values!r} of type {type(values).__name__}.")
+            raise ValueError(
+                f"Config takes a dict or keyword arguments, not {values!r} of type "
+                f"{type(values).__name__}."
+            )
         given = dict(values or {})
         twice = sorted(set(given) & set(options))
         if twice:
-            raise ValueError(f"Config: {twice[0]!r} is given twice, in the dict and as a keyword argument. Leave one of them out.")
+            raise ValueError(
+                f"Config: {twice[0]!r} is given twice, in the dict and as a keyword argument. "
+                "Leave one of them out."
+            )
         given |= options
         hints = typing.get_type_hints(type(self))
         for key in given:
             if key not in hints:
-                raise ValueError(f"Config has no key {key!r}.{nearest(str(key), hints)} It has: {', '.join(sorted(hints))}.")
+                raise ValueError(
+                    f"Config has no key {key!r}.{nearest(str(key), hints)} It has: "
+                    f"{', '.join(sorted(hints))}."
+                )
         for item in fields(self):
-            value = _checked(item.name, given[item.name], hints[item.name]) if item.name in given else item.default
+            value = (
+                _checked(item.name, given[item.name], hints[item.name])
+                if item.name in given
+                else item.default
+            )
             object.__setattr__(self, item.name, value)  # the dataclass is frozen for everyone else
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,7 +237,9 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, checked like a new one."""
-        return Config({key: value for key, value in self.to_dict().items() if key not in changes}, **changes)
+        return Config(
+            {key: value for key, value in self.to_dict().items() if key not in changes}, **changes
+        )
 
     @property
     def folder(self) -> str | None:
@@ -195,17 +255,25 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        """In which matrix products are computed, for the rates of devices; float64 is taken for fp32."""
+        """In which matrix products are computed, for the rates of devices; float64 is taken for
+        fp32.
+        """
         return "fp32" if self.precision == "default" else self.precision
 
     @property
     def needs_all_gradients(self) -> str | None:
-        """What makes the update depend on the loss or the gradient norm of the whole model, as the user wrote it; None: nothing."""
+        """What makes the update depend on the loss or the gradient norm of the whole model, as the
+        user wrote it; None: nothing.
+        """
         if self.precision == "fp16":
             return '"precision": "fp16" scales the loss'
         if self.clip_grad_norm is not None:
             return f'"clip_grad_norm": {self.clip_grad_norm:g} needs the norm of all gradients'
-        return f'"on_nonfinite": "{self.on_nonfinite}" looks at loss and gradients first' if self.on_nonfinite != "continue" else None
+        return (
+            f'"on_nonfinite": "{self.on_nonfinite}" looks at loss and gradients first'
+            if self.on_nonfinite != "continue"
+            else None
+        )
 
     def fingerprint(self) -> str:
         """Hash over all fields, the same in every process: ranks compare it before they start."""
@@ -230,7 +298,9 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         wanted += " or None"
     result = _as_kind(value, kind)
     if result is None:
-        raise ValueError(f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}.")
+        raise ValueError(
+            f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}."
+        )
     _check_range(key, result)
     return result
 
@@ -238,13 +308,21 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
 def _checked_recompute(value: Any) -> bool | str | list[str]:
     if isinstance(value, bool) or value == "auto":
         return value  # type: ignore[no-any-return]
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) and name for name in value):
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(name, str) and name for name in value)
+    ):
         return list(value)
-    raise ValueError(f"Config: 'recompute' must be 'auto', True, False or a list of module names, not {value!r}.")
+    raise ValueError(
+        f"Config: 'recompute' must be 'auto', True, False or a list of module names, not {value!r}."
+    )
 
 
 def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:
-    """The value as bool, int, float or str, or None when it is something else: True is no number, '8' is no number, 8.0 is not whole."""
+    """The value as bool, int, float or str, or None when it is something else: True is no number,
+    '8' is no number, 8.0 is not whole.
+    """
     if kind in (bool, str):
         return value if isinstance(value, kind) else None
     if isinstance(value, bool):
@@ -257,7 +335,10 @@ def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:
 def _check_range(key: str, value: bool | int | float | str) -> None:
     choices = CHOICES.get(key)
     if choices and value not in choices:
-        raise ValueError(f"Config: {key!r} must be one of {', '.join(map(repr, choices))}, not {value!r}.{nearest(str(value), choices)}")
+        raise ValueError(
+            f"Config: {key!r} must be one of {', '.join(map(repr, choices))}, not "
+            f"{value!r}.{nearest(str(value), choices)}"
+        )
     if isinstance(value, str):
         return
     if key in SMALLEST and value < SMALLEST[key]:
@@ -276,7 +357,11 @@ def descriptions() -> dict[str, str]:
     for statement, after in zip(body.body, body.body[1:]):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+        if (
+            isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
             found[statement.target.id] = inspect.cleandoc(after.value.value)
     return found
 

@@ -1,11 +1,13 @@
-"""Starts the ranks of a job on this machine, through torch's own elastic launcher, and says which rank failed first and why.
+"""Starts the ranks of a job on this machine, through torch's own elastic launcher, and says which
+rank failed first and why.
 
     launch           in the launcher: starts the ranks, waits, gives the first failure
     run_as_rank      in each rank, whose program is this file: runs the script as `python script.py` would, and writes down how it failed
     run_script       a script as the main program of this process; also used by `whale plan`
 
-Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to tell the rank that failed from those
-that noticed. A rank ends itself when its launcher is gone, however that ended.
+Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to
+tell the rank that failed from those that noticed. A rank ends itself when its launcher is gone,
+however that ended.
 """
 
 from __future__ import annotations
@@ -60,20 +62,29 @@ def default_num_ranks() -> int:
     """One rank for each CUDA device, else for each CPU core that this process may use."""
     import torch
 
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    return torch.cuda.device_count() or len(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
 
 
-def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int = 0) -> Failure | None:
-    """Runs the script on `num_ranks` ranks of this machine; None when all ended well. Ctrl-C ends all ranks and is raised on."""
+def launch(
+    script: Path, arguments: list[str], num_ranks: int, num_restarts: int = 0
+) -> Failure | None:
+    """Runs the script on `num_ranks` ranks of this machine; None when all ended well. Ctrl-C ends
+    all ranks and is raised on.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
     os.environ.setdefault(RUN_FOLDER_VARIABLE, str(Path("runs") / script.stem))
-    # a store that outlives the ranks still holds the addresses of dead ones when they are started again (pytorch issue 135712)
+    # a store that outlives the ranks still holds the addresses of dead ones when they are started
+    # again (pytorch issue 135712)
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.disable(logging.ERROR)  # the failure is told below, in one line; of this process only, not of the ranks
+    logging.disable(
+        logging.ERROR
+    )  # the failure is told below, in one line; of this process only, not of the ranks
     with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -85,11 +96,14 @@ def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int
             local_addr="localhost",  # the host's own name may lead nowhere
             max_restarts=num_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays a KeyboardInterrupt: then ranks get SIGTERM, which also ends a wait
+            # Ctrl-C stays a KeyboardInterrupt: then ranks get SIGTERM, which also ends a wait
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
             shutdown_timeout=GRACE_S,
         )
         try:
-            elastic_launch(config, sys.executable)("-u", __file__, str(script), *arguments)  # this file: see its end
+            elastic_launch(config, sys.executable)(
+                "-u", __file__, str(script), *arguments
+            )  # this file: see its end
         except ChildFailedError as error:
             return first_failure(error.failures)
     return None
@@ -98,13 +112,17 @@ def launch(script: Path, arguments: list[str], num_ranks: int, num_restarts: int
 def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     """The failure that the others followed from.
 
-    A rank killed by a signal comes first, since no other rank's error can do that; then the earliest exception. SIGTERM is what
-    the launcher itself sends to the ranks that were left.
+    A rank killed by a signal comes first, since no other rank's error can do that; then the
+    earliest exception. SIGTERM is what the launcher itself sends to the ranks that were left.
     """
 
     def order(rank: int) -> tuple[bool, bool, int]:
         failure = failures[rank]
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0 or _written(failure) is not None, _time_ns(failure)
+        return (
+            failure.exitcode == -signal.SIGTERM,
+            failure.exitcode >= 0 or _written(failure) is not None,
+            _time_ns(failure),
+        )
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -113,8 +131,17 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     if text is not None:
         return Failure(rank, text, max(failure.exitcode, 1), num_failed)
     if failure.exitcode < 0:
-        hint = ", often by the system for want of memory" if failure.exitcode == -signal.SIGKILL else ""
-        return Failure(rank, f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})", 128 - failure.exitcode, num_failed)
+        hint = (
+            ", often by the system for want of memory"
+            if failure.exitcode == -signal.SIGKILL
+            else ""
+        )
+        return Failure(
+            rank,
+            f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})",
+            128 - failure.exitcode,
+            num_failed,
+        )
     return Failure(rank, f"exit code {failure.exitcode}", failure.exitcode, num_failed)
 
 
@@ -143,7 +170,9 @@ def run_as_rank() -> None:
         _tell_watch(error)
         _write_down(_last_line(error))
         # one write: tracebacks of several ranks do not mix line by line
-        sys.stderr.write(f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}")
+        sys.stderr.write(
+            f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}"
+        )
         sys.exit(1)
 
 
@@ -163,7 +192,9 @@ def script_traceback(error: BaseException, script: Path) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """`ValueError: what was wrong`: first line of the message, which torch's C++ errors follow with pages."""
+    """`ValueError: what was wrong`: first line of the message, which torch's C++ errors follow with
+    pages.
+    """
     line = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SyntaxError):  # file and place come first there
         line = f"{line.splitlines()[-1]} ({error.filename}:{error.lineno})"
@@ -172,7 +203,9 @@ def _last_line(error: BaseException) -> str:
 
 
 def _tell_watch(error: BaseException) -> None:
-    """The other ranks hear of it; waits until this one may end. Errors inside `engine.step` were told there."""
+    """The other ranks hear of it; waits until this one may end. Errors inside `engine.step` were
+    told there.
+    """
     watch = sys.modules.get("whale.runtime.watch")  # not imported: the script has not come so far
     if watch is not None and isinstance(error, Exception):
         watch.report_failure(error)
@@ -184,7 +217,10 @@ def _write_down(text: str) -> None:
     if path is None:
         return
     now = time.time_ns()
-    record = {"message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}}, "time_ns": now}
+    record = {
+        "message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}},
+        "time_ns": now,
+    }
     Path(path).write_text(json.dumps(record))
 
 
@@ -194,6 +230,8 @@ def _end_with_launcher(launcher: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":  # a rank; it has imported nothing of Whale or torch yet, so the script decides what it needs
+if (
+    __name__ == "__main__"
+):  # a rank; it has imported nothing of Whale or torch yet, so the script decides what it needs
     del sys.path[0]  # the folder of this file
     run_as_rank()

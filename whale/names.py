@@ -1,4 +1,6 @@
-"""Words of messages: the name that the user probably meant, numbers of things, and lists that leave some of them out."""
+"""Words of messages: the name that the user probably meant, numbers of things, and lists that leave
+some of them out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ SIMILARITY = 0.6
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'num_micro_batch'?`, to be put after an error message; `''` when nothing is near."""
+    """` Did you mean 'num_micro_batch'?`, to be put after an error message; `''` when nothing is
+    near.
+    """
     by_lower_case = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=SIMILARITY)
     return f" Did you mean {by_lower_case[found[0]]!r}?" if found else ""
@@ -18,15 +22,25 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def count(number: int, word: str) -> str:
     """`1 stage`, `2 stages`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}es" if word.endswith("ch") else f"{number} {word}s"
+    return (
+        f"{number} {word}"
+        if number == 1
+        else f"{number} {word}es"
+        if word.endswith("ch")
+        else f"{number} {word}s"
+    )
 
 
 def num_shown(number: int, most: int) -> int:
-    """How many of so many rows are shown where `most` are. All, where one would be left out: a row about it takes as much room."""
+    """How many of so many rows are shown where `most` are. All, where one would be left out: a row
+    about it takes as much room.
+    """
     return number if number <= most + 1 else most
 
 
 def listed(things: Sequence[object], most: int, separator: str = ", ") -> str:
     """`a, b, c and 5 more`, shown as `num_shown` says."""
     shown = num_shown(len(things), most)
-    return separator.join(map(str, things[:shown])) + (f" and {len(things) - shown} more" if len(things) > shown else "")
+    return separator.join(map(str, things[:shown])) + (
+        f" and {len(things) - shown} more" if len(things) > shown else ""
+    )

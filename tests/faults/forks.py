@@ -1,7 +1,9 @@
-"""Runs `tests/faults/train.py` under torch's elastic agent, with ranks forked from a process that has torch and Whale warm.
+"""Runs `tests/faults/train.py` under torch's elastic agent, with ranks forked from a process that
+has torch and Whale warm.
 
-A rank started by `whale run` needs some seconds until it trains; a forked one well below a second. Everything else is the same: agent,
-restarts, signals. One request (JSON) a line on stdin, one answer a line on stdout.
+A rank started by `whale run` needs some seconds until it trains; a forked one well below a second.
+Everything else is the same: agent, restarts, signals. One request (JSON) a line on stdin, one
+answer a line on stdout.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from tests.faults import train
 from whale.launcher import GRACE_S, first_failure
 from whale.runtime.watch import report_failure
 
-os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/failures.md: restarted ranks would read addresses of the dead ones
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+    "1"  # see docs/failures.md: restarted ranks would read addresses of the dead ones
+)
 
 
 def rank(arguments: list[str]) -> None:
@@ -43,7 +47,9 @@ def rank(arguments: list[str]) -> None:
 def serve() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    sample = torch.utils.data.default_collate([train.Samples()[index] for index in range(train.BATCH_SIZE)])
+    sample = torch.utils.data.default_collate(
+        [train.Samples()[index] for index in range(train.BATCH_SIZE)]
+    )
     wh.plan(train.build(), sample, cluster=1)  # what the first capture of a process imports
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
@@ -71,7 +77,9 @@ def _launch(request: dict[str, int], folder: Path) -> dict[str, object]:
         shutdown_timeout=GRACE_S,
     )
     try:
-        elastic_launch(config, rank)([str(folder), "--steps", str(request["steps"]), "--keep", str(request["keep"])])
+        elastic_launch(config, rank)(
+            [str(folder), "--steps", str(request["steps"]), "--keep", str(request["keep"])]
+        )
     except ChildFailedError as error:
         failure = first_failure(error.failures)
         return {"exit_code": failure.exit_code, "failure": str(failure)}

@@ -1,6 +1,8 @@
-"""Does the damage: in each rank of `tests/faults/train.py`, at the action that the list of faults names. Nothing of it is inside Whale.
+"""Does the damage: in each rank of `tests/faults/train.py`, at the action that the list of faults
+names. Nothing of it is inside Whale.
 
-A fault fires once, whatever is started again: before it strikes it leaves a file with the time in the state folder.
+A fault fires once, whatever is started again: before it strikes it leaves a file with the time in
+the state folder.
 """
 
 from __future__ import annotations
@@ -51,9 +53,13 @@ class Fault:
     kind: str
     rank: int
     step: int = 0
-    """the first step at or after this one; for damage: the first start after a checkpoint of this step or a later one"""
+    """the first step at or after this one; for damage: the first start after a checkpoint of this
+    step or a later one
+    """
     place: int = 0
-    """which action of the step, or which file operation of the save; too high a number means the last that is known to come"""
+    """which action of the step, or which file operation of the save; too high a number means the
+    last that is known to come
+    """
 
 
 class Injector:
@@ -66,7 +72,9 @@ class Injector:
         self._operations = 0
         self._saving = -1
         self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        (state / f"rank_{os.getpid()}.json").write_text(json.dumps({"rank": rank, "restart": self._restart}))
+        (state / f"rank_{os.getpid()}.json").write_text(
+            json.dumps({"rank": rank, "restart": self._restart})
+        )
         self._watch_actions()
         self._watch_files()
 
@@ -88,9 +96,13 @@ class Injector:
 
     @contextlib.contextmanager
     def save(self, step: int, folder: Path, previous: Handle | None) -> Iterator[bool]:
-        """Around a save: makes it impossible, or is ready to kill in the middle. Gives whether it is impossible."""
+        """Around a save: makes it impossible, or is ready to kill in the middle. Gives whether it
+        is impossible.
+        """
         self._saving, self._operations = step, 0
-        found = [(number, fault.kind) for number, fault in self._waiting(*DISK) if step >= fault.step][:1]
+        found = [
+            (number, fault.kind) for number, fault in self._waiting(*DISK) if step >= fault.step
+        ][:1]
         ballast = folder / "ballast"
         for number, kind in found:
             _await_removals(folder, step, previous)
@@ -106,8 +118,14 @@ class Injector:
             if step >= fault.step and place >= fault.place and self._fires_alone(number):
                 strike(fault, f"step {step}, action {place}: {action}")
         for number, fault in self._waiting("nan"):
-            # a backward that is not the last one: its gradients are not on their way to other ranks yet
-            if step >= fault.step and action.kind is Kind.BACKWARD and action.micro_batch == 0 and self._fires_alone(number):
+            # a backward that is not the last one: its gradients are not on their way to other ranks
+            # yet
+            if (
+                step >= fault.step
+                and action.kind is Kind.BACKWARD
+                and action.micro_batch == 0
+                and self._fires_alone(number)
+            ):
                 return True
         return False
 
@@ -115,7 +133,11 @@ class Injector:
         if threading.current_thread().name != "whale-checkpoint":
             return
         for number, fault in self._waiting("kill in save"):
-            if self._saving >= fault.step and self._operations >= fault.place and self._fires_alone(number):
+            if (
+                self._saving >= fault.step
+                and self._operations >= fault.place
+                and self._fires_alone(number)
+            ):
                 strike(fault, "")
         self._operations += 1
 
@@ -126,12 +148,16 @@ class Injector:
         injector, run = self, Executor.run
         step = 0
 
-        def wrapped(executor: Executor, place: int, action: Action, do: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wrapped(
+            executor: Executor, place: int, action: Action, do: Callable[[Any], None]
+        ) -> Callable[[Any], None]:
             def with_faults(this: Any) -> None:
                 poisons = injector._action(step, action, place)
                 do(this)
                 if poisons:
-                    parameter = next(iter(executor.program.chunks[action.stage].module_for(1).parameters()))
+                    parameter = next(
+                        iter(executor.program.chunks[action.stage].module_for(1).parameters())
+                    )
                     assert parameter.grad is not None
                     parameter.grad.view(-1)[0] = torch.nan
 
@@ -143,7 +169,8 @@ class Injector:
             if not hasattr(executor, "has_faults"):
                 executor.has_faults = True  # type: ignore[attr-defined]
                 executor._prepared = [
-                    each._replace(run=wrapped(executor, place, each.action, each.run)) for place, each in enumerate(executor._prepared)
+                    each._replace(run=wrapped(executor, place, each.action, each.run))
+                    for place, each in enumerate(executor._prepared)
                 ]
             return run(executor, given, *more)
 
@@ -160,13 +187,19 @@ class Injector:
             setattr(os, name, operation)
 
     def _waiting(self, *kinds: str) -> list[tuple[int, Fault]]:
-        return [(n, f) for n, f in self._faults.items() if f.kind in kinds and not (self.state / f"fired_{n}").exists()]
+        return [
+            (n, f)
+            for n, f in self._faults.items()
+            if f.kind in kinds and not (self.state / f"fired_{n}").exists()
+        ]
 
     def _fire(self, number: int) -> None:
         (self.state / f"fired_{number}").write_text(repr(time.time()))
 
     def _fires_alone(self, number: int) -> bool:
-        """Only one fault ends a job, whichever thread and rank come first: the others wait until it runs again."""
+        """Only one fault ends a job, whichever thread and rank come first: the others wait until it
+        runs again.
+        """
         try:
             os.close(_open(self.state / f"struck_{self._restart}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -189,7 +222,9 @@ def strike(fault: Fault, where: str) -> None:
 def damage(checkpoint: Path, fault: Fault) -> None:
     """Makes one file of a checkpoint wrong."""
     files = sorted(checkpoint.glob("*.safetensors"))
-    file = checkpoint / "index.json" if fault.kind == "tear index" else files[fault.place % len(files)]
+    file = (
+        checkpoint / "index.json" if fault.kind == "tear index" else files[fault.place % len(files)]
+    )
     content = file.read_bytes()
     if fault.kind == "lose":
         file.unlink()
@@ -197,18 +232,29 @@ def damage(checkpoint: Path, fault: Fault) -> None:
         file.write_bytes(content[: len(content) * (1 + fault.place % 7) // 8])
     else:  # a block that never reached the disk
         start = len(content) * (fault.place % 8) // 8
-        file.write_bytes(content[:start] + bytes(byte ^ 0x55 for byte in content[start : start + 64]) + content[start + 64 :])
+        file.write_bytes(
+            content[:start]
+            + bytes(byte ^ 0x55 for byte in content[start : start + 64])
+            + content[start + 64 :]
+        )
 
 
 def _await_removals(folder: Path, step: int, previous: Handle | None) -> None:
-    """Of older checkpoints and of what is left of failed saves: a full disk would have room again while the next save is under way."""
+    """Of older checkpoints and of what is left of failed saves: a full disk would have room again
+    while the next save is under way.
+    """
     if previous is not None:
         with contextlib.suppress(CheckpointError):
             previous.wait()
     deadline = time.monotonic() + REMOUNT_S
-    while any(path.name < f".tmp_{step:08d}" for path in folder.glob(".tmp_*")):  # this save may be under way on other ranks
+    while any(
+        path.name < f".tmp_{step:08d}" for path in folder.glob(".tmp_*")
+    ):  # this save may be under way on other ranks
         if time.monotonic() > deadline:
-            raise OSError(f"{folder} still has parts of failed saves: {sorted(path.name for path in folder.glob('.tmp_*'))}")
+            raise OSError(
+                f"{folder} still has parts of failed saves: "
+                f"{sorted(path.name for path in folder.glob('.tmp_*'))}"
+            )
         time.sleep(0.02)
 
 
@@ -224,9 +270,15 @@ def _fill(ballast: Path) -> None:
 
 
 def remount(folder: Path, mode: str) -> None:
-    """Waits while a file is open for writing there: the save before may still be under way, on any rank."""
+    """Waits while a file is open for writing there: the save before may still be under way, on any
+    rank.
+    """
     deadline = time.monotonic() + REMOUNT_S
-    while (done := subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], capture_output=True, text=True)).returncode:
+    while (
+        done := subprocess.run(
+            ["mount", "-o", f"remount,{mode}", str(folder)], capture_output=True, text=True
+        )
+    ).returncode:
         if time.monotonic() > deadline:
             raise OSError(f"{folder} cannot be mounted {mode}: {done.stderr.strip()}")
         time.sleep(0.02)

@@ -1,4 +1,6 @@
-"""Runs disturbed jobs, and looks at what is left: processes, times, messages, checkpoints, weights."""
+"""Runs disturbed jobs, and looks at what is left: processes, times, messages, checkpoints,
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from whale.checkpoint import CheckpointError, Reader
 
 ROOT = Path(__file__).parents[2]
 JOB_S = 110.0
-"""how long a job may go on without a word before the test gives it up: a hang is seen long before, by its own time"""
+"""how long a job may go on without a word before the test gives it up: a hang is seen long before,
+by its own time
+"""
 LOOK_S = 0.05
 PROMISED_S = 30.0
 """from a fault to the end of all ranks"""
@@ -72,7 +76,9 @@ class _Looker:
 
     def _look(self) -> None:
         for file in self._state.glob("rank_*.json"):
-            self.lives.setdefault(int(file.stem.removeprefix("rank_")), (file.stat().st_mtime, None))
+            self.lives.setdefault(
+                int(file.stem.removeprefix("rank_")), (file.stat().st_mtime, None)
+            )
         for pid, (start, end) in list(self.lives.items()):
             if end is None and not _is_alive(pid):
                 self.lives[pid] = (start, time.time())
@@ -96,21 +102,39 @@ def marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes() and _is_alive(int(folder.name)):
+            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes() and _is_alive(
+                int(folder.name)
+            ):
                 found.append(int(folder.name))
     return found
 
 
 class Jobs:
-    """Starts jobs one after the other; `forked` takes warm ranks, otherwise each job is one `whale run`."""
+    """Starts jobs one after the other; `forked` takes warm ranks, otherwise each job is one `whale
+    run`.
+    """
 
     def __init__(self, forked: bool) -> None:
         self.mark = uuid.uuid4().hex
-        self._environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self._server: subprocess.Popen[str] | None = self._start([sys.executable, "-m", "tests.faults.forks"]) if forked else None
+        self._environment = os.environ | {
+            MARK: self.mark,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self._server: subprocess.Popen[str] | None = (
+            self._start([sys.executable, "-m", "tests.faults.forks"]) if forked else None
+        )
 
     def run(
-        self, folder: Path, faults: list[Fault], *, num_ranks: int = 2, steps: int = 12, restarts: int | None = None, keep: int = 3
+        self,
+        folder: Path,
+        faults: list[Fault],
+        *,
+        num_ranks: int = 2,
+        steps: int = 12,
+        restarts: int | None = None,
+        keep: int = 3,
     ) -> Outcome:
         """One job with these faults, and as many restarts as it needs."""
         state = folder / "state"
@@ -121,7 +145,15 @@ class Jobs:
         looker = _Looker(state)
         try:
             if self._server is not None:
-                exit_code = self._ask({"folder": str(folder), "num_ranks": num_ranks, "steps": steps, "restarts": restarts, "keep": keep})
+                exit_code = self._ask(
+                    {
+                        "folder": str(folder),
+                        "num_ranks": num_ranks,
+                        "steps": steps,
+                        "restarts": restarts,
+                        "keep": keep,
+                    }
+                )
             else:
                 exit_code = self._whale_run(folder, num_ranks, steps, restarts, keep)
         finally:
@@ -133,15 +165,23 @@ class Jobs:
                 continue
             at = outcome.fired[number] = float(file.read_text())
             if fault.kind in DEADLY:
-                ends = [end for start, end in looker.lives.values() if start <= at and (end is None or end >= at)]
-                outcome.ended_s[number] = max((end or float("inf")) - at for end in ends) if ends else 0.0
+                ends = [
+                    end
+                    for start, end in looker.lives.values()
+                    if start <= at and (end is None or end >= at)
+                ]
+                outcome.ended_s[number] = (
+                    max((end or float("inf")) - at for end in ends) if ends else 0.0
+                )
         return outcome
 
     def orphans(self) -> list[int]:
         """Processes of our jobs that are still there after a job."""
         own = {self._server.pid} if self._server is not None else set()
         deadline = time.monotonic() + 5.0  # the last one may be on its way out
-        while (left := [pid for pid in marked(self.mark) if pid not in own]) and time.monotonic() < deadline:
+        while (
+            left := [pid for pid in marked(self.mark) if pid not in own]
+        ) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         return left
 
@@ -157,23 +197,50 @@ class Jobs:
     def __enter__(self) -> Jobs:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _start(self, words: list[str], **options: object) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} | options
-        return subprocess.Popen(words, env=self._environment, cwd=ROOT, start_new_session=True, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen(
+            words, env=self._environment, cwd=ROOT, start_new_session=True, text=True, **pipes
+        )  # type: ignore[call-overload, no-any-return]
 
     def _whale_run(self, folder: Path, num_ranks: int, steps: int, restarts: int, keep: int) -> int:
-        words = [str(Path(sys.executable).parent / "whale"), "run", "-n", str(num_ranks), "--restarts", str(restarts)]
+        words = [
+            str(Path(sys.executable).parent / "whale"),
+            "run",
+            "-n",
+            str(num_ranks),
+            "--restarts",
+            str(restarts),
+        ]
         with (folder / "output.txt").open("w") as output:
-            script = [str(ROOT / "tests/faults/train.py"), str(folder), "--steps", str(steps), "--keep", str(keep)]
+            script = [
+                str(ROOT / "tests/faults/train.py"),
+                str(folder),
+                "--steps",
+                str(steps),
+                "--keep",
+                str(keep),
+            ]
             self._environment["WHALE_RUN_FOLDER"] = str(folder / "run")
-            process = self._start(words + script, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+            process = self._start(
+                words + script, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            )
             return process.wait(JOB_S)
 
     def _ask(self, request: Mapping[str, object]) -> int:
-        assert self._server is not None and self._server.stdin is not None and self._server.stdout is not None
+        assert (
+            self._server is not None
+            and self._server.stdin is not None
+            and self._server.stdout is not None
+        )
         print(json.dumps(request), file=self._server.stdin, flush=True)
         timer = threading.Timer(JOB_S, self.close)
         timer.start()
@@ -181,26 +248,38 @@ class Jobs:
         timer.cancel()
         if not line:
             output = (Path(str(request["folder"])) / "output.txt").read_text()
-            raise AssertionError(f"the job did not end within {JOB_S:.0f} s, or its agent died:\n{output[-3000:]}")
+            raise AssertionError(
+                f"the job did not end within {JOB_S:.0f} s, or its agent died:\n{output[-3000:]}"
+            )
         return int(json.loads(line)["exit_code"])
 
 
 def check_checkpoints(folder: Path, reference: Path) -> tuple[int, int]:
-    """Every checkpoint is refused, or holds what the undisturbed run had at that step, to the bit. Gives (good, refused)."""
+    """Every checkpoint is refused, or holds what the undisturbed run had at that step, to the bit.
+    Gives (good, refused).
+    """
     good = refused = 0
     for path in sorted(folder.glob("step_*")):
         try:
             with Reader(path) as reader:
-                tensors = {name: reader.read(name) for name in reader.names() if not name.startswith("rng/")}
+                tensors = {
+                    name: reader.read(name)
+                    for name in reader.names()
+                    if not name.startswith("rng/")
+                }
                 values = (reader.step, reader.values["data"])
         except CheckpointError:
             refused += 1
             continue
         with Reader(reference / path.name.removesuffix(".old")) as expected:
-            assert values == (expected.step, expected.values["data"]), f"{path} is of another step or position"
+            assert values == (expected.step, expected.values["data"]), (
+                f"{path} is of another step or position"
+            )
             names = {name for name in expected.names() if not name.startswith("rng/")}
             assert names == set(tensors), f"{path} has other tensors"
             for name, tensor in tensors.items():
-                assert torch.equal(tensor, expected.read(name)), f"{path} loads, but {name} is not what was trained"
+                assert torch.equal(tensor, expected.read(name)), (
+                    f"{path} loads, but {name} is not what was trained"
+                )
         good += 1
     return good, refused

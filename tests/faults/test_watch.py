@@ -1,4 +1,6 @@
-"""What the hub decides, from made-up signs; and the watch between real processes where nobody dies."""
+"""What the hub decides, from made-up signs; and the watch between real processes where
+nobody dies.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
 from whale.runtime import hub, watch
-from whale.runtime.hub import GRACE_S, SETTLE_S, End, Hub, Process, Seen, all_raised, judge, positions
+from whale.runtime.hub import (
+    GRACE_S,
+    SETTLE_S,
+    End,
+    Hub,
+    Process,
+    Seen,
+    all_raised,
+    judge,
+    positions,
+)
 from whale.runtime.watch import EXIT_CODE, follows_from_another, start_watch
 
 TIMEOUT_S = 20.0
@@ -48,11 +60,17 @@ SOON, LATE = 0.1, GRACE_S + 0.1
         ([None, (End.DIED, SOON)], None),  # the whole job may be ending
         ([None, (End.DIED, LATE)], 1),
         ([(End.FOLLOWED, 0.01), (End.DIED, SOON)], 1),
-        ([(End.FOLLOWED, 0.2), (End.DIED, SOON)], 1),  # the error of rank 0 arrived before the end of rank 1 was seen
+        (
+            [(End.FOLLOWED, 0.2), (End.DIED, SOON)],
+            1,
+        ),  # the error of rank 0 arrived before the end of rank 1 was seen
         ([(End.TERMINATED, 0.01), (End.DIED, SOON)], 1),
         ([None, (End.RAISED, SOON)], None),  # others may raise alike
         ([None, (End.RAISED, LATE)], 1),
-        ([(End.DIED, 1.0), (End.RAISED, 2.0), (End.FOLLOWED, 0.1)], 1),  # ended by its launcher after rank 1 raised
+        (
+            [(End.DIED, 1.0), (End.RAISED, 2.0), (End.FOLLOWED, 0.1)],
+            1,
+        ),  # ended by its launcher after rank 1 raised
         ([(End.FOLLOWED, SOON), None], None),
         ([(End.FOLLOWED, LATE), None], 0),
         ([(End.FOLLOWED, SETTLE_S + 0.1), (End.TERMINATED, SETTLE_S)], 0),
@@ -72,13 +90,16 @@ def test_silence() -> None:
     verdict = judge(found, TIMEOUT_S, NOW + 0.5)
     assert verdict is not None and verdict.cause == 2
     assert verdict.text == (
-        "rank 2 has been silent for 20 s: it hangs, is stopped or is cut off. It was last heard of at F2.0. "
+        "rank 2 has been silent for 20 s: it hangs, is stopped or is cut off. It was last heard "
+        "of at F2.0. "
         "The others stood: rank 0 at F0.0; rank 1 at F1.0"
     )
 
 
 def test_batches_of_unlike_shapes() -> None:
-    """Only batches with the same number are compared: ranks need not be at the same place all the time."""
+    """Only batches with the same number are compared: ranks need not be at the same place all the
+    time.
+    """
     found = ranks(None, None, None)
     found[0].batch, found[1].batch = (7, "x [8, 4]"), (8, "x [8, 5]")
     assert cause(found) is None
@@ -88,13 +109,16 @@ def test_batches_of_unlike_shapes() -> None:
     verdict = judge(found, TIMEOUT_S, NOW)
     assert verdict is not None and (verdict.cause, verdict.standing) == (2, None)
     assert verdict.text == (
-        "rank 2 was given another batch than rank 0: x [8, 5], rank 0 has x [8, 4]. Every rank must be given the same whole mini-batch. "
+        "rank 2 was given another batch than rank 0: x [8, 5], rank 0 has x [8, 4]. Every rank "
+        "must be given the same whole mini-batch. "
         "It stood at F2.0. The others stood: rank 0 at F0.0; rank 1 at F1.0"
     )
     found[1].ended(End.RAISED, "ValueError: no", NOW - LATE)  # a word of its own comes first
     verdict = judge(found, TIMEOUT_S, NOW)
     assert verdict is not None and verdict.cause == 1
-    assert "rank 1 failed at F1.0: ValueError: no. And rank 2 was given another batch" in verdict.text
+    assert (
+        "rank 1 failed at F1.0: ValueError: no. And rank 2 was given another batch" in verdict.text
+    )
 
 
 def test_a_rank_that_has_left_is_no_cause_and_is_not_concerned() -> None:
@@ -127,7 +151,9 @@ def test_beats_of_a_large_job_do_not_drown_the_hub() -> None:
 
 def test_errors_that_follow() -> None:
     outer = RuntimeError("rank 0 waited")
-    outer.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4")
+    outer.__cause__ = RuntimeError(
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
+    )
     assert follows_from_another(outer)
     assert follows_from_another(dist.DistBackendError("NCCL communicator was aborted"))
     assert not follows_from_another(RuntimeError("shape mismatch"))
@@ -167,7 +193,15 @@ def test_a_hub_tells_rank_1_where_all_stand(started: Hub) -> None:
         assert message["beat"]
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guess", "rank": 0}\n', b'{"position": "x"}\n', b"[]\n"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"token": "guess", "rank": 0}\n',
+        b'{"position": "x"}\n',
+        b"[]\n",
+    ],
+)
 def test_a_stranger_is_sent_away(started: Hub, words: bytes) -> None:
     with join(started, 0, started.token), join(started, 1, started.token) as one:
         with socket.create_connection(("127.0.0.1", started.port), timeout=10) as stranger:
@@ -182,12 +216,17 @@ def test_the_cause_is_told_last(capfd: pytest.CaptureFixture[str], started: Hub)
     with join(started, 0, started.token) as zero, join(started, 1, started.token) as one:
         hear(one, "positions")
         zero.sendall(b'{"failed": "ValueError: no", "follows": false, "position": "F0.1"}\n')
-        one.shutdown(socket.SHUT_RDWR)  # died later: rank 0 is the cause, and there is no need to wait
+        one.shutdown(
+            socket.SHUT_RDWR
+        )  # died later: rank 0 is the cause, and there is no need to wait
         one_more = hear(zero, "verdict")["verdict"]
     assert isinstance(one_more, dict)
     assert (one_more["cause"], one_more["standing"]) == (0, None)
     assert capfd.readouterr().err == f"whale: {one_more['text']}\n"
-    assert one_more["text"] == "rank 0 failed at F0.1: ValueError: no. The others stood: rank 1 at here"
+    assert (
+        one_more["text"]
+        == "rank 0 failed at F0.1: ValueError: no. The others stood: rank 1 at here"
+    )
 
 
 # ---- real processes
@@ -271,8 +310,12 @@ time.sleep(60)
 
 
 def test_forked_children_and_sigterm() -> None:
-    """A worker that loads data ends by SIGTERM as always, and not with the rank's voice; the rank itself ends a moment later."""
-    process = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """A worker that loads data ends by SIGTERM as always, and not with the rank's voice; the rank
+    itself ends a moment later.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", process.communicate()[1]
     process.send_signal(signal.SIGTERM)

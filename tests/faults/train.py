@@ -1,8 +1,10 @@
-"""A small training job that saves, resumes and can be disturbed: what a user would write, and one injector.
+"""A small training job that saves, resumes and can be disturbed: what a user would write, and one
+injector.
 
     whale run -n 2 --restarts 3 tests/faults/train.py FOLDER --steps 12
 
-FOLDER holds `checkpoints`, `state` (the list of faults and what became of it) and in the end `final.safetensors`.
+FOLDER holds `checkpoints`, `state` (the list of faults and what became of it) and in the end
+`final.safetensors`.
 """
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ def main() -> None:
     checkpoints = options.folder / "checkpoints"
     injector = Injector(int(os.environ.get("RANK", "0")), options.folder / "state")
     wh.init({"num_micro_batch": 2, "timeout_s": TIMEOUT_S, "keep_checkpoints": options.keep})
-    model = wh.annotate(build(), {"layers.[0-1]": wh.replicate(1), "layers.[2-3]|head": wh.replicate(wh.num_devices() - 1)})
+    model = wh.annotate(
+        build(),
+        {"layers.[0-1]": wh.replicate(1), "layers.[2-3]|head": wh.replicate(wh.num_devices() - 1)},
+    )
     sample = torch.utils.data.default_collate([Samples()[index] for index in range(BATCH_SIZE)])
     engine = wh.parallelize(model, sample, optimizer=optimizer, scheduler=scheduler)
     loader = engine.loader(Samples(), BATCH_SIZE, shuffle=True, seed=3)

@@ -15,7 +15,9 @@ EXACT = 1e-10
 
 
 class Layers(nn.Module):
-    """Many parameters of the same shape, two of them read by every operation: an exchange of any two changes the training."""
+    """Many parameters of the same shape, two of them read by every operation: an exchange of any
+    two changes the training.
+    """
 
     def __init__(self) -> None:
         super().__init__()

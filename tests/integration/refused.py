@@ -14,7 +14,8 @@ import whale as wh
 
 WIDTH, NUM_CLASSES, BATCH_SIZE = 8, 3, 8
 FOUND_WITHIN_S = 15.0
-"""a mistake on one rank is seen by all in about a second; on a busy machine it may take a few more"""
+"""a mistake on one rank is seen by all in about a second; on a busy machine it may take a few more
+"""
 
 
 class Net(nn.Module):

@@ -1,4 +1,6 @@
-"""Cases of `test_sharded_ops.py`: each runs on every rank and gives how far it is from the same thing in one process."""
+"""Cases of `test_sharded_ops.py`: each runs on every rank and gives how far it is from the same
+thing in one process.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,17 @@ GRIDS = [
 def make_groups(grids: list[Grid]) -> Groups:
     """All lines of all grids, made by all ranks in one order."""
     sets = [axes for count in (1, 2, 3) for axes in itertools.combinations(AXES, count)]
-    lines = {grid.line(place, axes) for grid in grids for axes in sets for place in range(grid.num_devices)}
+    lines = {
+        grid.line(place, axes)
+        for grid in grids
+        for axes in sets
+        for place in range(grid.num_devices)
+    }
     return {line: dist.new_group(list(line)) for line in sorted(lines) if len(line) > 1}
 
 
-# ---- exchanges ----------------------------------------------------------------------------------------------------------
+# ---- exchanges
+# ----------------------------------------------------------------------------------------------------------
 
 
 def random_layout(draw: random.Random, shape: tuple[int, ...]) -> Layout:
@@ -64,8 +72,12 @@ def everyone(value: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def check_exchange(source: Layout, target: Layout, grid: Grid, groups: Groups, backend: str = "gloo") -> str:
-    """Value and gradient after one exchange of random parts, and the counted bytes; what is wrong, or nothing."""
+def check_exchange(
+    source: Layout, target: Layout, grid: Grid, groups: Groups, backend: str = "gloo"
+) -> str:
+    """Value and gradient after one exchange of random parts, and the counted bytes; what is wrong,
+    or nothing.
+    """
     place = dist.get_rank()
     draw = np.random.default_rng(3)
     value, gradient = (draw.integers(-9, 9, source.shape).astype(float) for _ in range(2))
@@ -88,7 +100,9 @@ def check_exchange(source: Layout, target: Layout, grid: Grid, groups: Groups, b
 
 
 def exchange_cases(groups: Groups) -> Iterator[tuple[str, str]]:
-    """The three ways of sending: all-to-all, a message to each peer, and (as NCCL does) even collectives."""
+    """The three ways of sending: all-to-all, a message to each peer, and (as NCCL does) even
+    collectives.
+    """
     draw = random.Random(0)
     pairs = []
     for _ in range(40 if IS_THOROUGH else 20):
@@ -98,7 +112,10 @@ def exchange_cases(groups: Groups) -> Iterator[tuple[str, str]]:
     before = exchanges.PEER_TO_PEER_FROM_BYTES, exchange_plan.TWO_STEPS_FROM
     try:
         exchanges.PEER_TO_PEER_FROM_BYTES = exchange_plan.TWO_STEPS_FROM = 0
-        yield "peer_to_peer", "; ".join(filter(None, (check_exchange(*pair, groups) for pair in pairs)))
+        yield (
+            "peer_to_peer",
+            "; ".join(filter(None, (check_exchange(*pair, groups) for pair in pairs))),
+        )
     finally:
         exchanges.PEER_TO_PEER_FROM_BYTES, exchange_plan.TWO_STEPS_FROM = before
     yield "even_collectives", "; ".join(even_collectives(groups))
@@ -112,18 +129,28 @@ def even_collectives(groups: Groups) -> Iterator[str]:
         for dim in (0, 1):
             shard = replace(same, axes=tuple(axes if d == dim else () for d in range(2)))
             partial = replace(same, partial=frozenset(axes))
-            for source, target, name in [(shard, same, "gather"), (partial, shard, "reduce-scatter"), (partial, same, "all-reduce")]:
+            for source, target, name in [
+                (shard, same, "gather"),
+                (partial, shard, "reduce-scatter"),
+                (partial, same, "all-reduce"),
+            ]:
                 draw = np.random.default_rng(3)
                 value = draw.integers(-9, 9, same.shape).astype(float)
-                (step,) = plan_exchange(source, target, grid, dist.get_rank(), backend="nccl").forward
+                (step,) = plan_exchange(
+                    source, target, grid, dist.get_rank(), backend="nccl"
+                ).forward
                 x = torch.from_numpy(local_parts(value, source, grid)[dist.get_rank()])
                 y = exchanges._start_even(x, step, groups[step.places]).wait()
-                if step.pattern != name or not np.array_equal(meaning(everyone(y.numpy()), target, grid), value):
+                if step.pattern != name or not np.array_equal(
+                    meaning(everyone(y.numpy()), target, grid), value
+                ):
                     yield f"{name} over {axes} of dim {dim}: {step.pattern}"
 
 
 def types_of_tensors(groups: Groups) -> str:
-    """What is only moved may have any type, those that gloo does not know as well; small integers also where their largest is sought."""
+    """What is only moved may have any type, those that gloo does not know as well; small integers
+    also where their largest is sought.
+    """
     grid, place, wrong = Grid(2, 2, 2), dist.get_rank(), []
     same = whole([Cut(4), Cut(6)])
     rows, columns = (replace(same, axes=axes) for axes in ((("x", "y"), ()), ((), ("x",))))
@@ -131,16 +158,32 @@ def types_of_tensors(groups: Groups) -> str:
     line = ops.Line.of(grid, place, ("x",), groups)
     for dtype in (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
         for target in (columns, same):
-            parts = (torch.from_numpy(local_parts(value, layout, grid)[place]).to(dtype) for layout in (rows, target))
-            found, expected = exchange(next(parts), plan_exchange(rows, target, grid, place), groups), next(parts)
-            if found.dtype != dtype or not torch.equal(found.to(torch.complex64), expected.to(torch.complex64)):
+            parts = (
+                torch.from_numpy(local_parts(value, layout, grid)[place]).to(dtype)
+                for layout in (rows, target)
+            )
+            found, expected = (
+                exchange(next(parts), plan_exchange(rows, target, grid, place), groups),
+                next(parts),
+            )
+            if found.dtype != dtype or not torch.equal(
+                found.to(torch.complex64), expected.to(torch.complex64)
+            ):
                 wrong.append(f"{dtype} to {target.axes}")
-    best = ops.argmax(torch.from_numpy(local_parts(value, columns, grid)[place]).to(torch.int16), 1, False, 3 * line.index, line)
+    best = ops.argmax(
+        torch.from_numpy(local_parts(value, columns, grid)[place]).to(torch.int16),
+        1,
+        False,
+        3 * line.index,
+        line,
+    )
     return "; ".join(wrong + ["int16: argmax"] * (best.tolist() != value.argmax(1).tolist()))
 
 
 def same_bits(groups: Groups) -> float:
-    """Sums of floating-point numbers are equal to the bit wherever the layout says that they are the same; and two may be under way."""
+    """Sums of floating-point numbers are equal to the bit wherever the layout says that they are
+    the same; and two may be under way.
+    """
     grid = Grid(2, 2, 2)
     torch.manual_seed(dist.get_rank())
     a, b = torch.randn(5, 33, dtype=torch.float64), torch.randn(5, 33, dtype=torch.float64)
@@ -155,11 +198,16 @@ def same_bits(groups: Groups) -> float:
         for result, own in zip(results, (b, a)):
             others = everyone(result.numpy())
             total = sum(everyone(own.numpy()))
-            worst = max(worst, *(float(np.abs(other - others[0]).max()) * 1e20 for other in others), float(np.abs(total - others[0]).max()))
+            worst = max(
+                worst,
+                *(float(np.abs(other - others[0]).max()) * 1e20 for other in others),
+                float(np.abs(total - others[0]).max()),
+            )
     return worst
 
 
-# ---- operations ---------------------------------------------------------------------------------------------------------
+# ---- operations
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Cutting:
@@ -191,17 +239,25 @@ def distance(a: Tensor | None, b: Tensor | None) -> float:
     return float((a - b).detach().abs().max()) if a.numel() else 0.0
 
 
-def compared(expected: Tensor, result: Tensor, leaves, parts, cutting: Cutting, dim: int, dims) -> float:
+def compared(
+    expected: Tensor, result: Tensor, leaves, parts, cutting: Cutting, dim: int, dims
+) -> float:
     """A result that is cut like its input, and the gradients of leaves cut on `dims`."""
-    gradient = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(
+        expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1)
+    )
     worst = distance(result, cutting.part(expected, dim))
     wanted = torch.autograd.grad(expected, leaves, gradient)
     got = torch.autograd.grad(result, parts, cutting.part(gradient, dim).detach())
-    return max(worst, *(distance(g, cutting.part(w, d).detach()) for g, w, d in zip(got, wanted, dims)))
+    return max(
+        worst, *(distance(g, cutting.part(w, d).detach()) for g, w, d in zip(got, wanted, dims))
+    )
 
 
 def numbers(*shape: int, seed: int = 0, offset: float = 0.0) -> Tensor:
-    values = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 7 * len(shape)))
+    values = torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 7 * len(shape))
+    )
     return (values + offset).requires_grad_()
 
 
@@ -239,7 +295,10 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
     )
     samples, weight, bias = numbers(13, 4, 3, offset=10.0), numbers(4, seed=1), numbers(4, seed=2)
     mine = cutting.part(samples, 0)
-    statistics = [torch.zeros(4, dtype=torch.float64) for _ in range(2)], [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
+    statistics = (
+        [torch.zeros(4, dtype=torch.float64) for _ in range(2)],
+        [torch.zeros(4, dtype=torch.float64) for _ in range(2)],
+    )
     yield "batch_norm", compared(
         torch.batch_norm(samples, weight, bias, *statistics[0], True, 0.1, 1e-5, False),
         ops.batch_norm(mine, weight, bias, *statistics[1], 0.1, 1e-5, cutting.line),
@@ -251,10 +310,29 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
 def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
     for dim, x in [(2, numbers(2, 3, 11)), (1, numbers(3, 9, 2))]:
         part = cutting.part(x, dim)
-        yield "softmax", compared(x.softmax(dim), ops.softmax(part, dim, cutting.line), (x,), (part,), cutting, dim, (dim,))
+        yield (
+            "softmax",
+            compared(
+                x.softmax(dim),
+                ops.softmax(part, dim, cutting.line),
+                (x,),
+                (part,),
+                cutting,
+                dim,
+                (dim,),
+            ),
+        )
         yield (
             "log_softmax",
-            compared(x.log_softmax(dim), ops.log_softmax(part, dim, cutting.line), (x,), (part,), cutting, dim, (dim,)),
+            compared(
+                x.log_softmax(dim),
+                ops.log_softmax(part, dim, cutting.line),
+                (x,),
+                (part,),
+                cutting,
+                dim,
+                (dim,),
+            ),
         )
         rounded = (x.detach() * 2).round()  # with equal ones
         first = cutting.bounds(x.shape[dim])[0]
@@ -264,24 +342,37 @@ def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
 
 
 def embeddings(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    table, tokens = numbers(11, 3), torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    table, tokens = (
+        numbers(11, 3),
+        torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0)),
+    )
     part, first = cutting.part(table, 0), cutting.bounds(11)[0]
     for padding in (-1, 4):
-        expected, result = torch.embedding(table, tokens, padding), ops.embedding(part, tokens, first, len(table), padding)
+        expected, result = (
+            torch.embedding(table, tokens, padding),
+            ops.embedding(part, tokens, first, len(table), padding),
+        )
         total = sum_of_parts(result.detach(), cutting)
         gradient = numbers(2, 5, 3, seed=3).detach()
-        (wanted,), (got,) = torch.autograd.grad(expected, table, gradient), torch.autograd.grad(result, part, gradient)
+        (wanted,), (got,) = (
+            torch.autograd.grad(expected, table, gradient),
+            torch.autograd.grad(result, part, gradient),
+        )
         yield "embedding", max(distance(total, expected), distance(got, cutting.part(wanted, 0)))
 
 
 def sum_of_parts(value: Tensor, cutting: Cutting) -> Tensor:
     """Along the line, in an independent way."""
     values = everyone(value.numpy())
-    return torch.from_numpy(np.asarray(sum(values[place] for place in cutting.grid.line(cutting.place, cutting.axes))))
+    return torch.from_numpy(
+        np.asarray(sum(values[place] for place in cutting.grid.line(cutting.place, cutting.axes)))
+    )
 
 
 def cross_entropies(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    """Every kind of target, class weights, reduction and smoothing, each on two of the six cuttings; backward sends nothing."""
+    """Every kind of target, class weights, reduction and smoothing, each on two of the six
+    cuttings; backward sends nothing.
+    """
     generator = torch.Generator().manual_seed(5)
     num, first = 11, cutting.bounds(11)[0]
     results, wanted = [], []
@@ -290,22 +381,41 @@ def cross_entropies(cutting: Cutting) -> Iterator[tuple[str, float]]:
         dim = 0 if len(shape) == 1 else 1
         rows = [size for d, size in enumerate(shape) if d != dim]
         labels = torch.randint(0, num, rows, generator=generator)
-        ignored = torch.where(torch.rand(rows, generator=generator) < 0.3, -100, labels) if rows else labels
+        ignored = (
+            torch.where(torch.rand(rows, generator=generator) < 0.3, -100, labels)
+            if rows
+            else labels
+        )
         soft = numbers(*shape, seed=2).detach().softmax(dim)
-        kinds = list(itertools.product((labels, ignored, soft), (0, 1, 2), (False, True), (0.0, 0.1)))
-        for target, reduction, weighted, smoothing in kinds if IS_THOROUGH else kinds[cutting.number % 3 :: 3]:
+        kinds = list(
+            itertools.product((labels, ignored, soft), (0, 1, 2), (False, True), (0.0, 0.1))
+        )
+        for target, reduction, weighted, smoothing in (
+            kinds if IS_THOROUGH else kinds[cutting.number % 3 :: 3]
+        ):
             weight = numbers(num, seed=4).detach().abs() if weighted else None
             name = ("none", "mean", "sum")[reduction]
-            expected = torch.nn.functional.cross_entropy(logits, target, weight, reduction=name, label_smoothing=smoothing)
+            expected = torch.nn.functional.cross_entropy(
+                logits, target, weight, reduction=name, label_smoothing=smoothing
+            )
             part = cutting.part(logits, dim)
             mine = cutting.part(target, dim) if target is soft else target
             here = cutting.part(weight, 0) if weight is not None else None
-            result = ops.cross_entropy(part, mine, here, reduction, -100, smoothing, num, first, cutting.line)
-            gradient = numbers(*expected.shape, seed=6).detach() if expected.ndim else torch.tensor(1.5, dtype=torch.float64)
+            result = ops.cross_entropy(
+                part, mine, here, reduction, -100, smoothing, num, first, cutting.line
+            )
+            gradient = (
+                numbers(*expected.shape, seed=6).detach()
+                if expected.ndim
+                else torch.tensor(1.5, dtype=torch.float64)
+            )
             d_logits = torch.autograd.grad(expected, logits, gradient)[0]
             before = sent.num_bytes
             got = torch.autograd.grad(result, part, gradient)[0]
-            yield "cross_entropy", distance(got, cutting.part(d_logits, dim)) + (sent.num_bytes - before)
+            yield (
+                "cross_entropy",
+                distance(got, cutting.part(d_logits, dim)) + (sent.num_bytes - before),
+            )
             results.append(result.detach().reshape(-1))
             wanted.append(expected.detach().reshape(-1))
     yield "cross_entropy", distance(sum_of_parts(torch.cat(results), cutting), torch.cat(wanted))

@@ -1,4 +1,6 @@
-"""Cases of `test_sharded_ops.py` with matrix products and random numbers: linear layers on grids, SUMMA, experts, dropout."""
+"""Cases of `test_sharded_ops.py` with matrix products and random numbers: linear layers on grids,
+SUMMA, experts, dropout.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,24 @@ def part(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
 
 def total_error(local: Tensor, layout: Layout, grid: Grid, expected: Tensor) -> float:
     """How far the value that all devices' parts mean is from what it should be."""
-    layouts = [np.round(values, 11) for values in everyone(local.detach().numpy())]  # `meaning` wants equal parts to be equal
+    layouts = [
+        np.round(values, 11) for values in everyone(local.detach().numpy())
+    ]  # `meaning` wants equal parts to be equal
     return distance(torch.from_numpy(meaning(layouts, layout, grid)), expected.detach())
 
 
 def linear_layers(groups: Groups) -> Iterator[tuple[str, float]]:
-    """Kinds A and B of research/tensor3d.md 0 on several grids: value, gradients, and bytes against the formula of 1.1."""
+    """Kinds A and B of research/tensor3d.md 0 on several grids: value, gradients, and bytes against
+    the formula of 1.1.
+    """
     for grid in GRIDS:
         for rows_axis, columns_axis in (("y", "x"), ("x", "y")):
             for keep, num_chunks in ((True, 1), (False, 1), (True, 3)):
                 is_even = not grid.work
                 m, k, n = (16, 24, 8) if is_even else (13, 11, 7)
-                error, num_sent = one_linear(grid, rows_axis, columns_axis, (m, k, n), (keep, num_chunks), groups)
+                error, num_sent = one_linear(
+                    grid, rows_axis, columns_axis, (m, k, n), (keep, num_chunks), groups
+                )
                 yield "linear", error
                 if is_even:
                     out, into, gz = grid.size(rows_axis), grid.size(columns_axis), grid.gz
@@ -50,18 +58,30 @@ def linear_layers(groups: Groups) -> Iterator[tuple[str, float]]:
 
 
 def one_linear(
-    grid: Grid, rows: str, columns: str, sizes: tuple[int, int, int], way: tuple[bool, int], groups: Groups
+    grid: Grid,
+    rows: str,
+    columns: str,
+    sizes: tuple[int, int, int],
+    way: tuple[bool, int],
+    groups: Groups,
 ) -> tuple[float, int]:
     """`way`: whether gathered tensors are kept, chunks of the gather of x.
 
-    X: rows (z, rows), columns `columns`; W: out `rows`, in (`columns`, z); Y: rows (z, columns), columns `rows`."""
+    X: rows (z, rows), columns `columns`; W: out `rows`, in (`columns`, z); Y: rows (z, columns),
+    columns `rows`."""
     m, k, n = sizes
     place = dist.get_rank()
     x, w, b = numbers(m, k), numbers(n, k), numbers(n)
     x_cut, w_cut, y_cut = (Cut(m), Cut(k)), (Cut(n), Cut(k)), (Cut(m), Cut(n))
     x_layout, x_used = Layout(x_cut, (("z", rows), (columns,))), Layout(x_cut, (("z",), (columns,)))
-    w_layout, w_used = Layout(w_cut, ((rows,), (columns, "z")), stored=frozenset("z")), Layout(w_cut, ((rows,), (columns,)))
-    y_product, y_layout = Layout(y_cut, (("z",), (rows,)), frozenset(columns)), Layout(y_cut, (("z", columns), (rows,)))
+    w_layout, w_used = (
+        Layout(w_cut, ((rows,), (columns, "z")), stored=frozenset("z")),
+        Layout(w_cut, ((rows,), (columns,))),
+    )
+    y_product, y_layout = (
+        Layout(y_cut, (("z",), (rows,)), frozenset(columns)),
+        Layout(y_cut, (("z", columns), (rows,))),
+    )
     b_layout = Layout((Cut(n),), ((rows,),))
     plan = ops.LinearPlan(
         plan_exchange(x_layout, x_used, grid, place),
@@ -78,20 +98,31 @@ def one_linear(
     num_sent = sent.num_bytes
     wanted = torch.autograd.grad(expected, (x, w, b), gradient)
     layouts = (x_layout, w_layout, b_layout)
-    errors = [total_error(g, layout.conjugate(grid), grid, v) for g, layout, v in zip(got, layouts, wanted)]
+    errors = [
+        total_error(g, layout.conjugate(grid), grid, v)
+        for g, layout, v in zip(got, layouts, wanted)
+    ]
     return max(total_error(y, y_layout, grid, expected), *errors), num_sent
 
 
 def summa(groups: Groups) -> Iterator[tuple[str, float]]:
     """2.5-D on 2 x 2 x 2, even (with bytes: 3 (q-1)/q^2 (MK/d + KN)) and uneven."""
     place = dist.get_rank()
-    for grid, (m, k, n) in [(Grid(2, 2, 2), (8, 12, 4)), (Grid(2, 2, 2, work={"x": (2, 1), "y": (2, 1)}), (9, 7, 5))]:
+    for grid, (m, k, n) in [
+        (Grid(2, 2, 2), (8, 12, 4)),
+        (Grid(2, 2, 2, work={"x": (2, 1), "y": (2, 1)}), (9, 7, 5)),
+    ]:
         x, w, b = numbers(3, m, k), numbers(n, k), numbers(n)
         x_layout = Layout((Cut(3), Cut(m), Cut(k)), ((), ("z", "y"), ("x",)))
-        w_layout, b_layout = Layout((Cut(n), Cut(k)), (("x",), ("y",))), Layout((Cut(n),), (("x",),))
+        w_layout, b_layout = (
+            Layout((Cut(n), Cut(k)), (("x",), ("y",))),
+            Layout((Cut(n),), (("x",),)),
+        )
         y_layout = Layout((Cut(3), Cut(m), Cut(n)), ((), ("z", "y"), ("x",)))
         panels = tuple(b - a for a, b in (x_layout.granules(grid, t, 2) for t in grid.line(0, "x")))
-        plane = ops.Plane(ops.Line.of(grid, place, "x", groups), ops.Line.of(grid, place, "y", groups), panels)
+        plane = ops.Plane(
+            ops.Line.of(grid, place, "x", groups), ops.Line.of(grid, place, "y", groups), panels
+        )
         local = part(x, x_layout, grid), part(w, w_layout, grid), part(b, b_layout, grid)
         sent.reset()
         y = ops.summa_linear(*local, plane)
@@ -107,14 +138,22 @@ def summa(groups: Groups) -> Iterator[tuple[str, float]]:
 
 
 def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    """5 experts, unlike numbers of tokens (none for some), K and N different; the reference does one expert after the other."""
+    """5 experts, unlike numbers of tokens (none for some), K and N different; the reference does
+    one expert after the other.
+    """
     num_experts, k, n = 5, 3, 4
     weight = numbers(num_experts, k, n)
     places = cutting.grid.line(cutting.place, cutting.axes)
     layout = Layout((Cut(num_experts),), (cutting.axes,))
-    of_line = ops.Experts(tuple(layout.granules(cutting.grid, place, 0) for place in places), cutting.line, num_experts)
+    of_line = ops.Experts(
+        tuple(layout.granules(cutting.grid, place, 0) for place in places),
+        cutting.line,
+        num_experts,
+    )
     mine = cutting.part(weight, 0)
-    counts = torch.tensor([[(3 * i + 2 * e) % 4 for e in range(num_experts)] for i in range(len(places))])
+    counts = torch.tensor(
+        [[(3 * i + 2 * e) % 4 for e in range(num_experts)] for i in range(len(places))]
+    )
     chosen = [torch.arange(num_experts).repeat_interleave(row).flip(0) for row in counts]
     tokens = [numbers(len(ids), k, seed=20 + i) for i, ids in enumerate(chosen)]
     outputs = [torch.einsum("tk,tkn->tn", x, weight[ids]) for x, ids in zip(tokens, chosen)]
@@ -126,7 +165,14 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     x = tokens[at].detach().clone().requires_grad_()
     y = ops.expert_mm(x, mine, chosen[at], False, of_line)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[at])
-    yield "expert_mm", max(distance(y, outputs[at]), distance(dx, d_tokens), distance(dw, cutting.part(d_weight, 0)))
+    yield (
+        "expert_mm",
+        max(
+            distance(y, outputs[at]),
+            distance(dx, d_tokens),
+            distance(dw, cutting.part(d_weight, 0)),
+        ),
+    )
 
     x = tokens[0].detach().clone().requires_grad_()
     y = ops.grouped_mm_of_same_tokens(x.flip(0), mine, counts[0].cumsum(0), of_line).flip(0)
@@ -144,7 +190,9 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
 
 
 def random_numbers() -> Iterator[tuple[str, float]]:
-    """Equal numbers exactly where the layout is the same; the stream of the chunk is untouched; attention draws too."""
+    """Equal numbers exactly where the layout is the same; the stream of the chunk is untouched;
+    attention draws too.
+    """
     grid, place = Grid(2, 2, 2), dist.get_rank()
     layout = Layout((Cut(200), Cut(4)), (("z",), ("x",)))
     torch.manual_seed(11)  # the chunk's seed, on all devices
@@ -166,8 +214,13 @@ def random_numbers() -> Iterator[tuple[str, float]]:
     for values in (first.detach(), attention):
         others = everyone(values.numpy())
         for other, value in enumerate(others):
-            same = all(grid.coordinate(other, axis) == grid.coordinate(place, axis) for axis in "xz")
-            yield "draws are equal where the value is the same", float(np.array_equal(value, others[place]) != same)
+            same = all(
+                grid.coordinate(other, axis) == grid.coordinate(place, axis) for axis in "xz"
+            )
+            yield (
+                "draws are equal where the value is the same",
+                float(np.array_equal(value, others[place]) != same),
+            )
 
 
 class Exchanged(torch.nn.Module):
@@ -184,43 +237,81 @@ class Exchanged(torch.nn.Module):
 
 
 def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModule:
-    """Three linear layers of kinds A, B, A, with an exchange in front of every operand and behind every product."""
+    """Three linear layers of kinds A, B, A, with an exchange in front of every operand and behind
+    every product.
+    """
     root, graph, place = torch.nn.Module(), torch.fx.Graph(), dist.get_rank()
     cuts = (Cut(m), Cut(width))
     value = graph.placeholder("x")
     for number, (rows, columns) in enumerate([("y", "x"), ("x", "y"), ("y", "x")]):
         weight = Layout((Cut(width), Cut(width)), ((rows,), (columns, "z")), stored=frozenset("z"))
-        root.register_parameter(f"w{number}", torch.nn.Parameter(part(numbers(width, width, seed=number), weight, grid).detach()))
+        root.register_parameter(
+            f"w{number}",
+            torch.nn.Parameter(part(numbers(width, width, seed=number), weight, grid).detach()),
+        )
         plans = [
-            plan_exchange(Layout(cuts, (("z", rows), (columns,))), Layout(cuts, (("z",), (columns,))), grid, place),
-            plan_exchange(weight, replace(weight, axes=((rows,), (columns,)), stored=frozenset()), grid, place),
-            plan_exchange(Layout(cuts, (("z",), (rows,)), frozenset(columns)), Layout(cuts, (("z", columns), (rows,))), grid, place),
+            plan_exchange(
+                Layout(cuts, (("z", rows), (columns,))),
+                Layout(cuts, (("z",), (columns,))),
+                grid,
+                place,
+            ),
+            plan_exchange(
+                weight, replace(weight, axes=((rows,), (columns,)), stored=frozenset()), grid, place
+            ),
+            plan_exchange(
+                Layout(cuts, (("z",), (rows,)), frozenset(columns)),
+                Layout(cuts, (("z", columns), (rows,))),
+                grid,
+                place,
+            ),
         ]
         for name, plan in zip("xwy", plans):
             root.add_module(f"{name}_{number}", Exchanged(plan, groups))
         gathered = graph.call_module(f"x_{number}", (value,))
         other = graph.call_module(f"w_{number}", (graph.create_node("get_attr", f"w{number}"),))
         product = graph.call_function(torch.ops.aten.linear.default, (gathered, other))
-        value = graph.call_function(torch.ops.aten.gelu.default, (graph.call_module(f"y_{number}", (product,)),))
+        value = graph.call_function(
+            torch.ops.aten.gelu.default, (graph.call_module(f"y_{number}", (product,)),)
+        )
     graph.output(value)
     return torch.fx.GraphModule(root, graph)
 
 
 def overlapped(groups: Groups) -> Iterator[tuple[str, float]]:
-    """With messages under the work: the same bits. On the cube linear layers become one call, along z the next weight begins early."""
+    """With messages under the work: the same bits. On the cube linear layers become one call, along
+    z the next weight begins early.
+    """
     m, width = 16, 16
-    for grid, keep in [(Grid(2, 2, 2), True), (Grid(2, 2, 2), False), (Grid(1, 1, 8), True), (Grid(1, 1, 8), False)]:
+    for grid, keep in [
+        (Grid(2, 2, 2), True),
+        (Grid(2, 2, 2), False),
+        (Grid(1, 1, 8), True),
+        (Grid(1, 1, 8), False),
+    ]:
         modules = [chain(grid, m, width, groups) for _ in range(2)]
         overlap(modules[1], keep)
-        x = part(numbers(m, width, seed=30).detach(), Layout((Cut(m), Cut(width)), (("z", "y"), ("x",))), grid)
+        x = part(
+            numbers(m, width, seed=30).detach(),
+            Layout((Cut(m), Cut(width)), (("z", "y"), ("x",))),
+            grid,
+        )
         results = []
         for module in modules:
             mine = x.clone().requires_grad_()
             y = module(mine)
-            results.append([y, *torch.autograd.grad(y, [mine, *module.parameters()], torch.ones_like(y))])
+            results.append(
+                [y, *torch.autograd.grad(y, [mine, *module.parameters()], torch.ones_like(y))]
+            )
         yield "overlap", max(distance(a, b) for a, b in zip(*results))
         calls = [str(node.target) for node in modules[1].graph.nodes if node.op.startswith("call")]
         if grid.gx > 1:
-            yield "overlap: linear layers are one call", float(sum(call.startswith("linear_of_") for call in calls) != 3)
+            yield (
+                "overlap: linear layers are one call",
+                float(sum(call.startswith("linear_of_") for call in calls) != 3),
+            )
         else:
-            yield "overlap: weights begin early", float(calls.index("w_1_begins") > calls.index("aten.linear.default"))
+            yield (
+                "overlap: weights begin early",
+                float(calls.index("w_1_begins") > calls.index("aten.linear.default")),
+            )

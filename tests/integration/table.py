@@ -1,4 +1,6 @@
-"""The exactness table: every model of `tests/zoo.py` under every plan below must train like local PyTorch (DESIGN rule 1)."""
+"""The exactness table: every model of `tests/zoo.py` under every plan below must train like local
+PyTorch (DESIGN rule 1).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ class PlanCase:
     num_ranks: int
     config: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
-    """devices of each annotated stage: (2, 1) is replicate(2) -> replicate(1); none = no annotation"""
+    """devices of each annotated stage: (2, 1) is replicate(2) -> replicate(1); none = no annotation
+    """
     one_tensor: bool = False
     """labels=input_ids, the very same tensor object"""
     kinds: tuple[str, ...] = ()
     """kinds of devices by rank, for plans that balance; none = all alike"""
     only_for: tuple[str, ...] = ()
-    """models that `make test` runs under this plan, the others are slow (tests/conftest.py); none named: all of them run"""
+    """models that `make test` runs under this plan, the others are slow (tests/conftest.py); none
+    named: all of them run
+    """
 
     @property
     def num_micro_batch(self) -> int:
@@ -36,15 +41,43 @@ PLANS = (
     PlanCase("DP 2", 2, only_for=("chain", "gpt2", "batch_norm")),
     PlanCase("DP 3, batch 10", 3),
     PlanCase("2 stages", 2, {"num_micro_batch": 5}, (1, 1)),
-    PlanCase("2 stages, gpipe, 4 of 10", 2, {"num_micro_batch": 4, "schedule": "gpipe"}, (1, 1), only_for=("branches", "bert", "vit")),
+    PlanCase(
+        "2 stages, gpipe, 4 of 10",
+        2,
+        {"num_micro_batch": 4, "schedule": "gpipe"},
+        (1, 1),
+        only_for=("branches", "bert", "vit"),
+    ),
     PlanCase("3 stages", 3, {"num_micro_batch": 4}, (1, 1, 1)),
     PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)),
     PlanCase("replicate(2) -> replicate(1)", 3, {"num_micro_batch": 3}, (2, 1)),
-    PlanCase("replicate(1) -> replicate(3)", 4, {"num_micro_batch": 2}, (1, 3), only_for=("branches", "tied", "gpt2", "t5")),
+    PlanCase(
+        "replicate(1) -> replicate(3)",
+        4,
+        {"num_micro_batch": 2},
+        (1, 3),
+        only_for=("branches", "tied", "gpt2", "t5"),
+    ),
     PlanCase("auto cut into 4", 4, {"num_micro_batch": 4, "num_task_graph": 4}),
     PlanCase("DP 2, V100 + T4", 2, kinds=("V100-32GB", "T4")),
-    PlanCase("DP 3, one 160 times slower, 2 micro-batches", 3, {"num_micro_batch": 2}, kinds=("P100", "CPU", "V100-16GB")),
-    PlanCase("2 stages x DP 2, mixed", 4, {"num_micro_batch": 2}, (1, 1), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
-    PlanCase("auto cut into 2 x DP 2, mixed", 4, {"num_micro_batch": 2, "num_task_graph": 2}, kinds=("T4", "A100-40GB", "T4", "V100-16GB")),
+    PlanCase(
+        "DP 3, one 160 times slower, 2 micro-batches",
+        3,
+        {"num_micro_batch": 2},
+        kinds=("P100", "CPU", "V100-16GB"),
+    ),
+    PlanCase(
+        "2 stages x DP 2, mixed",
+        4,
+        {"num_micro_batch": 2},
+        (1, 1),
+        kinds=("T4", "V100-32GB", "P100", "V100-32GB"),
+    ),
+    PlanCase(
+        "auto cut into 2 x DP 2, mixed",
+        4,
+        {"num_micro_batch": 2, "num_task_graph": 2},
+        kinds=("T4", "A100-40GB", "T4", "V100-16GB"),
+    ),
     PlanCase("2 stages, labels=input_ids", 2, {"num_micro_batch": 2}, (1, 1), one_tensor=True),
 )

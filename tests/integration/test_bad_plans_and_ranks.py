@@ -1,4 +1,6 @@
-"""Models, plan files and ranks that do not fit are refused by name, on every rank, with what to change."""
+"""Models, plan files and ranks that do not fit are refused by name, on every rank, with what to
+change.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def fresh_session() -> Iterator[None]:
     wh.init()
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------
+# ---- models
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_decision_on_the_data_names_its_line_and_the_way_out() -> None:
@@ -49,31 +52,54 @@ def test_a_decision_on_the_data_names_its_line_and_the_way_out() -> None:
 @pytest.mark.parametrize("build", [NoLoss, LossOfEachSample])
 def test_a_model_without_a_scalar_loss(build: type[Net]) -> None:
     message = message_of(lambda: wh.plan(build(), make_batch(), cluster=1))
-    assert_says(message, "loss=lambda output, batch:", "a scalar", "NoneType" if build is NoLoss else "a tensor of shape")
+    assert_says(
+        message,
+        "loss=lambda output, batch:",
+        "a scalar",
+        "NoneType" if build is NoLoss else "a tensor of shape",
+    )
 
 
 def test_a_loss_function_that_gives_no_scalar() -> None:
-    message = message_of(lambda: wh.plan(NoLoss(), make_batch(), loss=lambda output, batch: output["logits"], cluster=1))
+    message = message_of(
+        lambda: wh.plan(
+            NoLoss(), make_batch(), loss=lambda output, batch: output["logits"], cluster=1
+        )
+    )
     assert_says(message, "loss(output, batch)", "scalar", "3")
 
 
 def test_a_step_without_an_optimizer_says_how_to_give_one() -> None:
     engine = wh.parallelize(Net(), make_batch())
     assert engine.evaluate(make_batch()).loss is not None
-    assert_says(message_of(lambda: engine.step(make_batch())), "needs an optimizer", "optimizer=lambda params:")
+    assert_says(
+        message_of(lambda: engine.step(make_batch())),
+        "needs an optimizer",
+        "optimizer=lambda params:",
+    )
 
 
 def test_a_builder_that_builds_nothing() -> None:
-    assert_says(message_of(lambda: wh.parallelize(lambda: None, make_batch(), optimizer=sgd)), "NoneType", "torch.nn.Module")  # type: ignore[arg-type,return-value]
+    assert_says(
+        message_of(lambda: wh.parallelize(lambda: None, make_batch(), optimizer=sgd)),
+        "NoneType",
+        "torch.nn.Module",
+    )  # type: ignore[arg-type,return-value]
 
 
 def test_a_model_half_on_meta() -> None:
     model = Net()
     model.head.to("meta")
-    assert_says(message_of(lambda: wh.parallelize(model, make_batch(), optimizer=sgd)), "head.weight", "meta", "2 in all")
+    assert_says(
+        message_of(lambda: wh.parallelize(model, make_batch(), optimizer=sgd)),
+        "head.weight",
+        "meta",
+        "2 in all",
+    )
 
 
-# ---- plan files -------------------------------------------------------------------------------------------------------
+# ---- plan files
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +126,12 @@ def test_a_plan_for_another_number_of_devices(tmp_path: Path) -> None:
 def test_a_plan_for_another_cluster() -> None:
     t4 = wh.Cluster((Device(0, "localhost", 0, device_kind("T4")),), PCIE_3_X16, ETHERNET_50G)
     plan = wh.plan(Net(), make_batch(), cluster=t4)
-    words = ("another cluster", "rank 0 is a T4 in the plan and a CPU here", "1 of 1 ranks differ", "--cluster")
+    words = (
+        "another cluster",
+        "rank 0 is a T4 in the plan and a CPU here",
+        "1 of 1 ranks differ",
+        "--cluster",
+    )
     assert_says(message_of(lambda: use(plan)), *words)
     assert wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=plan, cluster=t4).plan == plan
 
@@ -142,18 +173,8 @@ def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
         use(tmp_path / "nowhere.json")
 
 
-# ---- ranks that do not agree ------------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
+# ---- ranks that do not agree
+# ------------------------------------------------------------------------------------------
 
 
 def disagree(mistake: str) -> tuple[str, float]:
@@ -191,12 +212,18 @@ def disagree(mistake: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("config", ("the config differs between ranks", "rank 1", "'seed': 5", "the same wh.Config")),
+        (
+            "config",
+            ("the config differs between ranks", "rank 1", "'seed': 5", "the same wh.Config"),
+        ),
         ("another model", ("the model differs between ranks", "rank 1", "the same model")),
         ("a model that cannot be captured", ("if x.sum() > 0:", "torch.where")),
         ("another sample", ("differs between ranks", "rank 1")),
         ("a sample without tensors", ("no tensor with a batch dimension",)),
-        ("another batch", ("the batch of step 1 differs between ranks", "rank 1", "DistributedSampler")),
+        (
+            "another batch",
+            ("the batch of step 1 differs between ranks", "rank 1", "DistributedSampler"),
+        ),
         ("a batch of another size", ("the batch of step 1 differs between ranks", "rank 1")),
         ("a batch of another dtype", ("the batch of step 1 differs between ranks", "rank 1")),
         ("a batch with another key", ("the batch of step 1 differs between ranks", "rank 1")),
@@ -205,7 +232,9 @@ def disagree(mistake: str) -> tuple[str, float]:
 )
 def test_ranks_that_disagree_all_say_so(mistake: str, words: tuple[str, ...]) -> None:
     """Every rank raises within seconds, and the message says which rank is the odd one."""
-    for rank, (message, seconds) in enumerate(run_ranks(disagree, 3, mistake, timeout_s=FOUND_WITHIN_S)):
+    for rank, (message, seconds) in enumerate(
+        run_ranks(disagree, 3, mistake, timeout_s=FOUND_WITHIN_S)
+    ):
         assert_says(message, *words)
         if mistake == "a model that cannot be captured" and rank != 1:
             assert_says(message, "rank 1 failed")

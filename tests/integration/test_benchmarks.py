@@ -1,4 +1,6 @@
-"""Benchmarks can be started both ways, from anywhere. What they measure is no test: times belong to the machine."""
+"""Benchmarks can be started both ways, from anywhere. What they measure is no test: times belong to
+the machine.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+)
 
-# as `python benchmarks/x.py` does it: the folder of the script comes first, that of the repository is not on the path
+# as `python benchmarks/x.py` does it: the folder of the script comes first, that of the repository
+# is not on the path
 AS_SCRIPT = f"""
 import importlib, os, runpy, sys
 for name in {SCRIPTS!r}:
@@ -32,7 +37,9 @@ for name in {SCRIPTS!r}:
 
 def printed(program: str, folder: Path) -> list[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

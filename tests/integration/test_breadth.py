@@ -1,4 +1,5 @@
-"""Families of `transformers` beyond the exactness table: one step on two stages must be the step of local training.
+"""Families of `transformers` beyond the exactness table: one step on two stages must be the step of
+local training.
 
 Six of them run every time, chosen so that no two are alike; the rest is marked slow.
 """
@@ -29,7 +30,9 @@ NUM_STEPS = 1
 
 
 def _parameter(case: Case) -> object:
-    return pytest.param(case.name, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow)
+    return pytest.param(
+        case.name, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize("name", [_parameter(case) for case in BREADTH])

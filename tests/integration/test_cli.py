@@ -1,4 +1,6 @@
-"""The command `whale` as a user types it. One multi-process job at a time; no test looks at a clock."""
+"""The command `whale` as a user types it. One multi-process job at a time; no test looks at a
+clock.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def plain_losses() -> list[float]:
     torch.manual_seed(0)
     model = three_layers()
     batches = [torch.randn(9, 6, dtype=torch.float64) for _ in range(3)]
-    return local_training(model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)).losses
+    return local_training(
+        model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    ).losses
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:
@@ -69,14 +73,21 @@ def shell(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command, *rest = map(str, words)
     # its own group, and all of it ended: a hung rank does not outlive its test
     process = subprocess.Popen(
-        [str(BIN / command), *rest], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
+        [str(BIN / command), *rest],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
     )
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        pytest.fail(f"{command} did not end within {TIMEOUT_S:.0f} s\n{stdout[-2000:]}\n{stderr[-2000:]}")
+        pytest.fail(
+            f"{command} did not end within {TIMEOUT_S:.0f} s\n{stdout[-2000:]}\n{stderr[-2000:]}"
+        )
     return subprocess.CompletedProcess(list(words), process.returncode, stdout, stderr)
 
 
@@ -110,11 +121,16 @@ def quickstart_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str
 def test_plan_of_the_quickstart(quickstart_plan: tuple[Path, str]) -> None:
     file, printed = quickstart_plan
     plan = Plan.load(file)
-    assert summary(plan) == "4 devices (4 x CPU): 2 stages x 2 model replicas, batch 32 in 4 micro-batches, schedule 1f1b"
+    assert (
+        summary(plan)
+        == "4 devices (4 x CPU): 2 stages x 2 model replicas, batch 32 in 4 micro-batches, schedule 1f1b"
+    )
     assert printed.startswith(summary(plan))
     assert printed.rstrip().endswith(f"saved as {file}")
     assert [device.ranks for device in plan.virtual_devices] == [((0,), (2,)), ((1,), (3,))]
-    assert [crossing.sample_bytes for crossing in plan.crossings] == [16 * 48 * 4]  # 16 tokens of 48 float32
+    assert [crossing.sample_bytes for crossing in plan.crossings] == [
+        16 * 48 * 4
+    ]  # 16 tokens of 48 float32
 
 
 def test_show_prints_what_plan_printed(quickstart_plan: tuple[Path, str]) -> None:
@@ -148,7 +164,9 @@ def test_a_model_on_meta_is_planned_without_memory(tmp_path: Path) -> None:
     """
     done = whale("plan", "-n", "2", script(tmp_path, text))
     assert done.exit_code == 0, done.output
-    assert done.stdout.count("160 GB") == 8  # each TaskGraph, each VirtualDevice, parameters and gradients of each device
+    assert (
+        done.stdout.count("160 GB") == 8
+    )  # each TaskGraph, each VirtualDevice, parameters and gradients of each device
     assert "800 KB" in done.stdout  # 200,000 float32 cross for each sample
 
 
@@ -173,7 +191,11 @@ def test_a_refusal_is_one_message(tmp_path: Path) -> None:
         ("import sys; sys.exit(0)", 2, "ended without calling wh.parallelize"),
         ("import sys; sys.exit(7)", 1, "ended with sys.exit(7) before it reached wh.parallelize"),
         ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>'),
-        ("import whale as wh; wh.init({'num_micro_batches': 3})", 1, "whale plan: Config has no key 'num_micro_batches'"),
+        (
+            "import whale as wh; wh.init({'num_micro_batches': 3})",
+            1,
+            "whale plan: Config has no key 'num_micro_batches'",
+        ),
     ],
 )
 def test_scripts_without_a_plan(tmp_path: Path, text: str, exit_code: int, message: str) -> None:
@@ -221,9 +243,17 @@ def test_options_around_the_script(typed: str, read: str) -> None:
         ("diff {contradiction} nowhere.json", "contradicts itself"),
     ],
 )
-def test_wrong_use_is_one_message(quickstart_plan: tuple[Path, str], tmp_path: Path, words: str, message: str) -> None:
-    places = {"script": script(tmp_path, "raise AssertionError('never run')"), "folder": tmp_path, "contradiction": tmp_path / "x.json"}
-    (tmp_path / "x.json").write_text(json.dumps(json.loads(quickstart_plan[0].read_text()) | {"schedule": {}}))
+def test_wrong_use_is_one_message(
+    quickstart_plan: tuple[Path, str], tmp_path: Path, words: str, message: str
+) -> None:
+    places = {
+        "script": script(tmp_path, "raise AssertionError('never run')"),
+        "folder": tmp_path,
+        "contradiction": tmp_path / "x.json",
+    }
+    (tmp_path / "x.json").write_text(
+        json.dumps(json.loads(quickstart_plan[0].read_text()) | {"schedule": {}})
+    )
     done = whale(*words.format(**places).split())
     assert done.exit_code == 2
     assert message in done.stderr
@@ -243,7 +273,9 @@ def test_version_and_help() -> None:
 
 
 def test_the_commands_themselves_need_no_torch(quickstart_plan: tuple[Path, str]) -> None:
-    """`whale.cli` under an empty package in the place of `whale`: what `whale/__init__.py` imports is not its doing."""
+    """`whale.cli` under an empty package in the place of `whale`: what `whale/__init__.py` imports
+    is not its doing.
+    """
     program = f"""
         import sys, types
         package = types.ModuleType("whale")
@@ -268,15 +300,20 @@ def test_the_commands_themselves_need_no_torch(quickstart_plan: tuple[Path, str]
     "launcher",
     [
         pytest.param(("python",), id="python"),
-        # test_clusters.py compares a job of `whale run` with plain PyTorch, too; two_hosts.sh in test_examples.py starts torchrun
+        # test_clusters.py compares a job of `whale run` with plain PyTorch, too; two_hosts.sh in
+        # test_examples.py starts torchrun
         pytest.param(("whale", "run", "-n", "2"), id="whale run", marks=pytest.mark.slow),
         pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.slow),
     ],
 )
-def test_every_launcher_trains_like_plain_pytorch(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_every_launcher_trains_like_plain_pytorch(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     done = shell(*launcher, script(tmp_path, TINY))
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    losses = [
+        float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")
+    ]
     assert losses == pytest.approx(plain_losses(), rel=1e-10)
 
 
@@ -288,12 +325,31 @@ def test_run_passes_arguments_and_environment_on(tmp_path: Path) -> None:
             known = {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
             sys.stdout.write(f"{sys.argv[1:]} {known} {beside.NAME}\\n")
     """
-    done = shell("whale", "run", "-n", "2", script(tmp_path, text), "--lr", "3", "-n", "7", "--", "--debug", "--version", "a b")
+    done = shell(
+        "whale",
+        "run",
+        "-n",
+        "2",
+        script(tmp_path, text),
+        "--lr",
+        "3",
+        "-n",
+        "7",
+        "--",
+        "--debug",
+        "--version",
+        "a b",
+    )
     assert done.returncode == 0, done.stderr
     words = ["--lr", "3", "-n", "7", "--", "--debug", "--version", "a b"]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     for rank in range(2):
-        known = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads}
+        known = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": threads,
+        }
         assert f"{words} {known} imported from the folder of the script\n" in done.stdout
 
 
@@ -349,7 +405,12 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals, exit
     """
     command = [str(BIN / "whale"), "run", "-n", "2", script(tmp_path, text)]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list(tmp_path.glob("pid*"))) == 2 and all(path.read_text() for path in tmp_path.glob("pid*")))
+    wait_for(
+        lambda: (
+            len(list(tmp_path.glob("pid*"))) == 2
+            and all(path.read_text() for path in tmp_path.glob("pid*"))
+        )
+    )
     ranks = [int(path.read_text()) for path in tmp_path.glob("pid*")]
     launcher.send_signal(how)
     _, stderr = launcher.communicate(timeout=TIMEOUT_S)
@@ -377,11 +438,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def failure(folder: Path, rank: int, exit_code: int, text: str | None = None, time_ns: int = 0) -> ProcessFailure:
+def failure(
+    folder: Path, rank: int, exit_code: int, text: str | None = None, time_ns: int = 0
+) -> ProcessFailure:
     """As torch's launcher hands it over."""
     file = folder / f"error{rank}.json"
     if text is not None:
-        record = {"message": {"message": text, "extraInfo": {"timestamp": str(time_ns // 10**9)}}, "time_ns": time_ns}
+        record = {
+            "message": {"message": text, "extraInfo": {"timestamp": str(time_ns // 10**9)}},
+            "time_ns": time_ns,
+        }
         file.write_text(json.dumps(record))
     return ProcessFailure(local_rank=rank, pid=1, exitcode=exit_code, error_file=str(file))
 
@@ -392,7 +458,10 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
     early = failure(tmp_path, 1, 1, "ValueError: too long", now + 1000)
     ended = failure(tmp_path, 2, -signal.SIGTERM)  # by the launcher
     killed = failure(tmp_path, 3, -signal.SIGKILL)
-    assert str(first_failure({0: late, 1: early, 2: ended})) == "rank 1 failed: ValueError: too long (1 more failed after it)"
+    assert (
+        str(first_failure({0: late, 1: early, 2: ended}))
+        == "rank 1 failed: ValueError: too long (1 more failed after it)"
+    )
     by_signal = first_failure({0: late, 1: early, 2: ended, 3: killed})
     assert (by_signal.rank, by_signal.exit_code, by_signal.num_failed) == (3, 137, 3)
     assert "signal 9 (SIGKILL" in by_signal.text

@@ -1,4 +1,6 @@
-"""Cluster files and running ranks: who gets which device, refusals on every rank, and uneven plans that train like local PyTorch."""
+"""Cluster files and running ranks: who gets which device, refusals on every rank, and uneven plans
+that train like local PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ TWO_HOSTS = "hosts: [{name: big1, kind: V100-32GB, count: 2}, {name: small1, kin
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 6)
+    ).double()
 
 
 def mini_batches(number: int = 3) -> list[torch.Tensor]:
@@ -53,7 +57,9 @@ def run_as(hosts: list[str]) -> None:
 def devices_of_job(hosts: list[str], file: str) -> tuple[str, ...]:
     run_as(hosts)
     wh.init({"cluster": file})
-    return wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square).plan.device_kinds
+    return wh.parallelize(
+        net(), mini_batches()[0], optimizer=sgd, loss=mean_square
+    ).plan.device_kinds
 
 
 def message_of_job(hosts: list[str], file: str) -> str:
@@ -65,17 +71,29 @@ def message_of_job(hosts: list[str], file: str) -> str:
 def test_ranks_get_the_devices_of_their_hosts(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(TWO_HOSTS)
     hosts = ["small1", "big1", "big1"]  # another order than in the file, unequal numbers
-    assert run_ranks(devices_of_job, 3, hosts, str(tmp_path / "cluster.yaml")) == [("P100", "V100-32GB", "V100-32GB")] * 3
+    assert (
+        run_ranks(devices_of_job, 3, hosts, str(tmp_path / "cluster.yaml"))
+        == [("P100", "V100-32GB", "V100-32GB")] * 3
+    )
 
 
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        (["big1", "big7"], "rank 1 runs on host 'big7', which is not in the cluster file (it has big1, small1). Did you mean 'big1'?"),
-        (["small1", "small1"], "2 ranks (0, 1) run on host 'small1', which has 1 device in the cluster file"),
+        (
+            ["big1", "big7"],
+            "rank 1 runs on host 'big7', which is not in the cluster file (it has big1, small1). "
+            "Did you mean 'big1'?",
+        ),
+        (
+            ["small1", "small1"],
+            "2 ranks (0, 1) run on host 'small1', which has 1 device in the cluster file",
+        ),
     ],
 )
-def test_every_rank_refuses_with_the_same_words(hosts: list[str], message: str, tmp_path: Path) -> None:
+def test_every_rank_refuses_with_the_same_words(
+    hosts: list[str], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "cluster.yaml").write_text(TWO_HOSTS)
     messages = run_ranks(message_of_job, 2, hosts, str(tmp_path / "cluster.yaml"))
     assert len(set(messages)) == 1 and message in messages[0]
@@ -89,7 +107,9 @@ def test_a_wrong_file_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def found_cluster() -> tuple[str, ...]:
     wh.init()
-    return wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square).plan.device_kinds
+    return wh.parallelize(
+        net(), mini_batches()[0], optimizer=sgd, loss=mean_square
+    ).plan.device_kinds
 
 
 def test_without_a_file_ranks_find_their_devices() -> None:
@@ -102,11 +122,17 @@ kinds:
   fast: {tflop_per_s: 3, memory_gb: 4, gb_per_s: 30}
   slow: {tflop_per_s: 1, memory_gb: 4, gb_per_s: 10}
 """
-NO_READING = UNEVEN.replace("gb_per_s: 30", "gb_per_s: 3000000").replace("gb_per_s: 10", "gb_per_s: 1000000")
-IDLE = UNEVEN.replace("tflop_per_s: 1, memory_gb: 4, gb_per_s: 10", "tflop_per_s: 0.001, memory_gb: 4, gb_per_s: 0.01")
+NO_READING = UNEVEN.replace("gb_per_s: 30", "gb_per_s: 3000000").replace(
+    "gb_per_s: 10", "gb_per_s: 1000000"
+)
+IDLE = UNEVEN.replace(
+    "tflop_per_s: 1, memory_gb: 4, gb_per_s: 10", "tflop_per_s: 0.001, memory_gb: 4, gb_per_s: 0.01"
+)
 
 
-def train(file: str, config: dict[str, object], cuts: dict[str, int]) -> tuple[list[float], list[list[int]], list[float]]:
+def train(
+    file: str, config: dict[str, object], cuts: dict[str, int]
+) -> tuple[list[float], list[list[int]], list[float]]:
     """(losses, samples of this rank in each micro-batch, outputs of an evaluation)"""
     wh.init({**config, "cluster": file})
     model = net()
@@ -115,26 +141,69 @@ def train(file: str, config: dict[str, object], cuts: dict[str, int]) -> tuple[l
     engine = wh.parallelize(model, mini_batches()[0], optimizer=sgd, loss=mean_square)
     losses = [engine.step(batch).loss for batch in mini_batches()]
     outputs = engine.evaluate(mini_batches()[0], outputs=True).outputs
-    return losses, [list(pair) for pair in engine.own_samples(10)], outputs.flatten().tolist() if outputs is not None else []
+    return (
+        losses,
+        [list(pair) for pair in engine.own_samples(10)],
+        outputs.flatten().tolist() if outputs is not None else [],
+    )
 
 
 @pytest.mark.parametrize(
     ("cluster", "num_ranks", "config", "cuts", "shares"),
     [
-        (UNEVEN, 2, {}, {}, [9, 1]),  # 3 times faster, and reading the weights takes the slow one as long as 2 samples
+        (
+            UNEVEN,
+            2,
+            {},
+            {},
+            [9, 1],
+        ),  # 3 times faster, and reading the weights takes the slow one as long as 2 samples
         (NO_READING, 2, {}, {}, [8, 2]),
         (NO_READING, 2, {"num_micro_batch": 2}, {}, [8, 2]),
         (UNEVEN, 2, {"num_micro_batch": 2}, {"0": 1, "2|4": 1}, [10, 10]),
         (IDLE, 2, {}, {}, [10, 0]),
         (IDLE, 2, {"num_micro_batch": 5}, {}, [10, 0]),
-        (UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}"), 3, {"num_micro_batch": 2}, {"0": 2, "2|4": 1}, None),
-        (IDLE.replace("{kind: slow}", "{kind: fast}, {kind: slow}"), 3, {"num_micro_batch": 2}, {"0": 1, "2|4": 2}, None),
-        (UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}, {kind: fast}"), 4, {"num_task_graph": 2}, {}, None),
+        (
+            UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}"),
+            3,
+            {"num_micro_batch": 2},
+            {"0": 2, "2|4": 1},
+            None,
+        ),
+        (
+            IDLE.replace("{kind: slow}", "{kind: fast}, {kind: slow}"),
+            3,
+            {"num_micro_batch": 2},
+            {"0": 1, "2|4": 2},
+            None,
+        ),
+        (
+            UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}, {kind: fast}"),
+            4,
+            {"num_task_graph": 2},
+            {},
+            None,
+        ),
     ],
-    ids=["DP", "DP by FLOP", "DP, 2 micro-batches", "2 stages", "idle", "idle, 5 micro-batches", "2 -> 1", "1 -> 2, one idle", "2 x DP 2"],
+    ids=[
+        "DP",
+        "DP by FLOP",
+        "DP, 2 micro-batches",
+        "2 stages",
+        "idle",
+        "idle, 5 micro-batches",
+        "2 -> 1",
+        "1 -> 2, one idle",
+        "2 x DP 2",
+    ],
 )
 def test_uneven_plans_train_like_local_pytorch(
-    cluster: str, num_ranks: int, config: dict[str, object], cuts: dict[str, int], shares: list[int] | None, tmp_path: Path
+    cluster: str,
+    num_ranks: int,
+    config: dict[str, object],
+    cuts: dict[str, int],
+    shares: list[int] | None,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "cluster.yaml").write_text(cluster)
     results = run_ranks(train, num_ranks, str(tmp_path / "cluster.yaml"), config, cuts)
@@ -172,21 +241,31 @@ for batch in mini_batches():
 
 def whale(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "whale", *words], capture_output=True, text=True, timeout=110, env=environment)
+    return subprocess.run(
+        [sys.executable, "-m", "whale", *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment,
+    )
 
 
 def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
     file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
     file.write_text("hosts: [{name: localhost, devices: [{kind: V100-32GB}, {kind: P100}]}]")
     script.write_text(SCRIPT)
-    planned = CliRunner().invoke(app, ["plan", str(script), "--cluster", str(file), "--save", str(tmp_path / "plan.json")])
+    planned = CliRunner().invoke(
+        app, ["plan", str(script), "--cluster", str(file), "--save", str(tmp_path / "plan.json")]
+    )
     assert planned.exit_code == 0, planned.output
     assert "1 x V100-32GB, 1 x P100" in planned.stdout
     shares = [sum(each) for each in samples_by_rank(wh.Plan.load(tmp_path / "plan.json"))]
     assert sum(shares) == 10 and shares[0] > shares[1]
     done = whale("run", "--cluster", str(file), str(script))
     assert done.returncode == 0, done.stderr
-    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    lines = [
+        line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("loss ")
+    ]
     assert [float(loss) for _, loss, _ in lines] == pytest.approx(plain_losses(), rel=1e-12)
     assert lines[0][2] == "('V100-32GB', 'P100')"
 
@@ -198,7 +277,9 @@ def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
         (["plan", "-n", "3"], "the cluster has 2 devices, 3 were asked for"),
     ],
 )
-def test_more_ranks_than_devices_are_refused_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
+def test_more_ranks_than_devices_are_refused_before_anything_starts(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
     file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
     file.write_text("hosts: [{name: localhost, kind: T4, count: 2}]")
     script.write_text("raise SystemExit('the script ran')")
@@ -211,7 +292,10 @@ def train_from_loader(file: str) -> list[float]:
     wh.init({"cluster": file})
     samples = torch.cat(mini_batches())
     engine = wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square)
-    return [engine.step(batch).loss for batch in engine.loader(list(samples), batch_size=10, shuffle=False)]
+    return [
+        engine.step(batch).loss
+        for batch in engine.loader(list(samples), batch_size=10, shuffle=False)
+    ]
 
 
 @pytest.mark.parametrize("cluster", [UNEVEN, IDLE], ids=["uneven", "idle"])
@@ -230,7 +314,9 @@ kinds:
 
 
 def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
-    """(what rank 0 says about steps of 16, 8, 128, and again 128 samples; how many samples of a micro-batch each rank has room for)"""
+    """(what rank 0 says about steps of 16, 8, 128, and again 128 samples; how many samples of a
+    micro-batch each rank has room for)
+    """
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -241,11 +327,18 @@ def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
     engine = wh.parallelize(model, torch.ones(16, 64, 256), optimizer=sgd, loss=mean_square)
     for size in (16, 8, 128, 128):
         engine.step(torch.ones(size, 64, 256))
-    return [message for message in messages if "may not fit" in message], [load.most for load in engine.plan.loads()]
+    return [message for message in messages if "may not fit" in message], [
+        load.most for load in engine.plan.loads()
+    ]
 
 
 def test_a_larger_batch_than_planned_is_warned_of_once(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(TIGHT)
-    (told, room), (silent, _) = run_ranks(warnings_of_larger_batches, 2, str(tmp_path / "cluster.yaml"))
+    (told, room), (silent, _) = run_ranks(
+        warnings_of_larger_batches, 2, str(tmp_path / "cluster.yaml")
+    )
     assert 0 < sum(room) < 128 and len(told) == 1 and not silent
-    assert "a mini-batch of 128 samples may not fit: 2 of 2 devices" in told[0] and f"room for {room[0]}); planned were 16" in told[0]
+    assert (
+        "a mini-batch of 128 samples may not fit: 2 of 2 devices" in told[0]
+        and f"room for {room[0]}); planned were 16" in told[0]
+    )

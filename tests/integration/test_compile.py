@@ -1,4 +1,6 @@
-"""`"compile": true`: chunks really run through torch.compile, and train like local PyTorch, with whole and with split backwards."""
+"""`"compile": true`: chunks really run through torch.compile, and train like local PyTorch, with
+whole and with split backwards.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from whale.runtime.split import Deferred, run_products
 
 aten = torch.ops.aten
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a C++ compiler runs, most of a minute each
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # a C++ compiler runs, most of a minute each
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +45,26 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + aten.linear.default(torch.tanh(aten.linear.default(x, self.up.weight, self.up.bias)), self.down.weight, self.down.bias)
+        x = x + aten.linear.default(
+            torch.tanh(aten.linear.default(x, self.up.weight, self.up.bias)),
+            self.down.weight,
+            self.down.bias,
+        )
         return torch.sigmoid(x) * x
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_a_compiled_chunk_leaves_its_weight_products_to_the_second_part() -> None:
-    """Micro-batches of 3 and 2 samples: their gradients, in two parts, are those of the eager model."""
+    """Micro-batches of 3 and 2 samples: their gradients, in two parts, are those of the eager
+    model.
+    """
     model = Block().double()
     batches = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (3, 2)]
     for x in batches:

@@ -1,4 +1,6 @@
-"""What crosses a cut, in bytes: the hidden state and nothing else. Only plans are made here; no process is started."""
+"""What crosses a cut, in bytes: the hidden state and nothing else. Only plans are made here; no
+process is started.
+"""
 
 from __future__ import annotations
 
@@ -46,41 +48,75 @@ def chain(num_stages: int, num_bytes: int) -> Edges:
 
 def tied_parameters(plan: wh.Plan) -> dict[str, tuple[int, ...]]:
     parameters = {name for stage in plan.stages for name in stage.parameters}
-    return {name: stages for name, stages in plan.holders.items() if len(stages) > 1 and name in parameters}
+    return {
+        name: stages
+        for name, stages in plan.holders.items()
+        if len(stages) > 1 and name in parameters
+    }
 
 
-# ---- models of transformers -------------------------------------------------------------------------------------------
+# ---- models of transformers
+# -------------------------------------------------------------------------------------------
 
-LAYERS = {"gpt2": "transformer.h", "bert": "bert.encoder.layer", "llama": "model.layers", "bloom": "transformer.h"}
+LAYERS = {
+    "gpt2": "transformer.h",
+    "bert": "bert.encoder.layer",
+    "llama": "model.layers",
+    "bloom": "transformer.h",
+}
 """where the layers of a model stand"""
 LENGTH, WIDTH, NUM_WORDS = 128, 768, 1000
-SIZES = {"hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 12, "intermediate_size": 4 * WIDTH}
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 12,
+    "intermediate_size": 4 * WIDTH,
+}
 SPECIAL_WORDS = {"vocab_size": NUM_WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def build_large(name: str) -> nn.Module:
-    """Layers of a usual size, so that automatic cuts weigh compute against messages as they would for a user. Built on meta."""
+    """Layers of a usual size, so that automatic cuts weigh compute against messages as they would
+    for a user. Built on meta.
+    """
     import transformers
 
     if name == "gpt2":
-        sizes = {"n_embd": WIDTH, "n_layer": NUM_LAYERS, "n_head": 12, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {
+            "n_embd": WIDTH,
+            "n_layer": NUM_LAYERS,
+            "n_head": 12,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **SPECIAL_WORDS))
     if name == "bert":
         no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **SPECIAL_WORDS, **no_dropout))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **SPECIAL_WORDS, num_key_value_heads=4))
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(**SIZES, **SPECIAL_WORDS, **no_dropout)
+        )
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, **SPECIAL_WORDS, num_key_value_heads=4)
+    )
 
 
 @cache
 def captured(name: str) -> tuple[nn.Module, BatchLayout, Prepared]:
-    """A model in float32, captured once for all its plans. Those of the zoo have weights (Bloom needs them to be accepted)."""
+    """A model in float32, captured once for all its plans. Those of the zoo have weights (Bloom
+    needs them to be accepted).
+    """
     if name in ("bloom", "t5"):
         model = CASES[name].build().float()
         batch = CASES[name].batch(0, 4)
     else:
         model = build_on_meta(lambda: build_large(name))
         words = torch.randint(3, NUM_WORDS, (8, LENGTH))
-        batch = {"input_ids": words, "labels": words.clone(), "attention_mask": torch.ones_like(words)}
+        batch = {
+            "input_ids": words,
+            "labels": words.clone(),
+            "attention_mask": torch.ones_like(words),
+        }
     layout, tensors = read_batch(batch)
     return model, layout, api._prepare(model, layout, tensors, None, wh.Config(), "cpu")
 
@@ -89,7 +125,9 @@ def hidden_bytes(name: str) -> int:
     return (zoo.LENGTH * zoo.WIDTH if name in ("bloom", "t5") else LENGTH * WIDTH) * FLOAT_BYTES
 
 
-def plan_of(name: str, cuts: zoo.Cut | None, num_devices: int, config: dict[str, Any] | None = None) -> wh.Plan:
+def plan_of(
+    name: str, cuts: zoo.Cut | None, num_devices: int, config: dict[str, Any] | None = None
+) -> wh.Plan:
     """On V100s behind PCIe; cut at the given layers, or by Whale itself."""
     model, layout, prepared = captured(name)
     model = copy.deepcopy(model)  # marks of other plans stay out
@@ -101,7 +139,9 @@ def plan_of(name: str, cuts: zoo.Cut | None, num_devices: int, config: dict[str,
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_only_the_hidden_state_crosses_between_layers(name: str) -> None:
-    """Masks, positions, rotary tables and ALiBi biases are needed by every stage, and are computed there from the batch."""
+    """Masks, positions, rotary tables and ALiBi biases are needed by every stage, and are computed
+    there from the batch.
+    """
     for num_stages, cuts in layer_cuts(LAYERS[name]).items():
         plan = plan_of(name, cuts, num_stages)
         assert edges(plan) == chain(num_stages, hidden_bytes(name))
@@ -111,19 +151,23 @@ def test_only_the_hidden_state_crosses_between_layers(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_automatic_cuts_send_the_hidden_state_only(name: str, num_stages: int) -> None:
-    """Inside a layer more is alive than between two, so cuts lie between layers. Llama's may lie in the first operations of a norm,
-    which balances a little better for one number per position more."""
+    """Inside a layer more is alive than between two, so cuts lie between layers. Llama's may lie in
+    the first operations of a norm, which balances a little better for one number per position more."""
     plan = plan_of(name, None, num_stages, {"num_task_graph": num_stages})
     hidden = hidden_bytes(name)
     numbers = LENGTH * FLOAT_BYTES  # one for each position
     for edge, sizes in edges(plan).items():
-        assert edge[1] == edge[0] + 1 and sizes[-1] == hidden and sum(sizes) - hidden in (0, numbers)
+        assert (
+            edge[1] == edge[0] + 1 and sizes[-1] == hidden and sum(sizes) - hidden in (0, numbers)
+        )
     assert len(edges(plan)) == num_stages - 1
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_t5_sends_the_encoder_output_straight_to_every_decoder_stage(num_stages: int) -> None:
-    """Inside the encoder only its hidden state crosses; each stage of the decoder gets the encoder's output from the stage that made it."""
+    """Inside the encoder only its hidden state crosses; each stage of the decoder gets the
+    encoder's output from the stage that made it.
+    """
     plan = plan_of("t5", CASES["t5"].stages[num_stages], num_stages)
     last_of_encoder = {2: 0, 3: 0, 4: 1}[num_stages]
     hidden = hidden_bytes("t5")
@@ -139,20 +183,24 @@ def test_t5_sends_the_encoder_output_straight_to_every_decoder_stage(num_stages:
     heads, num_buckets = 4, 32
     bias_bytes = heads * zoo.LENGTH * zoo.LENGTH * FLOAT_BYTES
     assert set(extra.values()) <= {0, bias_bytes}
-    # the position bias of a half that is cut: its small parameter (buckets x heads) on both sides, or its value sent
+    # the position bias of a half that is cut: its small parameter (buckets x heads) on both sides,
+    # or its value sent
     cut_halves = {2: 0, 3: 1, 4: 2}[num_stages]
     assert len(biases) + sum(number > 0 for number in extra.values()) == cut_halves
     if heads * num_buckets * FLOAT_BYTES < bias_bytes:
         assert len(biases) == cut_halves, "the parameter is smaller than what is computed from it"
 
 
-# ---- values that every stage can compute for itself -------------------------------------------------------------------
+# ---- values that every stage can compute for itself
+# -------------------------------------------------------------------
 
 SMALL = 8
 
 
 class Masked(nn.Module):
-    """Two blocks that use the same mask, rotary table and sizes, all made before the first of them."""
+    """Two blocks that use the same mask, rotary table and sizes, all made before the first
+    of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +210,9 @@ class Masked(nn.Module):
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:
         positions = mask.cumsum(-1)
-        table = torch.cos(positions.unsqueeze(-1) * self.frequency)  # (batch, length, small), as large as the hidden state
+        table = torch.cos(
+            positions.unsqueeze(-1) * self.frequency
+        )  # (batch, length, small), as large as the hidden state
         bias = (1.0 - mask.float()).unsqueeze(1) * -1e4  # (batch, 1, length)
         num_samples, length = words.shape
         hidden = self.embedding(words)
@@ -174,19 +224,25 @@ class Masked(nn.Module):
 
 
 def masked_batch(length: int = 6) -> dict[str, Tensor]:
-    return {"words": torch.randint(0, 20, (4, length)), "mask": torch.ones(4, length, dtype=torch.int64)}
+    return {
+        "words": torch.randint(0, 20, (4, length)),
+        "mask": torch.ones(4, length, dtype=torch.int64),
+    }
 
 
 @pytest.mark.parametrize("length", [3, 6, 40])
 def test_masks_tables_and_sizes_never_cross(length: int) -> None:
-    """At length 40 mask and table are larger than the weights, at length 3 smaller: it makes no difference."""
+    """At length 40 mask and table are larger than the weights, at length 3 smaller: it makes no
+    difference.
+    """
     model = wh.annotate(Masked(), {"first": wh.replicate(1), "second": wh.replicate(1)})
     plan = wh.plan(model, masked_batch(length), cluster=2, config={"num_micro_batch": 2})
     assert edges(plan) == chain(2, length * SMALL * FLOAT_BYTES)
     assert tied_parameters(plan) == {}
 
 
-# ---- skip connections -------------------------------------------------------------------------------------------------
+# ---- skip connections
+# -------------------------------------------------------------------------------------------------
 
 
 class Sum(nn.Module):
@@ -201,7 +257,9 @@ class Sum(nn.Module):
 
 
 class Skips(nn.Module):
-    """Four blocks; the first one's result is read by all later ones, the second one's by the last two."""
+    """Four blocks; the first one's result is read by all later ones, the second one's by the last
+    two.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,18 +273,32 @@ class Skips(nn.Module):
 
 
 def test_skip_connections_go_straight_to_each_user() -> None:
-    """`zero` is made on stage 0 and used on 1, 2 and 3, `one` on 2 and 3: one crossing for each user stage, none through the middle."""
+    """`zero` is made on stage 0 and used on 1, 2 and 3, `one` on 2 and 3: one crossing for each
+    user stage, none through the middle.
+    """
     model = wh.annotate(Skips(), {f"blocks.{block}": wh.replicate(1) for block in range(4)})
     plan = wh.plan(model, torch.randn(4, SMALL), cluster=4)
     one = SMALL * FLOAT_BYTES
-    assert edges(plan) == {(0, 1): [one], (0, 2): [one], (0, 3): [one], (1, 2): [one], (1, 3): [one], (2, 3): [one]}
+    assert edges(plan) == {
+        (0, 1): [one],
+        (0, 2): [one],
+        (0, 3): [one],
+        (1, 2): [one],
+        (1, 3): [one],
+        (2, 3): [one],
+    }
     by_value: dict[str, set[tuple[int, int]]] = {}
     for crossing in plan.crossings:
         by_value.setdefault(crossing.value, set()).add((crossing.source, crossing.destination))
-    assert sorted(map(sorted, by_value.values())) == [[(0, 1), (0, 2), (0, 3)], [(1, 2), (1, 3)], [(2, 3)]]
+    assert sorted(map(sorted, by_value.values())) == [
+        [(0, 1), (0, 2), (0, 3)],
+        [(1, 2), (1, 3)],
+        [(2, 3)],
+    ]
 
 
-# ---- weight penalties -------------------------------------------------------------------------------------------------
+# ---- weight penalties
+# -------------------------------------------------------------------------------------------------
 
 
 class Penalised(nn.Module):
@@ -260,11 +332,18 @@ class Penalised(nn.Module):
 def test_a_penalty_over_all_weights_sends_only_scalars(form: str, num_stages: int) -> None:
     batch = torch.randn(6, SMALL), torch.randint(0, 3, (6,))
     per_stage = 4 // num_stages
-    globs = ["|".join(f"layers.{stage * per_stage + layer}" for layer in range(per_stage)) for stage in range(num_stages)]
+    globs = [
+        "|".join(f"layers.{stage * per_stage + layer}" for layer in range(per_stage))
+        for stage in range(num_stages)
+    ]
     model = wh.annotate(Penalised(form), {glob: wh.replicate(1) for glob in globs})
     plan = wh.plan(model, batch, cluster=num_stages)
     assert tied_parameters(plan) == {}, "a weight is held twice only to be penalised"
-    hidden = Counter({edge: sizes.count(SMALL * FLOAT_BYTES) for edge, sizes in edges(plan).items()})
+    hidden = Counter(
+        {edge: sizes.count(SMALL * FLOAT_BYTES) for edge, sizes in edges(plan).items()}
+    )
     assert +hidden == Counter({(stage, stage + 1): 1 for stage in range(num_stages - 1)})
-    others = [size for sizes in edges(plan).values() for size in sizes if size != SMALL * FLOAT_BYTES]
+    others = [
+        size for sizes in edges(plan).values() for size in sizes if size != SMALL * FLOAT_BYTES
+    ]
     assert set(others) <= {FLOAT_BYTES}, "something larger than a scalar is sent for the penalty"

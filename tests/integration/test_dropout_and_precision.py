@@ -13,13 +13,16 @@ from tests.exactness import Trace, compare, local_training, run_loss
 from tests.integration.layers import NUM_CLASSES, WIDTH, Layers, in_two_stages, make_batch, sgd
 from tests.ranks import run_ranks
 
-# ---- dropout ----------------------------------------------------------------------------------------------------------
+# ---- dropout
+# ----------------------------------------------------------------------------------------------------------
 
 NUM_MASKED = 64  # entries of a mask: two masks are equal by chance with probability 2**-64
 
 
 class Dropped(nn.Module):
-    """Its gradient shows the mask: entry j gets 2 x the sum of 2**i over the samples i whose entry j was kept."""
+    """Its gradient shows the mask: entry j gets 2 x the sum of 2**i over the samples i whose entry
+    j was kept.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +34,12 @@ class Dropped(nn.Module):
 
 
 def powers(batch_size: int) -> Tensor:
-    return (2.0 ** torch.arange(batch_size, dtype=torch.float64)).unsqueeze(1).expand(batch_size, NUM_MASKED).contiguous()
+    return (
+        (2.0 ** torch.arange(batch_size, dtype=torch.float64))
+        .unsqueeze(1)
+        .expand(batch_size, NUM_MASKED)
+        .contiguous()
+    )
 
 
 def masks_of(gradient: Tensor, batch_size: int) -> list[list[int]]:
@@ -43,7 +51,9 @@ def masks_of(gradient: Tensor, batch_size: int) -> list[list[int]]:
 def drop(seed: int) -> tuple[list[float], list[Tensor], float | None]:
     """(losses, gradients of two steps, loss in evaluation)."""
     wh.init({"num_micro_batch": 2, "seed": seed})
-    engine = wh.parallelize(Dropped(), powers(8), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    engine = wh.parallelize(
+        Dropped(), powers(8), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    )
     losses, gradients = [], []
     for _ in range(2):
         losses.append(engine.step(powers(8)).loss)
@@ -52,9 +62,13 @@ def drop(seed: int) -> tuple[list[float], list[Tensor], float | None]:
 
 
 def test_dropout_differs_between_samples_and_comes_again_with_the_seed() -> None:
-    """2 devices x 2 micro-batches of 2 samples each: no two samples of a step, and no two steps, get the same mask."""
+    """2 devices x 2 micro-batches of 2 samples each: no two samples of a step, and no two steps,
+    get the same mask.
+    """
     first, again, other = (run_ranks(drop, 2, seed)[0] for seed in (1, 1, 2))
-    assert first[0] == again[0] and all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
+    assert first[0] == again[0] and all(
+        torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True)
+    )
     assert first[0] != other[0]
     seen = [tuple(mask) for gradient in (*first[1], *other[1]) for mask in masks_of(gradient, 8)]
     assert len(set(seen)) == len(seen), "two samples got the same mask"
@@ -62,11 +76,14 @@ def test_dropout_differs_between_samples_and_comes_again_with_the_seed() -> None
     assert first[2] == powers(8).sum().item(), "there is no dropout in evaluation"
 
 
-# ---- mixed precision --------------------------------------------------------------------------------------------------
+# ---- mixed precision
+# --------------------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
-    """What crosses is the result of a matrix product: bfloat16 under autocast. With `residual` it is a sum with the float32 input."""
+    """What crosses is the result of a matrix product: bfloat16 under autocast. With `residual` it
+    is a sum with the float32 input.
+    """
 
     def __init__(self, residual: bool) -> None:
         super().__init__()
@@ -93,10 +110,14 @@ def float_batch(seed: int) -> dict[str, Tensor]:
 
 def train_bf16(residual: bool) -> tuple[list[float], list[int], set[torch.dtype]]:
     wh.init({"num_micro_batch": 3, "precision": "bf16"})
-    model = wh.annotate(chain(residual), {"layers.[0-1]": wh.replicate(1), "layers.[2-3]|head": wh.replicate(1)})
+    model = wh.annotate(
+        chain(residual), {"layers.[0-1]": wh.replicate(1), "layers.[2-3]|head": wh.replicate(1)}
+    )
     engine = wh.parallelize(model, float_batch(0), optimizer=sgd)
     losses = [engine.step(float_batch(step)).loss for step in range(3)]
-    dtypes = {parameter.dtype for _, parameter in engine.named_parameters()} | {g.dtype for g in engine.gradients().values()}
+    dtypes = {parameter.dtype for _, parameter in engine.named_parameters()} | {
+        g.dtype for g in engine.gradients().values()
+    }
     return losses, [crossing.sample_bytes for crossing in engine.plan.crossings], dtypes
 
 
@@ -118,15 +139,22 @@ def test_bf16_sends_tensors_in_their_own_dtype(residual: bool, itemsize: int) ->
         assert dtypes == {torch.float32}, "weights and gradients stay in float32"
 
 
-# ---- activations computed again ---------------------------------------------------------------------------------------
+# ---- activations computed again
+# ---------------------------------------------------------------------------------------
 
 
 class Recomputing(Layers):
-    """The same layers, those from 2 to 5 under torch.utils.checkpoint: two regions on each stage."""
+    """The same layers, those from 2 to 5 under torch.utils.checkpoint: two regions on each
+    stage.
+    """
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = checkpoint(self.block, layer, x, use_reentrant=False) if 2 <= number <= 5 else self.block(layer, x)
+            x = (
+                checkpoint(self.block, layer, x, use_reentrant=False)
+                if 2 <= number <= 5
+                else self.block(layer, x)
+            )
         return F.cross_entropy(self.head(x), labels)
 
     def block(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -149,13 +177,17 @@ def recomputing(kind: type[Recomputing]) -> nn.Module:
 
 
 def train_recomputing() -> list[tuple[dict[str, Tensor], int, dict[str, Tensor]]]:
-    """Gradients, tensors that autograd kept in a step, and state: with regions computed again, and without."""
+    """Gradients, tensors that autograd kept in a step, and state: with regions computed again, and
+    without.
+    """
     found = []
     for kind in (Recomputing, Keeping):
         wh.init({"num_micro_batch": 2})
         engine = wh.parallelize(in_two_stages(recomputing(kind)), make_batch(0), optimizer=sgd)
         kept: list[None] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: (kept.append(None), tensor)[1], lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: (kept.append(None), tensor)[1], lambda tensor: tensor
+        ):
             engine.step(make_batch(0))
         found.append((engine.gradients(), len(kept), engine.full_state_dict()))
     return found

@@ -1,4 +1,6 @@
-"""Emulated jobs on real ranks: they train like local PyTorch, keep the times of their devices and links, and fill their memory."""
+"""Emulated jobs on real ranks: they train like local PyTorch, keep the times of their devices and
+links, and fill their memory.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def plain_losses() -> list[float]:
     return local_training(net(), mini_batches(), mean_square, adam).losses
 
 
-def train(settings: Settings, config: dict[str, Any], plan: wh.Plan | None = None) -> tuple[list[float], float]:
+def train(
+    settings: Settings, config: dict[str, Any], plan: wh.Plan | None = None
+) -> tuple[list[float], float]:
     """Losses, and by how much times were stretched."""
     settings.pass_on()
     wh.init({"num_micro_batch": 2, **config})
@@ -89,18 +93,37 @@ def read(folder: Path, name: str) -> Any:
 
 
 def check_against_simulation(folder: Path, config: dict[str, Any]) -> None:
-    """The emulation predicts what `wh.simulate` does for the same plan, and its memory is filled as far."""
-    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=folder / "cluster.yaml", config=config, optimizer=adam)
+    """The emulation predicts what `wh.simulate` does for the same plan, and its memory is filled as
+    far.
+    """
+    plan = wh.plan(
+        net(),
+        mini_batches()[0],
+        loss=mean_square,
+        cluster=folder / "cluster.yaml",
+        config=config,
+        optimizer=adam,
+    )
     timeline, predicted = wh.simulate(plan), read(folder, "prediction.json")
     assert predicted["step_s"] / predicted["factor"] == pytest.approx(timeline.step_s, rel=1e-9)
-    assert predicted["gradients_s"] / predicted["factor"] == pytest.approx(timeline.gradients_s, rel=1e-9)
+    assert predicted["gradients_s"] / predicted["factor"] == pytest.approx(
+        timeline.gradients_s, rel=1e-9
+    )
     for device, events in zip(timeline.devices, predicted["events"], strict=True):
-        done = [name for name, _, _ in events if not name.startswith("receive")]  # stretched times may round a wait of nothing up or down
-        assert done == [event.name for event in device.events if not event.name.startswith("receive")]
-        assert read(folder, f"rank_{device.rank:05d}.json")["peak_bytes"] == pytest.approx(device.peak_bytes)
+        done = [
+            name for name, _, _ in events if not name.startswith("receive")
+        ]  # stretched times may round a wait of nothing up or down
+        assert done == [
+            event.name for event in device.events if not event.name.startswith("receive")
+        ]
+        assert read(folder, f"rank_{device.rank:05d}.json")["peak_bytes"] == pytest.approx(
+            device.peak_bytes
+        )
 
 
-def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp_path: Path) -> None:
+def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(
+    tmp_path: Path,
+) -> None:
     results = run_ranks(train, 2, settings_for(tmp_path, UNLIKE % (1, 1)), {})
     for losses, _ in results:
         assert losses == pytest.approx(plain_losses(), rel=1e-12)
@@ -109,14 +132,22 @@ def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(tmp
     assert [record["kind"] for record in records] == ["V100-16GB", "P100"]
     check_against_simulation(tmp_path, {"num_micro_batch": 2})
     measured = [{name: (start, end) for name, start, end in record["events"]} for record in records]
-    predicted = [{name: end - start for name, start, end in events} for events in read(tmp_path, "prediction.json")["events"]]
+    predicted = [
+        {name: end - start for name, start, end in events}
+        for events in read(tmp_path, "prediction.json")["events"]
+    ]
     computed = [(rank, name) for rank in range(2) for name in predicted[rank] if name[0] in "FB"]
     assert len(computed) == 2 * 2 * 2
     for rank, name in computed:
         start, end = measured[rank][name]
         assert end - start >= 0.999 * predicted[rank][name]
-    for micro_batch in range(2):  # 4 samples of 16 doubles over 10 GB/s, 0.1 microseconds on the way
-        sent, arrived = measured[0][f"send F 0>1.{micro_batch}"][0], measured[1][f"receive F 0>1.{micro_batch}"][1]
+    for micro_batch in range(
+        2
+    ):  # 4 samples of 16 doubles over 10 GB/s, 0.1 microseconds on the way
+        sent, arrived = (
+            measured[0][f"send F 0>1.{micro_batch}"][0],
+            measured[1][f"receive F 0>1.{micro_batch}"][1],
+        )
         assert arrived - sent >= factor * (4 * 16 * 8 / 1e10 + 1e-7)
 
 
@@ -125,17 +156,27 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
     settings = settings_for(tmp_path, UNLIKE % (2, 2), stub=True)
     losses = [losses for losses, _ in run_ranks(train, 4, settings, config)]
     assert all(each == losses[0] for each in losses)
-    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=settings.cluster, config=config)
+    plan = wh.plan(
+        net(), mini_batches()[0], loss=mean_square, cluster=settings.cluster, config=config
+    )
     schedule = Schedule.from_json(plan.schedule)
     assert len(plan.stages) == 4
     for rank in range(4):
         done = [name for name, _, _ in read(tmp_path, f"rank_{rank:05d}.json")["events"]]
-        planned = [str(action) for action in schedule.orders[plan.place_of_rank(rank)[0]] if str(action) != "update"]
+        planned = [
+            str(action)
+            for action in schedule.orders[plan.place_of_rank(rank)[0]]
+            if str(action) != "update"
+        ]
         assert done == [*planned, "sums"]
     check_against_simulation(tmp_path, config)
     peaks = read(tmp_path, "rank_00000.json")["peak_bytes"]
     trained = sum(plan.stages[stage].parameter_bytes for stage in plan.stages_of_rank(0))
-    assert (peaks["weights"], peaks["gradients"], peaks["optimizer state"]) == (trained, trained, 2 * trained)
+    assert (peaks["weights"], peaks["gradients"], peaks["optimizer state"]) == (
+        trained,
+        trained,
+        2 * trained,
+    )
 
 
 def on_grid() -> nn.Module:
@@ -159,36 +200,53 @@ def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
     losses = run_ranks(train_on_grid, 4, settings_for(tmp_path, UNLIKE % (2, 2), stub))
     assert all(each == losses[0] for each in losses)
     if not stub:
-        assert losses[0] == pytest.approx(local_training(on_grid(), mini_batches(), mean_square, adam).losses, rel=1e-12)
+        assert losses[0] == pytest.approx(
+            local_training(on_grid(), mini_batches(), mean_square, adam).losses, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(
     ("gigabytes", "message"),
     [
-        ("1.0e-5", "is out of memory at the start: weights need 25.3 KB more, but only 10.0 KB of 10.0 KB are free"),
+        (
+            "1.0e-5",
+            "is out of memory at the start: weights need 25.3 KB more, but only 10.0 KB of 10.0 "
+            "KB are free",
+        ),
         ("2.9e-5", "is out of memory at F1.0: activations need"),
         ("9.0e-5", "is out of memory at update: optimizer state need 50.7 KB more"),
     ],
 )
-def test_an_over_full_device_fails_as_a_real_one_would(gigabytes: str, message: str, tmp_path: Path) -> None:
+def test_an_over_full_device_fails_as_a_real_one_would(
+    gigabytes: str, message: str, tmp_path: Path
+) -> None:
     """With a plan that was made without limits: the planner itself would refuse this cluster."""
-    plan = wh.plan(net(), mini_batches()[0], loss=mean_square, cluster=2, config={"num_micro_batch": 2})
+    plan = wh.plan(
+        net(), mini_batches()[0], loss=mean_square, cluster=2, config={"num_micro_batch": 2}
+    )
     with pytest.raises(RankError) as error:
         run_ranks(train, 2, settings_for(tmp_path, SMALL % gigabytes), {}, plan)
     assert "rank 1 (an emulated mouse on small) " + message in str(error.value)
 
 
 def arrivals(cluster_file: str, cards: str, num_bytes: float) -> list[float]:
-    """When messages of two ranks that were sent at the same time arrive at a third, in seconds from then."""
+    """When messages of two ranks that were sent at the same time arrive at a third, in seconds from
+    then.
+    """
     ranks = Ranks("cpu")
-    transport = EmulatedTransport(ranks, [(0, 2), (1, 2)], Cluster.load(cluster_file), NetworkCards(Path(cards), 2), 1.0)
+    transport = EmulatedTransport(
+        ranks, [(0, 2), (1, 2)], Cluster.load(cluster_file), NetworkCards(Path(cards), 2), 1.0
+    )
     transport.num_bytes = lambda message: num_bytes
     start: float = ranks.from_first(time.perf_counter())
     if ranks.rank < 2:
         transport.send(torch.ones(1), Message(2, ranks.rank * NUM_EPOCHS, ()))
         transport.drain()
         return []
-    posted = [transport.post(torch.zeros(1), Message(source, source * NUM_EPOCHS, ()), "a message") for source in range(2)]
+    posted = [
+        transport.post(torch.zeros(1), Message(source, source * NUM_EPOCHS, ()), "a message")
+        for source in range(2)
+    ]
     times = []
     for arrival in posted:
         transport.wait(arrival)
@@ -196,7 +254,9 @@ def arrivals(cluster_file: str, cards: str, num_bytes: float) -> list[float]:
     return times
 
 
-def test_messages_come_when_their_link_allows_and_share_the_card_of_their_host(tmp_path: Path) -> None:
+def test_messages_come_when_their_link_allows_and_share_the_card_of_their_host(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "cluster.yaml").write_text(UNLIKE % (2, 1))
     NetworkCards.create(tmp_path / "cards", 2)
     times = run_ranks(arrivals, 3, str(tmp_path / "cluster.yaml"), str(tmp_path / "cards"), 2e9)[2]

@@ -16,7 +16,8 @@ from tests.exactness import Trace, compare, local_training
 from tests.integration.layers import EXACT, NUM_CLASSES, WIDTH, make_batch, sgd
 from tests.ranks import run_ranks
 
-# ---- evaluation -------------------------------------------------------------------------------------------------------
+# ---- evaluation
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -33,7 +34,9 @@ class Pair(NamedTuple):
 
 
 class Answers(nn.Module):
-    """Two layers with something to look at on each stage; gives it in the form that is asked for. Dropout and a batch norm are in it."""
+    """Two layers with something to look at on each stage; gives it in the form that is asked for.
+    Dropout and a batch norm are in it.
+    """
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -50,19 +53,37 @@ class Answers(nn.Module):
         if self.form == "tuple":
             return logits, None, (hidden.T, [logits.argmax(-1), x])
         if self.form == "dict":
-            return {"loss": loss, "logits": logits, "none": None, "nested": {"hidden": hidden, "scale": self.second.weight * 2}}
+            return {
+                "loss": loss,
+                "logits": logits,
+                "none": None,
+                "nested": {"hidden": hidden, "scale": self.second.weight * 2},
+            }
         if self.form == "over all samples":
             return self.over_all_samples(x, hidden, logits, labels, loss)
         if self.form == "named tuple":
             return Pair(logits, hidden)
         return Answer(logits, hidden, None, loss)
 
-    def over_all_samples(self, x: Tensor, hidden: Tensor, logits: Tensor, labels: Tensor | None, loss: Tensor | None) -> dict[str, Any]:
-        """Values without a batch dim: sums, means and what is linear in them; of inputs only; part of the loss as well; with an addend."""
+    def over_all_samples(
+        self, x: Tensor, hidden: Tensor, logits: Tensor, labels: Tensor | None, loss: Tensor | None
+    ) -> dict[str, Any]:
+        """Values without a batch dim: sums, means and what is linear in them; of inputs only; part
+        of the loss as well; with an addend.
+        """
         penalty = 0.1 * hidden.square().mean()
-        found = {"logits": logits, "loss": None if loss is None else loss + penalty, "penalty": penalty, "inputs": x.amax()}
+        found = {
+            "logits": logits,
+            "loss": None if loss is None else loss + penalty,
+            "penalty": penalty,
+            "inputs": x.amax(),
+        }
         found |= {"means": hidden.mean(0), "shifted": logits.sum() + self.second.bias.sum()}
-        return found if labels is None else found | {"right": (logits.argmax(-1) == labels).sum(), "labels": labels.sum()}
+        return (
+            found
+            if labels is None
+            else found | {"right": (logits.argmax(-1) == labels).sum(), "labels": labels.sum()}
+        )
 
 
 FORMS = ("tensor", "tuple", "dict", "named tuple", "dataclass", "over all samples")
@@ -89,19 +110,36 @@ ON_REPLICAS = ("tuple", "dict", "over all samples")
 """forms that are also put together from 2 model replicas; the others from 2 stages"""
 
 
-def evaluate_forms(forms: Sequence[str]) -> dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]:
-    """For each form: loss and outputs with labels, outputs without, and the state after two steps."""
+def evaluate_forms(
+    forms: Sequence[str],
+) -> dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]:
+    """For each form: loss and outputs with labels, outputs without, and the state after
+    two steps.
+    """
     found = {}
     for form in forms:
         wh.init({"num_micro_batch": 2})
-        model = wh.annotate(answers(form), {"first|norm": wh.replicate(1), "second": wh.replicate(1)})
-        engine = wh.parallelize(model, make_batch(0), optimizer=sgd, loss=None if form in HAVE_LOSS else loss_of_output)
+        model = wh.annotate(
+            answers(form), {"first|norm": wh.replicate(1), "second": wh.replicate(1)}
+        )
+        engine = wh.parallelize(
+            model, make_batch(0), optimizer=sgd, loss=None if form in HAVE_LOSS else loss_of_output
+        )
         for step in range(2):
             engine.step(make_batch(step))
         result = engine.evaluate(make_batch(7), outputs=True)
-        without = engine.evaluate({"x": make_batch(7)["x"]}, outputs=True) if form in WITHOUT_LABELS else None
+        without = (
+            engine.evaluate({"x": make_batch(7)["x"]}, outputs=True)
+            if form in WITHOUT_LABELS
+            else None
+        )
         assert without is None or without.loss is None, "there are no labels"
-        found[form] = result.loss, result.outputs, without and without.outputs, engine.full_state_dict()
+        found[form] = (
+            result.loss,
+            result.outputs,
+            without and without.outputs,
+            engine.full_state_dict(),
+        )
     return found
 
 
@@ -132,18 +170,28 @@ def plain(output: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_evaluation_gives_the_local_outputs_in_sample_order(request: pytest.FixtureRequest, form: str) -> None:
-    """9 samples over 2 micro-batches, 2 stages and 1 or 2 replicas; running statistics instead of those of the batch, and no dropout."""
-    evaluated: Evaluated = request.getfixturevalue("evaluated_on_replicas" if form in ON_REPLICAS else "evaluated_on_stages")
+def test_evaluation_gives_the_local_outputs_in_sample_order(
+    request: pytest.FixtureRequest, form: str
+) -> None:
+    """9 samples over 2 micro-batches, 2 stages and 1 or 2 replicas; running statistics instead of
+    those of the batch, and no dropout.
+    """
+    evaluated: Evaluated = request.getfixturevalue(
+        "evaluated_on_replicas" if form in ON_REPLICAS else "evaluated_on_stages"
+    )
     _, outputs, without, state = evaluated[0][form]
     model = answers(form)
-    assert not torch.equal(state["norm.running_mean"], model.state_dict()["norm.running_mean"]), "training changed the statistics"
+    assert not torch.equal(state["norm.running_mean"], model.state_dict()["norm.running_mean"]), (
+        "training changed the statistics"
+    )
     model.load_state_dict(state, strict=True)
     model.eval()
     batch = make_batch(7)
     with torch.no_grad():
         expected, expected_without = model(**batch), model(x=batch["x"])
-        own_loss = expected.get("loss") if isinstance(expected, dict) else getattr(expected, "loss", None)
+        own_loss = (
+            expected.get("loss") if isinstance(expected, dict) else getattr(expected, "loss", None)
+        )
         local_loss = loss_of_output(expected, batch) if own_loss is None else own_loss
     for rank in evaluated:
         assert rank[form][0] == pytest.approx(local_loss.item(), rel=EXACT)
@@ -153,11 +201,14 @@ def test_evaluation_gives_the_local_outputs_in_sample_order(request: pytest.Fixt
     assert all(rank[form][1] is None for rank in evaluated[1:]), "outputs are on rank 0 only"
 
 
-# ---- batches of many shapes -------------------------------------------------------------------------------------------
+# ---- batches of many shapes
+# -------------------------------------------------------------------------------------------
 
 
 class Sequences(nn.Module):
-    """Attention over positions, one layer called three times and another on both stages, and batch entries without samples."""
+    """Attention over positions, one layer called three times and another on both stages, and batch
+    entries without samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +224,9 @@ class Sequences(nn.Module):
             x = self.attend(x, temperature)
         with wh.replicate(1):
             x = self.attend(self.second(x), temperature)
-            return F.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100)
+            return F.cross_entropy(
+                (x @ self.embedding.weight.T).flatten(0, 1), labels.flatten(), ignore_index=-100
+            )
 
     def attend(self, x: Tensor, temperature: Tensor) -> Tensor:
         return x + F.softmax(self.mix(x) @ x.transpose(1, 2) / temperature, -1) @ x
@@ -184,7 +237,12 @@ def sequence_batch(seed: int, batch_size: int, length: int) -> dict[str, Tensor]
     words = torch.randint(0, 20, (batch_size, length), generator=generator)
     labels = words.masked_fill(torch.rand(words.shape, generator=generator) < 0.4, -100)
     scale = torch.rand(WIDTH, generator=generator, dtype=torch.float64)
-    return {"words": words, "labels": labels, "scale": scale, "temperature": torch.tensor(2.0 + seed, dtype=torch.float64)}
+    return {
+        "words": words,
+        "labels": labels,
+        "scale": scale,
+        "temperature": torch.tensor(2.0 + seed, dtype=torch.float64),
+    }
 
 
 SHAPES = [(9, 5), (9, 3), (9, 5), (4, 5), (11, 3)]
@@ -206,23 +264,34 @@ def train_on_shapes() -> tuple[Trace, list[dict[str, float]], tuple[str, ...]]:
     for batch in data:
         result = engine.step(batch)
         losses.append(result.loss)
-        gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        gradients = gradients or {
+            name: gradient.clone() for name, gradient in engine.gradients().items()
+        }
         timings.append(vars(result.timing))
     return Trace(losses, gradients, engine.full_state_dict()), timings, engine.plan.notes
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def shaped(request: pytest.FixtureRequest) -> list[tuple[Trace, list[dict[str, float]], tuple[str, ...]]]:
+def shaped(
+    request: pytest.FixtureRequest,
+) -> list[tuple[Trace, list[dict[str, float]], tuple[str, ...]]]:
     """2 stages, and 2 stages x 2 replicas."""
     return run_ranks(train_on_shapes, request.param)
 
 
 def test_other_lengths_and_batch_sizes_are_exact(shaped: list[Any]) -> None:
-    """Each length is captured once. Shared modules are tied over the stages; entries without samples go whole to every device."""
+    """Each length is captured once. Shared modules are tied over the stages; entries without
+    samples go whole to every device.
+    """
     ranks = shaped
     data = [sequence_batch(step, *shape) for step, shape in enumerate(SHAPES)]
-    gradients = {name: gradient for trace, _, _ in ranks for name, gradient in trace.gradients.items()}
-    compare(local_training(sequences(), data, None, sgd), Trace(ranks[0][0].losses, gradients, ranks[0][0].weights))
+    gradients = {
+        name: gradient for trace, _, _ in ranks for name, gradient in trace.gradients.items()
+    }
+    compare(
+        local_training(sequences(), data, None, sgd),
+        Trace(ranks[0][0].losses, gradients, ranks[0][0].weights),
+    )
     for path in ("scale", "temperature"):
         assert any(path in note and "no batch dimension" in note for note in ranks[0][2])
 

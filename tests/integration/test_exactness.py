@@ -8,7 +8,13 @@ import pytest
 
 from tests.exactness import Trace, compare
 from tests.integration.table import PLANS, PlanCase
-from tests.integration.training import has_labels_like_input, merge, prepare_subject, train_locally, train_on_rank
+from tests.integration.training import (
+    has_labels_like_input,
+    merge,
+    prepare_subject,
+    train_locally,
+    train_on_rank,
+)
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES, MAIN
 
@@ -25,7 +31,9 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         yield request.param, server, {}
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if not plan.kinds], ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    "plan", [plan for plan in PLANS if not plan.kinds], ids=lambda plan: plan.name
+)
 def test_trains_like_local(subject: Subject, plan: PlanCase) -> None:
     _compare_with_local(subject, plan)
 

@@ -1,4 +1,6 @@
-"""Every example runs as its first lines say, with small settings: quickstart, the M6 demo, LoRA from safetensors, two hosts."""
+"""Every example runs as its first lines say, with small settings: quickstart, the M6 demo, LoRA
+from safetensors, two hosts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ pytestmark = pytest.mark.timeout(500)
 def start(folder: Path, *words: str | Path, **variables: str) -> subprocess.Popen[str]:
     """A command of this environment, in a group of its own."""
     paths = os.pathsep.join((str(BIN), os.environ["PATH"]))
-    environment = os.environ | {"PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+    environment = (
+        os.environ
+        | {"PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        | variables
+    )
     return subprocess.Popen(
         list(map(str, words)),
         cwd=folder,
@@ -63,7 +69,9 @@ def run(folder: Path, *words: str | Path) -> str:
 
 def losses(printed: str) -> list[float]:
     """Of the lines of progress."""
-    return [float(text) for text in re.findall(r"^step +\d+.* loss (\d+\.\d+)", printed, re.MULTILINE)]
+    return [
+        float(text) for text in re.findall(r"^step +\d+.* loss (\d+\.\d+)", printed, re.MULTILINE)
+    ]
 
 
 # ---- quickstart, on one host and on two
@@ -83,14 +91,19 @@ def check_quickstart(printed: str, alone: str, num_replicas: int = 2) -> None:
     assert "1 stage" in alone
     assert len(losses(printed)) == 3  # steps 1, 10, 11
     assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
-    seen = [re.search(r"never seen: ([\d.]+)% right, loss ([\d.]+)", text) for text in (printed, alone)]
+    seen = [
+        re.search(r"never seen: ([\d.]+)% right, loss ([\d.]+)", text) for text in (printed, alone)
+    ]
     assert seen[0] is not None and seen[1] is not None
     assert float(seen[0][2]) == pytest.approx(float(seen[1][2]), rel=FLOAT32)
 
 
 @pytest.mark.slow  # two hosts run the same program
 def test_quickstart(quickstart_alone: str, tmp_path: Path) -> None:
-    check_quickstart(run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "quickstart.py", *QUICK), quickstart_alone)
+    check_quickstart(
+        run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "quickstart.py", *QUICK),
+        quickstart_alone,
+    )
 
 
 @pytest.mark.parametrize("first_has", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -109,7 +122,20 @@ def test_quickstart_on_two_hosts(quickstart_alone: str, tmp_path: Path, first_ha
 
 # ---- the demo
 
-SMALL = ("--steps", "6", "--batch", "8", "--save-every", "3", "--warmup", "2", "--every", "1", "--folder", "m6")
+SMALL = (
+    "--steps",
+    "6",
+    "--batch",
+    "8",
+    "--save-every",
+    "3",
+    "--warmup",
+    "2",
+    "--every",
+    "1",
+    "--folder",
+    "m6",
+)
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -118,7 +144,9 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
-    """4 ranks, 6 steps; then the end is lost, and one process goes on from step 3 to the same weights."""
+    """4 ranks, 6 steps; then the end is lost, and one process goes on from step 3 to the same
+    weights.
+    """
     printed = run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "train_m6.py", *SMALL)
     assert "2 stages x 2 model replicas" in printed
     assert re.search(r"step 6/6  loss [\d.]+  \d+ samples/s  bubble \d+%  0 s left", printed)
@@ -126,9 +154,16 @@ def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
     assert all(f"time of rank {rank}, stage {rank % 2}" in printed for rank in range(4))
     folder = tmp_path / "m6"
     last = folder / "checkpoints" / "step_00000006"
-    for path in (last, folder / "metrics" / "rank_00003.jsonl", folder / "trace.json", folder / "plan.json"):
+    for path in (
+        last,
+        folder / "metrics" / "rank_00003.jsonl",
+        folder / "trace.json",
+        folder / "plan.json",
+    ):
         assert path.exists() and str(path.relative_to(tmp_path).parts[1]) in printed
-    assert {event["tid"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]} >= set(range(4))
+    assert {
+        event["tid"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
+    } >= set(range(4))
     expected = weights(last)
     shutil.rmtree(last)
     again = run(tmp_path, "python", EXAMPLES / "train_m6.py", *SMALL)
@@ -144,7 +179,9 @@ def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_demo_learns_the_same_on_1_and_4_ranks(tmp_path: Path) -> None:
-    """The main job whole. At least 90 % of the captions right; seeds differ by some percent, rank counts by no more."""
+    """The main job whole. At least 90 % of the captions right; seeds differ by some percent, rank
+    counts by no more.
+    """
     found = {}
     for name, words in {"one": ("python",), "four": ("whale", "run", "-n", "4")}.items():
         process = start(tmp_path, *words, EXAMPLES / "train_m6.py", "--folder", name)
@@ -163,7 +200,9 @@ def test_the_demo_learns_the_same_on_1_and_4_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lora_from_safetensors(tmp_path: Path) -> None:
-    """Weights in several files, as Hugging Face writes them. Before the first update the loss is that of the pretrained model itself."""
+    """Weights in several files, as Hugging Face writes them. Before the first update the loss is
+    that of the pretrained model itself.
+    """
     sys.path.insert(0, str(EXAMPLES))
     try:
         import finetune_lora
@@ -196,6 +235,12 @@ def test_m6_moe_trains_on_8_ranks_like_on_one(tmp_path: Path) -> None:
     settings = ("--steps", "12", "--batch", "16", "--every", "1")
     sharded = run(tmp_path, "whale", "run", "-n", "8", EXAMPLES / "train_m6_moe.py", *settings)
     local = run(tmp_path, "python", EXAMPLES / "train_m6_moe.py", *settings)
-    assert losses(sharded)[0] == pytest.approx(losses(local)[0], rel=FLOAT32) and losses(sharded)[-1] < 0.6 * losses(sharded)[0]
-    held, whole = (int(re.search(r"([\d,]+) numbers", printed)[1].replace(",", "")) for printed in (sharded, local))  # type: ignore[index]
+    assert (
+        losses(sharded)[0] == pytest.approx(losses(local)[0], rel=FLOAT32)
+        and losses(sharded)[-1] < 0.6 * losses(sharded)[0]
+    )
+    held, whole = (
+        int(re.search(r"([\d,]+) numbers", printed)[1].replace(",", ""))
+        for printed in (sharded, local)
+    )  # type: ignore[index]
     assert held < whole / 2

@@ -1,4 +1,5 @@
-"""A job over two hosts with 2 + 1 devices: two network namespaces of this machine, joined by a cable that can be cut.
+"""A job over two hosts with 2 + 1 devices: two network namespaces of this machine, joined by a
+cable that can be cut.
 
 Needs root and `ip` (iproute2); skipped with a message elsewhere. Started by examples/two_hosts.sh.
 """
@@ -56,7 +57,9 @@ def plain_losses() -> list[float]:
     torch.manual_seed(0)
     model = three_layers()
     batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
-    return local_training(model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)).losses
+    return local_training(
+        model, batches, mean_square, lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    ).losses
 
 
 @dataclass
@@ -73,7 +76,9 @@ class Host:
         run("ip", "-n", self.name, "link", "set", "eth0", "down")
 
     def processes(self) -> list[int]:
-        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True
+        ).stdout
         return [int(word) for word in listed.split()]
 
 
@@ -87,13 +92,30 @@ def run(*words: str) -> None:
 def hosts() -> Iterator[tuple[Host, Host]]:
     if shutil.which("ip") is None:
         pytest.skip("no command `ip` here: install iproute2 to test several hosts")
-    a, b = (Host(f"whale-{side}-{os.getpid()}", f"10.231.7.{number}") for number, side in enumerate("ab", 1))
+    a, b = (
+        Host(f"whale-{side}-{os.getpid()}", f"10.231.7.{number}")
+        for number, side in enumerate("ab", 1)
+    )
     try:
         try:
             for host in (a, b):
                 run("ip", "netns", "add", host.name)
                 run("ip", "-n", host.name, "link", "set", "lo", "up")
-            run("ip", "-n", a.name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", b.name)
+            run(
+                "ip",
+                "-n",
+                a.name,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                b.name,
+            )
             for host in (a, b):
                 run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
                 run("ip", "-n", host.name, "link", "set", "eth0", "up")
@@ -127,14 +149,33 @@ def start(hosts: tuple[Host, Host], folder: Path, *arguments: str) -> tuple[Side
     """2 devices on the first host, 1 on the second."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PORT": str(PORT)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PORT": str(PORT),
+    }
     environment["PATH"] = os.pathsep.join((str(BIN), os.environ["PATH"]))
     sides = []
     for node_rank, (host, num_devices) in enumerate(zip(hosts, (2, 1), strict=True)):
         log = folder / f"host_{node_rank}.txt"
-        words = ["bash", str(ROOT / "examples/two_hosts.sh"), str(node_rank), str(num_devices), hosts[0].address, str(script), *arguments]
+        words = [
+            "bash",
+            str(ROOT / "examples/two_hosts.sh"),
+            str(node_rank),
+            str(num_devices),
+            hosts[0].address,
+            str(script),
+            *arguments,
+        ]
         with log.open("wb") as output:
-            process = subprocess.Popen(host.command(*words), stdout=output, stderr=output, env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                host.command(*words),
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
         sides.append(Side(process, log))
     return sides[0], sides[1]
 
@@ -144,7 +185,10 @@ def wait_for(what: str, condition: object, sides: tuple[Side, Side], seconds: fl
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"{what}: not within {seconds:.0f} s\n{sides[0].output[-3000:]}\n---\n{sides[1].output[-3000:]}")
+            pytest.fail(
+                f"{what}: not within {seconds:.0f} "
+                f"s\n{sides[0].output[-3000:]}\n---\n{sides[1].output[-3000:]}"
+            )
         time.sleep(0.1)
 
 
@@ -153,7 +197,9 @@ def is_over(sides: tuple[Side, Side]) -> bool:
 
 
 def test_the_slurm_template_starts_every_host(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands: 2 hosts, 2 and 1 GPUs, the script's arguments as they were given."""
+    """With stand-ins for Slurm's commands: 2 hosts, 2 and 1 GPUs, the script's arguments as they
+    were given.
+    """
     stands = {
         "scontrol": 'printf "big1\\nsmall1\\n"',
         "srun": 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
@@ -163,7 +209,12 @@ def test_the_slurm_template_starts_every_host(tmp_path: Path) -> None:
     for name, text in stands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "20007", "SLURM_NNODES": "2"}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_JOB_ID": "20007",
+        "SLURM_NNODES": "2",
+    }
     words = ["bash", str(ROOT / "deploy/slurm.sh"), "train.py", "--name", "two words"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -180,8 +231,13 @@ def test_the_kubernetes_template_is_whole() -> None:
     container = pod["spec"]["containers"][0]
     variables = {item["name"]: item["value"] for item in container["env"]}
     assert int(variables["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert f"--master-addr {job['metadata']['name']}-0.{service['metadata']['name']} " in container["args"][0]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert (
+        f"--master-addr {job['metadata']['name']}-0.{service['metadata']['name']} "
+        in container["args"][0]
+    )
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["spec"]["volumes"]
+    }
 
 
 @pytest.mark.slow
@@ -202,15 +258,27 @@ def test_two_and_one_devices_train_like_one(hosts: tuple[Host, Host], tmp_path: 
 @pytest.mark.timeout(300)
 def test_a_cut_cable_ends_both_sides(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     sides = start(hosts, tmp_path, "forever")
-    wait_for("the first steps", lambda: len(sides[0].answers()) == 2 and sides[1].answers(), sides, START_S)
+    wait_for(
+        "the first steps",
+        lambda: len(sides[0].answers()) == 2 and sides[1].answers(),
+        sides,
+        START_S,
+    )
     hosts[1].cut()
     cut_at = time.monotonic()
-    wait_for("the end of all ranks", lambda: is_over(sides), sides, 2 * PROMISED_S)  # torchrun itself may take longer than its ranks
+    wait_for(
+        "the end of all ranks", lambda: is_over(sides), sides, 2 * PROMISED_S
+    )  # torchrun itself may take longer than its ranks
     print(f"both torchruns ended {time.monotonic() - cut_at:.1f} s after the cut")
     assert all(side.process.returncode != 0 for side in sides)
-    messages = [[line for line in side.output.splitlines() if line.startswith("whale: ")] for side in sides]
+    messages = [
+        [line for line in side.output.splitlines() if line.startswith("whale: ")] for side in sides
+    ]
     assert len(messages[0]) == len(messages[1]) == 1, messages
-    assert re.match(r"whale: rank 2 has been silent for \d+ s: it hangs, is stopped or is cut off", messages[0][0])
+    assert re.match(
+        r"whale: rank 2 has been silent for \d+ s: it hangs, is stopped or is cut off",
+        messages[0][0],
+    )
     assert "The others stood: rank" in messages[0][0]
     assert re.match(r"whale: rank 0 has been silent for \d+ s", messages[1][0])
     assert "The others stood: rank 2 at" in messages[1][0]

@@ -1,4 +1,6 @@
-"""Weights once: no rank allocates what its plan does not give it, and a builder gives the same weights on any number of ranks."""
+"""Weights once: no rank allocates what its plan does not give it, and a builder gives the same
+weights on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def server() -> Iterator[ModelServer]:
         yield started
 
 
-# ---- allocations while a job is set up --------------------------------------------------------------------------------
+# ---- allocations while a job is set up
+# --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -87,12 +90,16 @@ class Allocated:
 
 @contextmanager
 def allocated() -> Iterator[Allocated]:
-    """Every allocation and release of a tensor inside the block, as torch's allocator itself reports them."""
+    """Every allocation and release of a tensor inside the block, as torch's allocator itself
+    reports them.
+    """
     found = Allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield found
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     live = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
@@ -109,7 +116,9 @@ def build_large() -> nn.Module:
 
 
 class Drawn(nn.Module):
-    """A layer that fills its weight when it is built, as much code does: that tensor must not stay."""
+    """A layer that fills its weight when it is built, as much code does: that tensor must
+    not stay.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +158,11 @@ def build_large_table() -> nn.Module:
     return cut(Language(), 2)
 
 
-LARGE: dict[str, Callable[[], nn.Module]] = {"plain": build_large, "drawn": build_drawn, "tied": build_large_table}
+LARGE: dict[str, Callable[[], nn.Module]] = {
+    "plain": build_large,
+    "drawn": build_drawn,
+    "tied": build_large_table,
+}
 
 
 def set_up(prepared: Prepared, name: str) -> tuple[Allocated, int, int]:
@@ -159,7 +172,9 @@ def set_up(prepared: Prepared, name: str) -> tuple[Allocated, int, int]:
     batch = torch.randint(0, 2048, (4, 3)) if name == "tied" else make_batch(LARGE_WIDTH)
     with allocated() as found:
         engine = wh.parallelize(build, batch, optimizer=sgd)
-    sizes = [parameter.numel() * parameter.element_size() for _, parameter in engine.named_parameters()]
+    sizes = [
+        parameter.numel() * parameter.element_size() for _, parameter in engine.named_parameters()
+    ]
     return found, sum(sizes), max(sizes)
 
 
@@ -172,7 +187,9 @@ def test_the_measure_sees_what_is_allocated() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "drawn"])
-def test_a_builder_never_allocates_more_than_this_ranks_parameters_and_one_tensor(server: ModelServer, name: str) -> None:
+def test_a_builder_never_allocates_more_than_this_ranks_parameters_and_one_tensor(
+    server: ModelServer, name: str
+) -> None:
     for found, own, largest in server.run(set_up, 2, name):
         assert 2 * MIB <= own < 3 * MIB and largest == MIB, "each rank holds two of the four layers"
         assert own <= found.peak <= own + largest + SLACK
@@ -195,14 +212,22 @@ def test_wh_plan_of_a_builder_allocates_no_weight() -> None:
 
 
 def keep_own_part(prepared: Prepared) -> tuple[set[str], set[str], set[str]]:
-    """(names of this rank's parameters, parameters of the user's module that are real, those on meta)."""
+    """(names of this rank's parameters, parameters of the user's module that are real, those on
+    meta).
+    """
     wh.init()
     model = cut(Net(), 2)
     engine = wh.parallelize(model, make_batch(), optimizer=sgd, prepared=prepared)
     real = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     held = dict(engine.named_parameters())
-    assert all(dict(model.named_parameters())[name] is held[name] for name in real), "the module and the engine have the same tensors"
-    return set(held), real, {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert all(dict(model.named_parameters())[name] is held[name] for name in real), (
+        "the module and the engine have the same tensors"
+    )
+    return (
+        set(held),
+        real,
+        {name for name, parameter in model.named_parameters() if parameter.is_meta},
+    )
 
 
 def test_what_a_rank_does_not_hold_is_freed_in_the_users_module(server: ModelServer) -> None:
@@ -213,10 +238,13 @@ def test_what_a_rank_does_not_hold_is_freed_in_the_users_module(server: ModelSer
     assert held | other_held == everything
 
 
-# ---- micro-batches in flight ------------------------------------------------------------------------------------------
+# ---- micro-batches in flight
+# ------------------------------------------------------------------------------------------
 
 Flight = tuple[dict[int, int], tuple[int, ...], dict[int, float]]
-"""engine.peak_in_flight, the proof's, and the peak measured in tensors that autograd keeps, in micro-batches"""
+"""engine.peak_in_flight, the proof's, and the peak measured in tensors that autograd keeps, in
+micro-batches
+"""
 
 
 class Kept:
@@ -240,29 +268,54 @@ def fly(prepared: Prepared, cases: list[tuple[int, int, str]]) -> list[Flight]:
     flights = []
     for num_stages, num_micro_batch, schedule in cases:
         wh.init({"num_micro_batch": num_micro_batch, "schedule": schedule})
-        engine = wh.parallelize(cut(Net(), num_stages), make_batch(), optimizer=sgd, prepared=prepared)
+        engine = wh.parallelize(
+            cut(Net(), num_stages), make_batch(), optimizer=sgd, prepared=prepared
+        )
         Kept.alive = Kept.peak = Kept.made = 0
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
             engine.step(make_batch())
         (stage,) = engine.peak_in_flight
         proof = scheduling.check(scheduling.Schedule.from_json(engine.plan.schedule))
-        flights.append((engine.peak_in_flight, proof.peak_in_flight, {stage: Kept.peak / (Kept.made / num_micro_batch)}))
+        flights.append(
+            (
+                engine.peak_in_flight,
+                proof.peak_in_flight,
+                {stage: Kept.peak / (Kept.made / num_micro_batch)},
+            )
+        )
     return flights
 
 
 @pytest.mark.parametrize(("num_ranks", "stages"), [(4, (2, 4)), (3, (3,))])
-def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(server: ModelServer, num_ranks: int, stages: tuple[int, ...]) -> None:
-    """1F1B keeps min(stages to the end, M) on each stage, GPipe all M: counted by the engine, proved before, and seen by autograd."""
-    cases = [(num_stages, m, schedule) for num_stages in stages for m in (2, 6) for schedule in ("1f1b", "gpipe")]
+def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(
+    server: ModelServer, num_ranks: int, stages: tuple[int, ...]
+) -> None:
+    """1F1B keeps min(stages to the end, M) on each stage, GPipe all M: counted by the engine,
+    proved before, and seen by autograd.
+    """
+    cases = [
+        (num_stages, m, schedule)
+        for num_stages in stages
+        for m in (2, 6)
+        for schedule in ("1f1b", "gpipe")
+    ]
     for rank, flights in enumerate(server.run(fly, num_ranks, cases)):
-        for (num_stages, num_micro_batch, schedule), (counted, proved, seen) in zip(cases, flights, strict=True):
+        for (num_stages, num_micro_batch, schedule), (counted, proved, seen) in zip(
+            cases, flights, strict=True
+        ):
             stage = rank % num_stages
-            expected = num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)
+            expected = (
+                num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)
+            )
             assert counted == {stage: expected} == {stage: proved[stage]}
-            assert seen == {stage: expected}, f"autograd keeps tensors of {seen[stage]} micro-batches on stage {stage} of {num_stages}"
+            assert seen == {stage: expected}, (
+                f"autograd keeps tensors of {seen[stage]} micro-batches on stage {stage} of "
+                f"{num_stages}"
+            )
 
 
-# ---- weights made by Whale --------------------------------------------------------------------------------------------
+# ---- weights made by Whale
+# --------------------------------------------------------------------------------------------
 
 
 def built_state(prepared: Prepared, name: str, num_stages: int) -> dict[str, Tensor]:
@@ -281,7 +334,10 @@ def built_state(prepared: Prepared, name: str, num_stages: int) -> dict[str, Ten
 def stage_globs(name: str, num_stages: int) -> dict[str, Any]:
     prefix = "layers" if name == "net" else "transformer.h"
     ends = [layer * num_stages // NUM_LAYERS for layer in range(NUM_LAYERS)]
-    groups = ["|".join(f"{prefix}.{layer}" for layer in range(NUM_LAYERS) if ends[layer] == stage) for stage in range(num_stages)]
+    groups = [
+        "|".join(f"{prefix}.{layer}" for layer in range(NUM_LAYERS) if ends[layer] == stage)
+        for stage in range(num_stages)
+    ]
     return {group: wh.replicate(1) for group in groups}
 
 
@@ -289,7 +345,9 @@ def small_gpt2() -> nn.Module:
     import transformers
 
     sizes = {"n_embd": 16, "n_layer": NUM_LAYERS, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+    )
 
 
 def words() -> dict[str, Tensor]:
@@ -297,7 +355,10 @@ def words() -> dict[str, Tensor]:
     return {"input_ids": made, "labels": made.clone()}
 
 
-BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {"net": (Net, make_batch), "gpt2": (small_gpt2, words)}
+BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "net": (Net, make_batch),
+    "gpt2": (small_gpt2, words),
+}
 
 
 def prepare_builder(name: str) -> Prepared:
@@ -308,11 +369,16 @@ def prepare_builder(name: str) -> Prepared:
 
 @pytest.mark.parametrize("name", ["net", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_builder_gives_the_same_weights_on_any_number_of_ranks(name: str) -> None:
-    """Equal to the bit on 1 rank, 2 stages, 4 stages and 2 stages twice; and they are those of no other seed."""
+    """Equal to the bit on 1 rank, 2 stages, 4 stages and 2 stages twice; and they are those of no
+    other seed.
+    """
     model = BUILDERS[name][0]()
     with ModelServer(prepare_builder, name) as server:
         one = server.run_local(built_state, name, 1)
-        others = [server.run(built_state, ranks, name, stages)[0] for ranks, stages in ((2, 2), (4, 4), (4, 2))]
+        others = [
+            server.run(built_state, ranks, name, stages)[0]
+            for ranks, stages in ((2, 2), (4, 4), (4, 2))
+        ]
     assert set(one) == set(model.state_dict())
     for other in others:
         assert set(other) == set(one)
@@ -320,15 +386,25 @@ def test_a_builder_gives_the_same_weights_on_any_number_of_ranks(name: str) -> N
             assert torch.equal(other[key], tensor), f"{key} depends on the number of ranks"
     model.load_state_dict(one, strict=True)
     weights = [tensor for key, tensor in one.items() if tensor.ndim == 2]
-    same_shape = [(a, b) for place, a in enumerate(weights) for b in weights[place + 1 :] if a.shape == b.shape]
+    same_shape = [
+        (a, b)
+        for place, a in enumerate(weights)
+        for b in weights[place + 1 :]
+        if a.shape == b.shape
+    ]
     tied = 1 if name == "gpt2" else 0  # the embedding is the head
-    assert sum(torch.equal(a, b) for a, b in same_shape) == tied, "two modules got the same random numbers"
+    assert sum(torch.equal(a, b) for a, b in same_shape) == tied, (
+        "two modules got the same random numbers"
+    )
 
 
 def test_initial_weights_have_the_scale_of_local_construction() -> None:
     """Other numbers than local construction, from the same distribution."""
     torch.manual_seed(0)
-    local, made = Net(256), wh.parallelize(lambda: Net(256), make_batch(256), optimizer=sgd).full_state_dict()
+    local, made = (
+        Net(256),
+        wh.parallelize(lambda: Net(256), make_batch(256), optimizer=sgd).full_state_dict(),
+    )
     for name, tensor in local.state_dict().items():
         assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.15, abs=1e-7)
         assert made[name].mean().item() == pytest.approx(tensor.mean().item(), abs=0.02)
@@ -368,11 +444,17 @@ def test_a_module_without_reset_parameters_is_named() -> None:
     with pytest.raises(ValueError) as caught:
         wh.parallelize(Wrapped, make_batch(), optimizer=sgd)
     message = str(caught.value)
-    assert "'body' (Scaled)" in message and "reset_parameters" in message and "init=lambda module, name:" in message
+    assert (
+        "'body' (Scaled)" in message
+        and "reset_parameters" in message
+        and "init=lambda module, name:" in message
+    )
 
 
 def test_init_sets_what_the_default_cannot() -> None:
-    """`init=` is called once for each module that holds tensors, with its name, and its values are what training starts from."""
+    """`init=` is called once for each module that holds tensors, with its name, and its values are
+    what training starts from.
+    """
     called: dict[str, type[nn.Module]] = {}
 
     def init(module: nn.Module, name: str) -> None:

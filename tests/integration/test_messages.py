@@ -1,4 +1,6 @@
-"""What goes between stages on real ranks: one message an edge, memory of what is in flight, and no mix-up between steps."""
+"""What goes between stages on real ranks: one message an edge, memory of what is in flight, and no
+mix-up between steps.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Chain(nn.Module):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(place == 0, place == num_blocks - 1) for place in range(num_blocks))
+        self.blocks = nn.ModuleList(
+            Block(place == 0, place == num_blocks - 1) for place in range(num_blocks)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -53,19 +57,33 @@ class Chain(nn.Module):
 
 
 class Looks:
-    """Stands where an emulation keeps time: after every action it counts the boundary tensors that this process holds."""
+    """Stands where an emulation keeps time: after every action it counts the boundary tensors that
+    this process holds.
+    """
 
     def __init__(self) -> None:
         self.most = 0
 
     def finish(self, action: object, start: float) -> None:
-        found = (each for each in gc.get_objects() if type(each) is Tensor and each.shape == (1, WIDTH))
+        found = (
+            each for each in gc.get_objects() if type(each) is Tensor and each.shape == (1, WIDTH)
+        )
         self.most = max(self.most, len({each.untyped_storage().data_ptr() for each in found}))
 
 
 def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any]) -> tuple[int, int]:
-    """(the most boundary tensors that this rank held at a time, received inputs that the schedule keeps at most)"""
-    wh.init({"num_micro_batch": num_micro_batch, "num_task_graph": 3, "check_capture": False, "num_posted_receives": 1, **schedule})
+    """(the most boundary tensors that this rank held at a time, received inputs that the schedule
+    keeps at most)
+    """
+    wh.init(
+        {
+            "num_micro_batch": num_micro_batch,
+            "num_task_graph": 3,
+            "check_capture": False,
+            "num_posted_receives": 1,
+            **schedule,
+        }
+    )
     torch.manual_seed(0)
     batch = (torch.randn(num_micro_batch, 5),)
     engine = wh.parallelize(Chain(num_blocks), batch, optimizer=sgd)
@@ -75,23 +93,35 @@ def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any]) 
     looks = executor.pace = Looks()  # type: ignore[assignment]
     engine.step(batch)
     proof = scheduling.check(scheduling.Schedule.from_json(engine.plan.schedule))
-    return looks.most, sum(proof.peak_in_flight[stage] for stage in engine.plan.stages_of_rank(wh.rank()) if stage > 0)
+    return looks.most, sum(
+        proof.peak_in_flight[stage] for stage in engine.plan.stages_of_rank(wh.rank()) if stage > 0
+    )
 
 
 def test_boundaries_of_1f1b_take_as_much_memory_however_many_micro_batches_there_are() -> None:
-    """Three devices, window 1, gloo. Device 0 has sent 3 results before the first gradient comes, and waits for one gradient;
-    device 2 keeps one received input, and has one gradient coming or going."""
+    """Three devices, window 1, gloo. Device 0 has sent 3 results before the first gradient comes,
+    and waits for one gradient; device 2 keeps one received input, and has one gradient coming or
+    going."""
     for count in (6, 12, 24):
-        (first, _), _, (last, kept) = run_ranks(boundaries, 3, count, 3, {"schedule": "1f1b", "share_memory": False})
+        (first, _), _, (last, kept) = run_ranks(
+            boundaries, 3, count, 3, {"schedule": "1f1b", "share_memory": False}
+        )
         assert 3 <= first <= 5
         assert kept == 1 <= last <= 4
 
 
-@pytest.mark.parametrize("schedule", [{"schedule": "wave"}, {"schedule": "zero-bubble", "num_waves": 1}], ids=["wave", "zero-bubble wave"])
+@pytest.mark.parametrize(
+    "schedule",
+    [{"schedule": "wave"}, {"schedule": "zero-bubble", "num_waves": 1}],
+    ids=["wave", "zero-bubble wave"],
+)
 def test_boundaries_of_waves_take_what_the_schedule_keeps(schedule: dict[str, Any]) -> None:
-    """Received inputs from forward to backward (and with a split backward the gradients that weight parts wait with), one receive ahead,
-    and on each of two chunks something that comes or goes. Device 1 of the split one runs ahead: its results wait to be taken, too."""
-    for rank, (most, kept) in enumerate(run_ranks(boundaries, 3, 9, 6, {**schedule, "share_memory": False})):
+    """Received inputs from forward to backward (and with a split backward the gradients that weight
+    parts wait with), one receive ahead, and on each of two chunks something that comes or goes.
+    Device 1 of the split one runs ahead: its results wait to be taken, too."""
+    for rank, (most, kept) in enumerate(
+        run_ranks(boundaries, 3, 9, 6, {**schedule, "share_memory": False})
+    ):
         for_each = 1 if schedule["schedule"] == "wave" else 3 if rank == 1 else 2
         assert kept <= most <= kept * for_each + 5
 
@@ -100,7 +130,9 @@ def test_boundaries_of_waves_take_what_the_schedule_keeps(schedule: dict[str, An
 
 
 class Several(nn.Module):
-    """Three values cross: two trained ones, of which one has the batch in its second dim, and a mask made of the first."""
+    """Three values cross: two trained ones, of which one has the batch in its second dim, and a
+    mask made of the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +180,10 @@ def test_all_values_of_an_edge_go_in_one_message(devices: tuple[int, int]) -> No
     for name, expected in local.state_dict().items():
         torch.testing.assert_close(answers[0][0][name], expected, rtol=1e-12, atol=1e-12)
     pairs = {(1, 1): 1, (2, 1): 2, (1, 2): 2, (2, 3): 4}[devices]  # of ranks whose samples overlap
-    forward, backward = sum(sent for _, sent in answers[: devices[0]]), sum(sent for _, sent in answers[devices[0] :])
+    forward, backward = (
+        sum(sent for _, sent in answers[: devices[0]]),
+        sum(sent for _, sent in answers[devices[0] :]),
+    )
     assert forward == backward == 2 * pairs  # micro-batches x pairs, three values each
 
 
@@ -156,7 +191,9 @@ def test_all_values_of_an_edge_go_in_one_message(devices: tuple[int, int]) -> No
 
 
 def mix_up(share_memory: bool) -> list[float]:
-    """Rank 0 sends a message in a pass that rank 1 gives up before it receives it; the next pass sends another one over the same edge."""
+    """Rank 0 sends a message in a pass that rank 1 gives up before it receives it; the next pass
+    sends another one over the same edge.
+    """
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1), (1, 0)], share_memory)
     message = Message(1 - ranks.rank, 5 * NUM_EPOCHS, (Piece(0, None, (1,), torch.float32),))
@@ -175,12 +212,16 @@ def mix_up(share_memory: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("share_memory", [False, True], ids=["gloo", "memory"])
-def test_a_message_that_a_failed_step_left_behind_is_not_taken_for_a_later_one(share_memory: bool) -> None:
+def test_a_message_that_a_failed_step_left_behind_is_not_taken_for_a_later_one(
+    share_memory: bool,
+) -> None:
     assert run_ranks(mix_up, 2, share_memory)[1] == [2.0]
 
 
 def train_over_channels() -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
-    """A wave with messages matched by order, as on NCCL, over gloo. (world ranks in the group of each directed pair, weights)"""
+    """A wave with messages matched by order, as on NCCL, over gloo. (world ranks in the group of
+    each directed pair, weights)
+    """
     original = Ranks.__init__
 
     def without_tags(self: Ranks, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +229,15 @@ def train_over_channels() -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
         self.has_channels_by_tag = False
 
     Ranks.__init__ = without_tags  # type: ignore[method-assign]
-    wh.init({"num_micro_batch": 6, "num_task_graph": 3, "check_capture": False, "schedule": "zero-bubble", "num_waves": 1})
+    wh.init(
+        {
+            "num_micro_batch": 6,
+            "num_task_graph": 3,
+            "check_capture": False,
+            "schedule": "zero-bubble",
+            "num_waves": 1,
+        }
+    )
     torch.manual_seed(0)
     batch = (torch.randn(12, 5, dtype=torch.float64),)
     engine = wh.parallelize(Chain(12).double(), batch, optimizer=sgd)
@@ -198,7 +247,9 @@ def train_over_channels() -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
     assert transport is not None
     groups = [group for routes in (transport._to, transport._from) for group, _ in routes.values()]
     assert len(set(map(id, groups))) == len(groups)
-    return [tuple(torch.distributed.get_process_group_ranks(group)) for group in groups], engine.full_state_dict()  # type: ignore[misc]
+    return [
+        tuple(torch.distributed.get_process_group_ranks(group)) for group in groups
+    ], engine.full_state_dict()  # type: ignore[misc]
 
 
 def test_each_directed_pair_has_its_own_channel_where_messages_are_matched_by_order() -> None:
@@ -211,6 +262,11 @@ def test_each_directed_pair_has_its_own_channel_where_messages_are_matched_by_or
         local(x).backward()
         optimizer.step()
     answers = run_ranks(train_over_channels, 3)
-    assert sorted(answers[1][0]) == [(0, 1), (0, 1), (1, 2), (1, 2)]  # one for each direction; the neighbours of device 1
+    assert sorted(answers[1][0]) == [
+        (0, 1),
+        (0, 1),
+        (1, 2),
+        (1, 2),
+    ]  # one for each direction; the neighbours of device 1
     for name, expected in local.state_dict().items():
         torch.testing.assert_close(answers[0][1][name], expected, rtol=1e-12, atol=1e-12)

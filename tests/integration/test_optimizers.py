@@ -1,4 +1,6 @@
-"""Updates like local PyTorch: clipping, groups by name, frozen parameters, plans from a file, numbers that are not finite."""
+"""Updates like local PyTorch: clipping, groups by name, frozen parameters, plans from a file,
+numbers that are not finite.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ from tests.integration.layers import EXACT, build, in_two_stages, make_batch, sg
 from tests.ranks import run_ranks
 from whale.runtime.update import NonFiniteError
 
-# ---- ranks that are not copies of each other --------------------------------------------------------------------------
+# ---- ranks that are not copies of each other
+# --------------------------------------------------------------------------
 
 
 def train_after_other_work() -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Rank 1 has captured other models before, so that nothing lies at the same address as on rank 0."""
+    """Rank 1 has captured other models before, so that nothing lies at the same address as on rank
+    0.
+    """
     wh.init()
     kept = [wh.plan(build(), make_batch(0), cluster=1) for _ in range(3 * int(os.environ["RANK"]))]
     engine = wh.parallelize(build(), make_batch(0), optimizer=sgd)
@@ -32,8 +37,12 @@ def train_after_other_work() -> tuple[list[str], dict[str, Tensor], dict[str, Te
 
 
 def test_ranks_sum_the_same_parameters() -> None:
-    """Each rank captures for itself: what goes into a bucket, and in which order, may depend on the graph and on nothing else."""
-    (names, gradients, state), (other_names, other_gradients, _) = run_ranks(train_after_other_work, 2)
+    """Each rank captures for itself: what goes into a bucket, and in which order, may depend on the
+    graph and on nothing else.
+    """
+    (names, gradients, state), (other_names, other_gradients, _) = run_ranks(
+        train_after_other_work, 2
+    )
     assert names == other_names
     model = build()
     loss = run_loss(model, make_batch(0), None)
@@ -41,12 +50,15 @@ def test_ranks_sum_the_same_parameters() -> None:
     sgd(model.named_parameters()).step()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(gradients[name], other_gradients[name]), f"{name} has another gradient on rank 1"
+        assert torch.equal(gradients[name], other_gradients[name]), (
+            f"{name} has another gradient on rank 1"
+        )
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=EXACT, atol=EXACT)
         torch.testing.assert_close(state[name], parameter.detach(), rtol=EXACT, atol=EXACT)
 
 
-# ---- clipping ---------------------------------------------------------------------------------------------------------
+# ---- clipping
+# ---------------------------------------------------------------------------------------------------------
 
 CLIP = 0.05
 
@@ -77,7 +89,8 @@ def test_clipping_uses_the_norm_of_the_whole_model(num_ranks: int, num_stages: i
         torch.testing.assert_close(ranks[0][1][name], parameter.detach(), rtol=EXACT, atol=EXACT)
 
 
-# ---- optimizers -------------------------------------------------------------------------------------------------------
+# ---- optimizers
+# -------------------------------------------------------------------------------------------------------
 
 
 def adamw(pairs: Any) -> torch.optim.Optimizer:
@@ -93,13 +106,21 @@ def step_lr(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
 
 
-def train_with_adamw(plan: Any = None, num_steps: int = 5) -> tuple[list[float], list[float], dict[str, Tensor], int]:
+def train_with_adamw(
+    plan: Any = None, num_steps: int = 5
+) -> tuple[list[float], list[float], dict[str, Tensor], int]:
     wh.init({"num_micro_batch": 2})
-    engine = wh.parallelize(in_two_stages(build()), make_batch(0), optimizer=adamw, scheduler=step_lr, plan=plan)
+    engine = wh.parallelize(
+        in_two_stages(build()), make_batch(0), optimizer=adamw, scheduler=step_lr, plan=plan
+    )
     results = [engine.step(make_batch(step)) for step in range(num_steps)]
     losses = [result.loss for result in results]
     assert engine.optimizer is not None
-    states = sum(len(engine.optimizer.state[p]) > 0 for group in engine.optimizer.param_groups for p in group["params"])
+    states = sum(
+        len(engine.optimizer.state[p]) > 0
+        for group in engine.optimizer.param_groups
+        for p in group["params"]
+    )
     return losses, [result.learning_rate for result in results], engine.full_state_dict(), states
 
 
@@ -120,7 +141,9 @@ def adamw_locally(num_steps: int = 5) -> tuple[list[float], list[float], nn.Modu
 
 
 def assert_state_is(state: dict[str, Tensor], model: nn.Module, tolerance: float = EXACT) -> None:
-    """The state dict of rank 0 loads into the plain model and holds the values of the one trained locally."""
+    """The state dict of rank 0 loads into the plain model and holds the values of the one trained
+    locally.
+    """
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, strict=True)
     for name, tensor in expected.items():
@@ -136,7 +159,9 @@ def test_adamw_with_groups_by_name_and_a_scheduler_is_exact(num_ranks: int) -> N
     for rank, (got, got_rates, _, num_states) in enumerate(ranks):
         assert got == pytest.approx(losses, rel=1e-8)
         assert got_rates == pytest.approx(rates)
-        num_own = 8 if rank % 2 == 0 else 10  # weights and biases of 4 layers; the head is on the second stage
+        num_own = (
+            8 if rank % 2 == 0 else 10
+        )  # weights and biases of 4 layers; the head is on the second stage
         assert num_states == num_own, "optimizer state is only for what this rank holds"
     assert_state_is(ranks[0][2], model, 1e-8)
 
@@ -151,11 +176,17 @@ def test_a_saved_plan_trains_the_same(tmp_path: Path) -> None:
     for given in (str(path), made):
         with_plan = run_ranks(train_with_adamw, 2, given, 2)
         assert [rank[0] for rank in with_plan] == [rank[0] for rank in without]
-        assert all(torch.equal(tensor, without[0][2][name]) for name, tensor in with_plan[0][2].items())
+        assert all(
+            torch.equal(tensor, without[0][2][name]) for name, tensor in with_plan[0][2].items()
+        )
 
 
-def train_frozen(frozen: str) -> tuple[list[str], list[str], list[str], int, bool, dict[str, Tensor]]:
-    """(trained here, with gradient, frozen with gradient or state, gradient messages, has an optimizer, state)."""
+def train_frozen(
+    frozen: str,
+) -> tuple[list[str], list[str], list[str], int, bool, dict[str, Tensor]]:
+    """(trained here, with gradient, frozen with gradient or state, gradient messages, has an
+    optimizer, state).
+    """
     wh.init({"num_micro_batch": 3})
     model = in_two_stages(build())
     freeze(model, frozen)
@@ -164,10 +195,23 @@ def train_frozen(frozen: str) -> tuple[list[str], list[str], list[str], int, boo
         engine.step(make_batch(step))
     fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     state = engine.optimizer.state if engine.optimizer is not None else {}
-    touched = [n for n, p in model.named_parameters() if n in fixed and not p.is_meta and (p.grad is not None or p in state)]
-    messages = sum(action.startswith("send B") for order in engine.plan.schedule["orders"] for action in order)
+    touched = [
+        n
+        for n, p in model.named_parameters()
+        if n in fixed and not p.is_meta and (p.grad is not None or p in state)
+    ]
+    messages = sum(
+        action.startswith("send B") for order in engine.plan.schedule["orders"] for action in order
+    )
     trained = [name for name, _ in engine.named_parameters()]
-    return trained, sorted(engine.gradients()), touched, messages, engine.optimizer is not None, engine.full_state_dict()
+    return (
+        trained,
+        sorted(engine.gradients()),
+        touched,
+        messages,
+        engine.optimizer is not None,
+        engine.full_state_dict(),
+    )
 
 
 def freeze(model: nn.Module, prefixes: str) -> None:
@@ -181,10 +225,18 @@ def freeze(model: nn.Module, prefixes: str) -> None:
     ids=["the whole first stage", "parts of both"],
 )
 def test_frozen_parameters_get_no_gradient_state_or_message(frozen: str, messages: int) -> None:
-    """With a frozen first stage nothing goes back over the cut; otherwise one gradient for each micro-batch."""
+    """With a frozen first stage nothing goes back over the cut; otherwise one gradient for each
+    micro-batch.
+    """
     model = build()
     freeze(model, frozen)
-    optimizer = adamw([(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad])
+    optimizer = adamw(
+        [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+    )
     for step in range(2):
         optimizer.zero_grad()
         run_loss(model, make_batch(step), None).backward()
@@ -207,11 +259,15 @@ def train_head_only() -> tuple[list[float], bool, dict[str, Tensor]]:
 
 
 def head_only(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for name, parameter in parameters if name.startswith("head.")], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for name, parameter in parameters if name.startswith("head.")], lr=0.1
+    )
 
 
 def test_an_optimizer_may_find_nothing_on_a_rank() -> None:
-    """torch refuses an optimizer without parameters; a rank whose stages have none of those that were picked goes without."""
+    """torch refuses an optimizer without parameters; a rank whose stages have none of those that
+    were picked goes without.
+    """
     model = build()
     reference = local_training(model, [make_batch(step) for step in range(3)], None, head_only)
     ranks = run_ranks(train_head_only, 2)
@@ -221,11 +277,14 @@ def test_an_optimizer_may_find_nothing_on_a_rank() -> None:
     assert_state_is(ranks[0][2], model, 1e-8)
 
 
-# ---- numbers that are not finite --------------------------------------------------------------------------------------
+# ---- numbers that are not finite
+# --------------------------------------------------------------------------------------
 
 
 def train_nonfinite(mode: str) -> tuple[str, list[bool], list[float], dict[str, Tensor]]:
-    """Step 1 has an infinite input for one sample of rank 1's; gives the message, what was skipped, losses, and the state."""
+    """Step 1 has an infinite input for one sample of rank 1's; gives the message, what was skipped,
+    losses, and the state.
+    """
     wh.init({"num_micro_batch": 2, "on_nonfinite": mode})
     engine = wh.parallelize(in_two_stages(build()), make_batch(0), optimizer=sgd)
     message, results = "", []
@@ -238,7 +297,12 @@ def train_nonfinite(mode: str) -> tuple[str, list[bool], list[float], dict[str, 
         except NonFiniteError as error:
             message = str(error)
             break
-    return message, [result.skipped for result in results], [result.loss for result in results], engine.full_state_dict()
+    return (
+        message,
+        [result.skipped for result in results],
+        [result.loss for result in results],
+        engine.full_state_dict(),
+    )
 
 
 @pytest.mark.parametrize("mode", ["stop", "skip", "continue"])
@@ -253,13 +317,22 @@ def test_a_number_that_is_not_finite(mode: str) -> None:
     for message, skipped, losses, _ in ranks:
         if mode == "stop":
             assert skipped == [False]
-            assert message.startswith("step 1: ") and "weights are unchanged" in message and '"on_nonfinite": "skip"' in message
-            # the last sample belongs to the second replica: ranks 2 and 3; sums over the holders bring it to 0 and 1 as well
+            assert (
+                message.startswith("step 1: ")
+                and "weights are unchanged" in message
+                and '"on_nonfinite": "skip"' in message
+            )
+            # the last sample belongs to the second replica: ranks 2 and 3; sums over the holders
+            # bring it to 0 and 1 as well
             assert all(f"on rank {rank}" in message for rank in range(4)) and "layers." in message
         else:
             assert message == ""
             assert skipped == [False, mode == "skip", False]
-            assert math.isfinite(losses[0]) and not math.isfinite(losses[1]) and math.isfinite(losses[2]) == (mode == "skip")
+            assert (
+                math.isfinite(losses[0])
+                and not math.isfinite(losses[1])
+                and math.isfinite(losses[2]) == (mode == "skip")
+            )
     state = ranks[0][3]
     if mode == "continue":
         assert not all(bool(tensor.isfinite().all()) for tensor in state.values())

@@ -1,4 +1,6 @@
-"""The page of a plan: every number is the JSON's, nothing overlaps, and a real browser shows it without an error."""
+"""The page of a plan: every number is the JSON's, nothing overlaps, and a real browser shows it
+without an error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from whale.report.units import human_bytes, human_rate, human_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAPTOP_WIDTH = 1366
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 SCRIPT = """
 import torch
 import whale as wh
@@ -37,7 +41,9 @@ CLUSTER = """
 hosts: [{name: big, kind: V100-16GB, count: 4}, {name: "a host with quite a <long> name", kind: P100, count: 4}]
 """
 NUM_NUMBERS = 3 + 8 * (2 + 3 + 5 + 2)
-"""step, samples/s, bubble; for each of 8 devices samples, FLOP, busy, wait, idle, five classes of memory, their sum and the capacity"""
+"""step, samples/s, bubble; for each of 8 devices samples, FLOP, busy, wait, idle, five classes of
+memory, their sum and the capacity
+"""
 OVERLAPS = """
 <script>
 const shown = [...document.querySelectorAll('h1, h2, p, td, th, .fact, svg text')].map(e => [e, e.getBoundingClientRect()]);
@@ -60,12 +66,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "cluster.yaml").write_text(CLUSTER)
-    files = ["--cluster", str(folder / "cluster.yaml"), "--save", str(folder / "plan.json"), "--html", str(folder / "page.html")]
+    files = [
+        "--cluster",
+        str(folder / "cluster.yaml"),
+        "--save",
+        str(folder / "plan.json"),
+        "--html",
+        str(folder / "page.html"),
+    ]
     files += ["--json", str(folder / "figures.json")]
     made = CliRunner().invoke(app, ["plan", str(folder / "train.py"), *files])
     assert made.exit_code == 0, made.output
     (folder / "plan.txt").write_text(made.output)
-    shown = CliRunner().invoke(app, ["simulate", str(folder / "plan.json"), "--trace", str(folder / "trace.json")])
+    shown = CliRunner().invoke(
+        app, ["simulate", str(folder / "plan.json"), "--trace", str(folder / "trace.json")]
+    )
     assert shown.exit_code == 0, shown.output
     (folder / "simulate.txt").write_text(shown.output)
     return folder
@@ -79,15 +94,28 @@ def predicted(folder: Path) -> dict[str, Any]:
 def test_the_json_holds_the_timeline_and_what_each_device_does(folder: Path) -> None:
     found, plan = predicted(folder), wh.Plan.load(folder / "plan.json")
     timeline = json.loads(json.dumps(wh.simulate(plan).to_json()))
-    assert {key: found[key] for key in timeline if key != "devices"} == {key: timeline[key] for key in timeline if key != "devices"}
+    assert {key: found[key] for key in timeline if key != "devices"} == {
+        key: timeline[key] for key in timeline if key != "devices"
+    }
     for device, simulated in zip(found["devices"], timeline["devices"], strict=True):
         assert {key: device[key] for key in simulated} == simulated
-        assert device["stages"] == list(plan.stages_of_rank(device["rank"])) and device["shard"] is None
+        assert (
+            device["stages"] == list(plan.stages_of_rank(device["rank"]))
+            and device["shard"] is None
+        )
         assert sum(device["samples_of_micro_batches"]) == device["samples"]
-    assert sum(device["samples"] for device in found["devices"]) == 2 * plan.batch_size  # each sample passes both stages
-    assert sum(device["forward_flop"] for device in found["devices"]) == pytest.approx(sum(stage.forward_flop for stage in plan.stages))
-    assert [stage["ranks"] for stage in found["stages"]] == [list(plan.ranks_of_stage(stage.index)) for stage in plan.stages]
-    again = CliRunner().invoke(app, ["simulate", str(folder / "plan.json"), "--json", str(folder / "again.json")])
+    assert (
+        sum(device["samples"] for device in found["devices"]) == 2 * plan.batch_size
+    )  # each sample passes both stages
+    assert sum(device["forward_flop"] for device in found["devices"]) == pytest.approx(
+        sum(stage.forward_flop for stage in plan.stages)
+    )
+    assert [stage["ranks"] for stage in found["stages"]] == [
+        list(plan.ranks_of_stage(stage.index)) for stage in plan.stages
+    ]
+    again = CliRunner().invoke(
+        app, ["simulate", str(folder / "plan.json"), "--json", str(folder / "again.json")]
+    )
     assert again.exit_code == 0 and json.loads((folder / "again.json").read_text()) == found
 
 
@@ -114,7 +142,9 @@ def test_the_page_needs_nothing_from_elsewhere(folder: Path) -> None:
     page = (folder / "page.html").read_text()
     used = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)|@import', page)
     assert used == [("data:,", "")] and "<script" not in page
-    assert set(re.findall(r"https?://[^\"' <]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert set(re.findall(r"https?://[^\"' <]+", page)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
     assert "a host with quite a &lt;long&gt; name" in page
 
 
@@ -126,7 +156,12 @@ def test_no_two_texts_of_a_picture_overlap(folder: Path) -> None:
         root = ElementTree.fromstring(picture)
         texts = []
         for text in root.iter(f"{SVG}text"):
-            x, y, size, words = float(text.get("x", "0")), float(text.get("y", "0")), float(text.get("font-size", "0")), text.text or ""
+            x, y, size, words = (
+                float(text.get("x", "0")),
+                float(text.get("y", "0")),
+                float(text.get("font-size", "0")),
+                text.text or "",
+            )
             wide = text_width(words, size)
             left = x - {"middle": wide / 2, "end": wide}.get(text.get("text-anchor", ""), 0.0)
             assert left >= -1 and left + wide <= float(root.get("width", "0")) + 1, words
@@ -151,39 +186,59 @@ def test_the_commands_tell_step_devices_and_memory(folder: Path) -> None:
     timeline = predicted(folder)
     for file in ("plan.txt", "simulate.txt"):
         text = " ".join((folder / file).read_text().split())
-        assert f"Predicted step {human_seconds(timeline['step_s'])}, {human_rate(timeline['samples_per_s'])} samples/s" in text
+        assert (
+            f"Predicted step {human_seconds(timeline['step_s'])}, "
+            f"{human_rate(timeline['samples_per_s'])} samples/s" in text
+        )
         assert " ".join(timeline["limit"].split()) in text
         for device in timeline["devices"]:
-            assert f"{human_seconds(device['busy_s'])} ({100 * device['busy_s'] / timeline['step_s']:.0f} %)" in text
+            assert (
+                f"{human_seconds(device['busy_s'])} "
+                f"({100 * device['busy_s'] / timeline['step_s']:.0f} %)" in text
+            )
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
 def test_simulate_and_compare_refuse_what_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     for command in (["simulate", "plan.json"], ["compare", "plan.json", "plan.json"]):
-        result = CliRunner().invoke(app, [command[0], *(str(tmp_path / name) for name in command[1:])])
+        result = CliRunner().invoke(
+            app, [command[0], *(str(tmp_path / name) for name in command[1:])]
+        )
         assert result.exit_code == 2 and "is not a plan of `whale plan --save`" in result.stderr
-    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "no" / "trace.json")])
+    result = CliRunner().invoke(
+        app,
+        ["simulate", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "no" / "trace.json")],
+    )
     assert result.exit_code == 2 and "there is no folder" in result.stderr
-    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--json", str(tmp_path)])
+    result = CliRunner().invoke(
+        app, ["simulate", str(tmp_path / "plan.json"), "--json", str(tmp_path)]
+    )
     assert result.exit_code == 2 and "is a folder; give a file" in result.stderr
 
 
 def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> None:
     plan = wh.Plan.load(folder / "plan.json")
     other = wh.plan(
-        nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))),
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+        ),
         torch.randn(32, 64),
         loss=lambda output, batch: output.square().mean(),
         cluster=8,
         config={"num_micro_batch": 2},
     )
     other.save(tmp_path / "other.json")
-    result = CliRunner().invoke(app, ["compare", str(folder / "plan.json"), str(tmp_path / "other.json")])
+    result = CliRunner().invoke(
+        app, ["compare", str(folder / "plan.json"), str(tmp_path / "other.json")]
+    )
     assert result.exit_code == 1
     lines = result.output.splitlines()
     assert "devices: 4 x V100-16GB + 4 x P100 -> " + f"8 x {other.device_kinds[0]}" in lines
-    assert "parallelism: 2 VirtualDevices x 4 model replicas -> 1 VirtualDevice x 8 model replicas" in lines
+    assert (
+        "parallelism: 2 VirtualDevices x 4 model replicas -> 1 VirtualDevice x 8 model replicas"
+        in lines
+    )
     assert "batch: 32 in 4 micro-batches -> 32 in 2" in lines
     assert "cuts: 2 stages -> 1 stage" in lines
     a, b = wh.simulate(plan), wh.simulate(other)
@@ -191,23 +246,47 @@ def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> Non
     faster = max(a.samples_per_s / b.samples_per_s, b.samples_per_s / a.samples_per_s)
     assert any(f"is {faster:.3g} times faster" in line for line in lines)
     assert any(line.startswith("memory, most on rank") for line in lines)
-    same = CliRunner().invoke(app, ["compare", str(folder / "plan.json"), str(folder / "plan.json")])
+    same = CliRunner().invoke(
+        app, ["compare", str(folder / "plan.json"), str(folder / "plan.json")]
+    )
     assert (same.exit_code, same.output) == (0, "both plans do the same\n")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; `make test-all` installs Debian's where apt-get may")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here; `make test-all` installs Debian's where apt-get may"
+)
 def test_a_browser_shows_the_page_without_errors_or_overlaps(folder: Path, tmp_path: Path) -> None:
     assert BROWSER is not None
     page = tmp_path / "page.html"
     page.write_text((folder / "page.html").read_text().replace("</body>", f"{OVERLAPS}</body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={LAPTOP_WIDTH},900"]
-    options += ["--disable-background-networking", "--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"]
-    shown = subprocess.run([BROWSER, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=110)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--window-size={LAPTOP_WIDTH},900",
+    ]
+    options += [
+        "--disable-background-networking",
+        "--disable-sync",
+        "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    shown = subprocess.run(
+        [BROWSER, *options, "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert shown.returncode == 0, shown.stderr
     assert "CONSOLE" not in shown.stderr
     match = re.search(r'data-found="([^"]*)"', shown.stdout)
     assert match is not None, "the page's script did not run"
     found = json.loads(html.unescape(match[1]))
-    assert found["width"] >= LAPTOP_WIDTH - 20 and found["needed"] <= found["width"] and found["number"] > 100
+    assert (
+        found["width"] >= LAPTOP_WIDTH - 20
+        and found["needed"] <= found["width"]
+        and found["number"] > 100
+    )
     assert found["overlaps"] == []
     assert check_numbers(shown.stdout, predicted(folder)) == NUM_NUMBERS

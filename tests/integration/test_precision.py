@@ -1,4 +1,6 @@
-"""fp16 on several ranks against `torch.amp.GradScaler` in a plain loop: the same steps are skipped, on every rank."""
+"""fp16 on several ranks against `torch.amp.GradScaler` in a plain loop: the same steps are skipped,
+on every rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.ranks import run_ranks
 
 NUM_STEPS = 4
 OVERFLOWS = 1
-"""the step in which one sample, of the last rank, is too large for half precision once the loss is scaled"""
+"""the step in which one sample, of the last rank, is too large for half precision once the loss is
+scaled
+"""
 
 
 class Net(nn.Module):
@@ -20,7 +24,9 @@ class Net(nn.Module):
         self.bottom, self.top = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.top(torch.tanh(self.bottom(x))).float() * x.mean(1, keepdim=True)).square().mean()
+        return (
+            (self.top(torch.tanh(self.bottom(x))).float() * x.mean(1, keepdim=True)).square().mean()
+        )
 
 
 def build() -> Net:
@@ -41,11 +47,20 @@ def optimizer(parameters: object) -> torch.optim.Optimizer:
 
 def train(stages: bool) -> tuple[list[bool], list[float], float, dict[str, Tensor]]:
     wh.init({"precision": "fp16", "num_micro_batch": 2})
-    model = wh.annotate(build(), {"bottom": wh.replicate(1), "top": wh.replicate(1)}) if stages else build()
+    model = (
+        wh.annotate(build(), {"bottom": wh.replicate(1), "top": wh.replicate(1)})
+        if stages
+        else build()
+    )
     engine = wh.parallelize(model, batch(0), optimizer=optimizer)
     results = [engine.step(batch(step)) for step in range(NUM_STEPS)]
     assert engine._updater.loss_scale is not None
-    return [r.skipped for r in results], [r.loss for r in results], engine._updater.loss_scale.scale, engine.full_state_dict()
+    return (
+        [r.skipped for r in results],
+        [r.loss for r in results],
+        engine._updater.loss_scale.scale,
+        engine.full_state_dict(),
+    )
 
 
 def train_locally() -> tuple[list[bool], list[float], float, dict[str, Tensor]]:

@@ -1,4 +1,6 @@
-"""`whale profile` on real ranks: it measures something true, and its file is read by everything that takes a cluster."""
+"""`whale profile` on real ranks: it measures something true, and its file is read by everything
+that takes a cluster.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,26 @@ def test_two_ranks_write_a_file_that_plans_and_matches(tmp_path: Path) -> None:
     found = run_ranks(profile_on, 2, ["here", "here"], str(path))
     assert found[0] == found[1]
     cluster = wh.Cluster.load(path)
-    assert [(device.host, device.local_rank) for device in cluster.devices] == [("here", 0), ("here", 1)]
+    assert [(device.host, device.local_rank) for device in cluster.devices] == [
+        ("here", 0),
+        ("here", 1),
+    ]
     for device in cluster.devices:
         kind = device.kind
-        assert {(point.dtype, point.size) for point in kind.matmul_rates} >= {("fp32", 64), ("fp32", 256), ("bf16", 64)}
+        assert {(point.dtype, point.size) for point in kind.matmul_rates} >= {
+            ("fp32", 64),
+            ("fp32", 256),
+            ("bf16", 64),
+        }
         largest = [point.flop_per_s for point in kind.matmul_rates if point.dtype == "fp32"][-1]
         assert kind.flop_per_s == pytest.approx(largest, rel=1e-5)
         # any computer made in this century, and none to come soon: units are right
         assert 1e8 < kind.flop_per_s < 1e13 and 1e8 < kind.bytes_per_s < 1e13
-        assert 2**26 < kind.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        assert (
+            2**26
+            < kind.memory_bytes
+            <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        )
     assert cluster.all_reduce is not None
     for link in (cluster.intra_host, cluster.all_reduce):
         assert 1e6 < link.bytes_per_s < 1e12 and 1e-8 < link.latency_s < 1
@@ -63,14 +76,29 @@ def test_hosts_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     run_ranks(profile_on, 3, ["a", "b", "b"], str(path))
     cluster = wh.Cluster.load(path)
-    assert [(device.host, device.local_rank) for device in cluster.devices] == [("a", 0), ("b", 0), ("b", 1)]
+    assert [(device.host, device.local_rank) for device in cluster.devices] == [
+        ("a", 0),
+        ("b", 0),
+        ("b", 1),
+    ]
     assert "between hosts" in describe(cluster) and "inside a host" in describe(cluster)
 
 
 @pytest.mark.slow
 def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    words = [sys.executable, "-m", "whale", "profile", "-n", "1", "-o", str(path), "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "whale",
+        "profile",
+        "-n",
+        "1",
+        "-o",
+        str(path),
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=110, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "pass 1 over" in done.stderr and f"written to {path}" in done.stdout
@@ -79,7 +107,11 @@ def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["-o", "no/such/folder.yaml"], "there is no folder"), (["-n", "0"], "at least 1 rank"), (["--device", "tpu"], "auto, cpu or cuda")],
+    [
+        (["-o", "no/such/folder.yaml"], "there is no folder"),
+        (["-n", "0"], "at least 1 rank"),
+        (["--device", "tpu"], "auto, cpu or cuda"),
+    ],
 )
 def test_wrong_words_are_refused(words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["profile", *words])
@@ -88,7 +120,9 @@ def test_wrong_words_are_refused(words: list[str], message: str) -> None:
 
 def test_nearly_equal_devices_are_one_kind() -> None:
     base = replace(device_kind("CPU"), matmul_rates=(MatmulRate("fp32", 64, 1e10),))
-    fast = replace(base, flop_per_s=base.flop_per_s * 1.06, matmul_rates=(MatmulRate("fp32", 64, 2e10),))
+    fast = replace(
+        base, flop_per_s=base.flop_per_s * 1.06, matmul_rates=(MatmulRate("fp32", 64, 2e10),)
+    )
     slow = replace(base, flop_per_s=base.flop_per_s / 2)
     figures = [Figures(Place("h", place), kind) for place, kind in enumerate((base, fast, slow))]
     cluster = _cluster(figures, Link(1e9, 1e-5), Link(1e9, 1e-5), None)

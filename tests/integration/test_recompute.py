@@ -1,4 +1,6 @@
-"""Computing activations again is exact under every schedule, and memory goes down by what the plan says."""
+"""Computing activations again is exact under every schedule, and memory goes down by what the plan
+says.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PLANS = (
     PlanCase("gpipe", 2, {"schedule": "gpipe", "num_micro_batch": 4, "num_task_graph": 2}),
     PlanCase("1f1b x DP 2", 4, {"num_micro_batch": 3, "num_task_graph": 2}),
     PlanCase("wave", 2, {"schedule": "wave", "num_micro_batch": 4, "num_task_graph": 2}),
-    PlanCase("zero-bubble", 2, {"schedule": "zero-bubble", "num_micro_batch": 4, "num_task_graph": 2}),
+    PlanCase(
+        "zero-bubble", 2, {"schedule": "zero-bubble", "num_micro_batch": 4, "num_task_graph": 2}
+    ),
     PlanCase("auto", 2, {"schedule": "auto", "num_micro_batch": 4, "num_task_graph": 2}),
 )
 
@@ -38,11 +42,15 @@ def server() -> Iterator[tuple[ModelServer, Trace]]:
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_trains_like_local(server: tuple[ModelServer, Trace], plan: PlanCase) -> None:
     again = PlanCase(plan.name, plan.num_ranks, {**plan.config, "recompute": True})
-    compare(server[1], merge(server[0].run(train_on_rank, again.num_ranks, again), CASES[CASE].build()))
+    compare(
+        server[1], merge(server[0].run(train_on_rank, again.num_ranks, again), CASES[CASE].build())
+    )
 
 
 def peak_of_a_step(recompute: bool) -> tuple[int, float]:
-    """(bytes that a step takes beside weights, gradients and optimizer state; the same as predicted), 4 micro-batches in flight."""
+    """(bytes that a step takes beside weights, gradients and optimizer state; the same as
+    predicted), 4 micro-batches in flight.
+    """
     wh.init(wh.Config({"recompute": recompute, "schedule": "gpipe", "num_micro_batch": 4}))
     batch = torch.randn(4096, WIDTH)
     engine = wh.parallelize(Net(), batch, optimizer=sgd)

@@ -1,4 +1,6 @@
-"""What Whale cannot run exactly it refuses, by name, with the line and the way out. What it can run, it runs exactly."""
+"""What Whale cannot run exactly it refuses, by name, with the line and the way out. What it can
+run, it runs exactly.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import Trace, compare, local_training
 from tests.integration.table import PlanCase
-from tests.integration.training import RankTrace, Subject, batches, make_optimizer, merge, train_on_rank
+from tests.integration.training import (
+    RankTrace,
+    Subject,
+    batches,
+    make_optimizer,
+    merge,
+    train_on_rank,
+)
 from tests.ranks import ModelServer, RankError, preload
 from tests.zoo import Case
 
@@ -37,7 +46,9 @@ def server() -> Iterator[ModelServer]:
 
 
 def warm_up() -> None:
-    """The first capture of a process takes a second longer than the others: ranks inherit what it leaves."""
+    """The first capture of a process takes a second longer than the others: ranks inherit what it
+    leaves.
+    """
     wh.plan(Net, vectors(0, 4).float(), cluster=1)
 
 
@@ -51,10 +62,13 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 
 
 def vectors(seed: int, batch_size: int) -> Tensor:
-    return torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        batch_size, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-# ---- gradients that the captured graph would lose ---------------------------------------------------------------------
+# ---- gradients that the captured graph would lose
+# ---------------------------------------------------------------------
 
 
 class RoundStraightThrough(torch.autograd.Function):
@@ -78,7 +92,9 @@ class ReverseGradient(torch.autograd.Function):
 
 
 class SameDerivative(torch.autograd.Function):
-    """A Function as people write them to save memory: its backward is the derivative of its forward."""
+    """A Function as people write them to save memory: its backward is the derivative of its
+    forward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -144,17 +160,41 @@ class ModuleHook(Net):
 
 LOST = [
     pytest.param(
-        StraightThrough, "RoundStraightThrough", line_of(StraightThrough.between, "apply"), "torch.library.custom_op", id="straight"
+        StraightThrough,
+        "RoundStraightThrough",
+        line_of(StraightThrough.between, "apply"),
+        "torch.library.custom_op",
+        id="straight",
     ),
-    pytest.param(Reversed, "ReverseGradient", line_of(Reversed.between, "apply"), "torch.library.custom_op", id="reversal"),
-    pytest.param(TensorHook, "half", line_of(TensorHook.between, "register_hook"), "put the change into the forward", id="tensor hook"),
-    pytest.param(ModuleHook, "above: halve_inputs", line_of(halve_inputs, "def"), "remove the hook", id="module hook"),
+    pytest.param(
+        Reversed,
+        "ReverseGradient",
+        line_of(Reversed.between, "apply"),
+        "torch.library.custom_op",
+        id="reversal",
+    ),
+    pytest.param(
+        TensorHook,
+        "half",
+        line_of(TensorHook.between, "register_hook"),
+        "put the change into the forward",
+        id="tensor hook",
+    ),
+    pytest.param(
+        ModuleHook,
+        "above: halve_inputs",
+        line_of(halve_inputs, "def"),
+        "remove the hook",
+        id="module hook",
+    ),
 ]
 
 
 @pytest.mark.parametrize("given", ["real weights", "builder", "meta", "plan of a builder"])
 @pytest.mark.parametrize(("build", "name", "line", "way_out"), LOST)
-def test_changed_gradients_are_refused(build: type[Net], name: str, line: str, way_out: str, given: str) -> None:
+def test_changed_gradients_are_refused(
+    build: type[Net], name: str, line: str, way_out: str, given: str
+) -> None:
     batch = vectors(0, BATCH_SIZE).float()
     with pytest.raises(ValueError, match=re.escape(way_out)) as caught:
         if given == "plan of a builder":
@@ -164,7 +204,9 @@ def test_changed_gradients_are_refused(build: type[Net], name: str, line: str, w
                 model = build()
             wh.parallelize(model, batch, optimizer=make_optimizer)
         else:
-            wh.parallelize(build() if given == "real weights" else build, batch, optimizer=make_optimizer)
+            wh.parallelize(
+                build() if given == "real weights" else build, batch, optimizer=make_optimizer
+            )
     assert name in str(caught.value) and line in str(caught.value)
 
 
@@ -196,7 +238,13 @@ def small_bloom() -> nn.Module:
     import transformers
 
     config = transformers.BloomConfig(
-        hidden_size=16, n_layer=2, n_head=2, vocab_size=50, hidden_dropout=0.0, attention_dropout=0.0, pad_token_id=0
+        hidden_size=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=50,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=0,
     )
     return transformers.BloomForCausalLM(config).train()
 
@@ -211,7 +259,8 @@ def test_bloom_passes_with_weights_and_is_refused_without() -> None:
         wh.plan(small_bloom, batch, cluster=2)
 
 
-# ---- losses that are no sum over samples ------------------------------------------------------------------------------
+# ---- losses that are no sum over samples
+# ------------------------------------------------------------------------------
 
 
 class ProductOfMeans(Net):
@@ -219,7 +268,9 @@ class ProductOfMeans(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.below(x))
-        return (hidden.mean(0) * self.above(hidden).softmax(-1).mean(0)).sum() + hidden.square().mean()
+        return (
+            hidden.mean(0) * self.above(hidden).softmax(-1).mean(0)
+        ).sum() + hidden.square().mean()
 
 
 class Contrastive(Net):
@@ -270,9 +321,16 @@ def test_loss_that_is_no_sum_is_refused_with_micro_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["product", "centred"])
-def test_batch_means_are_exact_on_two_devices_with_one_micro_batch(server: ModelServer, name: str) -> None:
-    """Means over the batch are shared between the devices inside the forward, and so are their gradients."""
-    compare(train_locally(name), merge(server.run(train, 2, name, DATA_PARALLEL), NOT_ADDITIVE[name].build()))
+def test_batch_means_are_exact_on_two_devices_with_one_micro_batch(
+    server: ModelServer, name: str
+) -> None:
+    """Means over the batch are shared between the devices inside the forward, and so are their
+    gradients.
+    """
+    compare(
+        train_locally(name),
+        merge(server.run(train, 2, name, DATA_PARALLEL), NOT_ADDITIVE[name].build()),
+    )
 
 
 def all_pairs(output: Tensor, batch: Tensor) -> Tensor:
@@ -288,39 +346,62 @@ class Encoder(Net):
 def test_the_line_of_a_loss_function_is_named() -> None:
     """With `loss=` the line is in the user's function, not in Whale."""
     with pytest.raises(ValueError, match="not a sum over samples") as caught:
-        wh.plan(Encoder(), vectors(0, BATCH_SIZE).float(), loss=all_pairs, cluster=1, config={"num_micro_batch": 2})
+        wh.plan(
+            Encoder(),
+            vectors(0, BATCH_SIZE).float(),
+            loss=all_pairs,
+            cluster=1,
+            config={"num_micro_batch": 2},
+        )
     assert line_of(all_pairs, "output @ output") in str(caught.value)
 
 
 def test_contrastive_loss_is_refused_on_two_devices(server: ModelServer) -> None:
-    """Its logits are batch x batch: no sum can be shared. One device with one micro-batch is the way out."""
+    """Its logits are batch x batch: no sum can be shared. One device with one micro-batch is the
+    way out.
+    """
     with pytest.raises(RankError) as caught:
         server.run(train, 2, "contrastive", DATA_PARALLEL)
     message = str(caught.value)
-    assert "not a sum over samples" in message and LINES["contrastive"] in message and '"loss_per_micro_batch": true' in message
+    assert (
+        "not a sum over samples" in message
+        and LINES["contrastive"] in message
+        and '"loss_per_micro_batch": true' in message
+    )
     # "num_micro_batch" is 1 here already, so that alone is no way out
     assert "one device" in message
 
 
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 def test_any_loss_is_exact_on_one_device_with_one_micro_batch(name: str) -> None:
-    compare(train_locally(name), merge([train(None, name, PlanCase("1 rank", 1))], NOT_ADDITIVE[name].build()))
+    compare(
+        train_locally(name),
+        merge([train(None, name, PlanCase("1 rank", 1))], NOT_ADDITIVE[name].build()),
+    )
 
 
 @pytest.mark.parametrize("name", ["product", "contrastive"])
 def test_loss_per_micro_batch_is_the_mean_over_the_parts(name: str) -> None:
-    """Accepted when asked for: what comes out is the mean of the losses of the parts, each weighted by its samples."""
+    """Accepted when asked for: what comes out is the mean of the losses of the parts, each weighted
+    by its samples.
+    """
     config = {"num_micro_batch": 2, "loss_per_micro_batch": True}
     case = NOT_ADDITIVE[name]
-    reference = local_training(case.build(), batches(case, False, 2), None, make_optimizer, num_micro_batch=2)
-    compare(reference, merge([train(None, name, PlanCase("per micro-batch", 1, config))], case.build()))
+    reference = local_training(
+        case.build(), batches(case, False, 2), None, make_optimizer, num_micro_batch=2
+    )
+    compare(
+        reference, merge([train(None, name, PlanCase("per micro-batch", 1, config))], case.build())
+    )
 
 
 def test_loss_per_micro_batch_runs_on_two_devices(server: ModelServer) -> None:
     """Each device's share of a micro-batch is a part of its own: 4 parts of 3, 2, 3, 2 samples."""
     config = {"num_micro_batch": 2, "loss_per_micro_batch": True}
     case = NOT_ADDITIVE["contrastive"]
-    got = merge(server.run(train, 2, "contrastive", PlanCase("per part", 2, config), 1), case.build())
+    got = merge(
+        server.run(train, 2, "contrastive", PlanCase("per part", 2, config), 1), case.build()
+    )
     model, batch = case.build(), case.batch(0, BATCH_SIZE)
     parts = batch.split([3, 2, 3, 2])
     expected = sum(model(part).item() * len(part) / BATCH_SIZE for part in parts)

@@ -1,6 +1,8 @@
-"""Resuming is exact: a job that is saved and goes on under other plans and rank counts trains like one that was never interrupted.
+"""Resuming is exact: a job that is saved and goes on under other plans and rank counts trains like
+one that was never interrupted.
 
-4 ranks (2 stages x DP 2) -> 2 ranks (DP 2) -> 3 ranks (3 stages) -> 1 rank. The reference is plain PyTorch on the same samples.
+4 ranks (2 stages x DP 2) -> 2 ranks (DP 2) -> 3 ranks (3 stages) -> 1 rank. The reference is plain
+PyTorch on the same samples.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ from tests.exactness import EXACT_FLOAT64, Trace, compare
 from tests.ranks import ModelServer
 
 WIDTH, NUM_CLASSES, NUM_LAYERS = 8, 3, 6
-BATCH_SIZE, NUM_SAMPLES = 6, 26  # 4 mini-batches an epoch and 2 samples left over: positions and epochs differ between the parts
+BATCH_SIZE, NUM_SAMPLES = (
+    6,
+    26,
+)  # 4 mini-batches an epoch and 2 samples left over: positions and epochs differ between the parts
 SEED = 5
 
 
 class Net(nn.Module):
-    """Layers of one shape, a head, and a frozen parameter: what is saved under a wrong name shows."""
+    """Layers of one shape, a head, and a frozen parameter: what is saved under a wrong
+    name shows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +66,9 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 def order(epoch: int) -> list[int]:
     """Another order for each epoch, known to both sides."""
-    return torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+    return torch.randperm(
+        NUM_SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)
+    ).tolist()
 
 
 def build() -> Net:
@@ -73,7 +82,10 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     decayed = [parameter for name, parameter in named if name.endswith("weight")]
     others = [parameter for name, parameter in named if not name.endswith("weight")]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-2}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-2},
+    ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
@@ -127,8 +139,12 @@ class RankOutcome:
 
 
 def train_leg(prepared: None, leg: Leg, folder: Path, forgets: str = "") -> RankOutcome:
-    """One rank: goes on from the folder's checkpoint if there is one, trains and saves. `forgets`: what is lost on the way."""
-    wh.init({**leg.config, "seed": int(os.environ.get("WORLD_SIZE", "1"))})  # the seed must not matter: there is no dropout
+    """One rank: goes on from the folder's checkpoint if there is one, trains and saves. `forgets`:
+    what is lost on the way.
+    """
+    wh.init(
+        {**leg.config, "seed": int(os.environ.get("WORLD_SIZE", "1"))}
+    )  # the seed must not matter: there is no dropout
     model = build()
     if leg.stages:
         wh.annotate(model, {glob: wh.replicate(1) for glob in leg.stages})
@@ -158,7 +174,9 @@ def train_leg(prepared: None, leg: Leg, folder: Path, forgets: str = "") -> Rank
     optimizer = engine.optimizer
     assert optimizer is not None
     moments = {
-        name: {key: torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()}
+        name: {
+            key: torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()
+        }
         for name, parameter in engine.named_parameters()
     }
     engine.close()
@@ -183,7 +201,10 @@ def train_locally(num_steps: int) -> Local:
     epoch = 0
     while len(batches) < num_steps:
         numbers = order(epoch)
-        batches += [numbers[start : start + BATCH_SIZE] for start in range(0, NUM_SAMPLES - BATCH_SIZE + 1, BATCH_SIZE)]
+        batches += [
+            numbers[start : start + BATCH_SIZE]
+            for start in range(0, NUM_SAMPLES - BATCH_SIZE + 1, BATCH_SIZE)
+        ]
         epoch += 1
     losses, rates = [], []
     for batch in batches[:num_steps]:
@@ -194,15 +215,21 @@ def train_locally(num_steps: int) -> Local:
         scheduler.step()
         losses.append(loss.item())
         rates.append(optimizer.param_groups[0]["lr"])
-    moments = {name: optimizer.state[parameter] for name, parameter in model.named_parameters() if parameter in optimizer.state}
+    moments = {
+        name: optimizer.state[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return Local(Trace(losses, {}, weights), rates, moments, batches[:num_steps])
 
 
 def check_samples(read: list[list[int]], batches: list[list[int]], leg: Leg) -> None:
-    """All ranks together read the samples of exactly these batches, and a data-parallel rank none twice.
+    """All ranks together read the samples of exactly these batches, and a data-parallel rank none
+    twice.
 
-    A loader that fetches ahead would read more: then the test must look at what was given out instead.
+    A loader that fetches ahead would read more: then the test must look at what was given out
+    instead.
     """
     wanted = [number for batch in batches for number in batch]
     readers = [numbers for numbers in read if numbers]
@@ -230,9 +257,15 @@ def test_resume_is_exact(server: ModelServer, tmp_path: Path, legs: tuple[Leg, .
     for number, leg in enumerate(legs):
         before = len(losses)
         outcomes = server.run(train_leg, leg.num_ranks, leg, tmp_path)
-        assert [outcome.loaded for outcome in outcomes] == [before if number else None] * leg.num_ranks
+        assert [outcome.loaded for outcome in outcomes] == [
+            before if number else None
+        ] * leg.num_ranks
         assert all(outcome.losses == outcomes[0].losses for outcome in outcomes)
-        check_samples([outcome.read for outcome in outcomes], local.batches[before : before + leg.num_steps], leg)
+        check_samples(
+            [outcome.read for outcome in outcomes],
+            local.batches[before : before + leg.num_steps],
+            leg,
+        )
         losses += outcomes[0].losses
         rates += outcomes[0].learning_rates
     compare(local.trace, Trace(losses, {}, outcomes[0].state))
@@ -243,13 +276,21 @@ def test_resume_is_exact(server: ModelServer, tmp_path: Path, legs: tuple[Leg, .
             seen.add(name)
             assert state.keys() == local.moments[name].keys()
             for key, value in state.items():
-                torch.testing.assert_close(value, local.moments[name][key], rtol=1e-8, atol=EXACT_FLOAT64, msg=f"{name}: {key}")
+                torch.testing.assert_close(
+                    value,
+                    local.moments[name][key],
+                    rtol=1e-8,
+                    atol=EXACT_FLOAT64,
+                    msg=f"{name}: {key}",
+                )
     assert seen == set(local.moments)
 
 
 @pytest.mark.parametrize("forgets", ["", "moments", "learning rate", "position"])
 def test_what_is_lost_would_show(server: ModelServer, tmp_path: Path, forgets: str) -> None:
-    """The comparison of this file sees each kind of state: with any of it lost the second part ends elsewhere."""
+    """The comparison of this file sees each kind of state: with any of it lost the second part ends
+    elsewhere.
+    """
     server.run(train_leg, 1, ONE, tmp_path)
     second = server.run(train_leg, 2, TWO, tmp_path, forgets)
     weights = train_locally(ONE.num_steps + TWO.num_steps).trace.weights
@@ -262,11 +303,17 @@ def test_what_is_lost_would_show(server: ModelServer, tmp_path: Path, forgets: s
 
 def load_older(prepared: None, folder: Path) -> tuple[int | None, int, dict[str, Tensor]]:
     wh.init()
-    engine = wh.parallelize(build(), default_collate([Samples()[i] for i in range(BATCH_SIZE)]), optimizer=make_optimizer)
+    engine = wh.parallelize(
+        build(),
+        default_collate([Samples()[i] for i in range(BATCH_SIZE)]),
+        optimizer=make_optimizer,
+    )
     return engine.load(folder), engine.step_count, engine.full_state_dict()
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(server: ModelServer, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    server: ModelServer, tmp_path: Path
+) -> None:
     server.run(train_leg, 2, TWO, tmp_path)
     server.run(train_leg, 4, FOUR, tmp_path)
     files = sorted((tmp_path / "step_00000006").glob("*.safetensors"))

@@ -1,4 +1,6 @@
-"""Messages and sums through memory: small and large, more than socket and ring hold, in any order of waiting, and from a peer that dies."""
+"""Messages and sums through memory: small and large, more than socket and ring hold, in any order
+of waiting, and from a peer that dies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def content(number: int, num_bytes: int) -> Tensor:
 
 
 def exchange(sizes: list[int], order: list[int], pause_s: float = 0.0) -> tuple[int, bool]:
-    """Both ranks send all messages and only then wait for those of the other, in that order. (lines to others, whether all was right)"""
+    """Both ranks send all messages and only then wait for those of the other, in that order. (lines
+    to others, whether all was right)
+    """
     ranks = Ranks("cpu")
     peer = 1 - ranks.rank
     transport = Transport(ranks, [(0, 1), (1, 0)])
@@ -89,7 +93,10 @@ def many_rounds(num_rounds: int, num_bytes: int) -> bool:
 
 
 def test_the_ring_goes_round_and_what_does_not_fit_goes_by_gloo() -> None:
-    assert run_ranks(with_small_ring, 2, 40, 27_001) == [True, True]  # faster sender than receiver: also with a full ring
+    assert run_ranks(with_small_ring, 2, 40, 27_001) == [
+        True,
+        True,
+    ]  # faster sender than receiver: also with a full ring
     assert run_ranks(with_small_ring, 2, 4, 100_001) == [True, True]  # larger than the ring
 
 
@@ -110,7 +117,9 @@ def dies() -> None:
 def test_a_peer_that_dies_is_named() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(dies, 2)
-    assert "Rank 1" in str(error.value) or "receive F 0>1.2 from rank 1: that rank is gone or stuck" in str(error.value)
+    assert "Rank 1" in str(
+        error.value
+    ) or "receive F 0>1.2 from rank 1: that rank is gone or stuck" in str(error.value)
 
 
 def test_ranks_of_two_hosts_have_no_line() -> None:
@@ -127,7 +136,9 @@ def on_two_hosts() -> int:
 
 
 def exchanges(num_passes: int, reads: bool) -> tuple[bool, list[list[list[float]]]]:
-    """(through memory, what this rank was told in each pass); a pass that is never read is over before the next."""
+    """(through memory, what this rank was told in each pass); a pass that is never read is over
+    before the next.
+    """
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1)])
     told = []
@@ -148,7 +159,10 @@ def test_every_rank_is_told_the_numbers_of_all(reads: bool) -> None:
     """Three ranks, of which only two send each other anything else."""
     for through_memory, told in run_ranks(exchanges, 3, 1000, reads):
         assert through_memory
-        assert told == [[[number, 0.0], [number, 10.0], [number, 20.0]] for number in (range(1000) if reads else [999])]
+        assert told == [
+            [[number, 0.0], [number, 10.0], [number, 20.0]]
+            for number in (range(1000) if reads else [999])
+        ]
 
 
 # ---- sums
@@ -160,7 +174,9 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) -> list[bool]:
-    """For each of the groups that this rank is in, and each size: whether it got the sum. One message lies in the ring meanwhile."""
+    """For each of the groups that this rank is in, and each size: whether it got the sum. One
+    message lies in the ring meanwhile.
+    """
     same_host_collectives.BLOCK_BYTES = 64 * 1024
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1)])
@@ -174,7 +190,15 @@ def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) ->
             assert transport.reaches_through_memory(group)
             tensor = numbers(ranks.rank, size, dtype)
             transport.collectives.add_up(tensor, group)
-            right.append(torch.equal(tensor, sum((numbers(rank, size, dtype) for rank in group), torch.zeros(size, dtype=dtype))))
+            right.append(
+                torch.equal(
+                    tensor,
+                    sum(
+                        (numbers(rank, size, dtype) for rank in group),
+                        torch.zeros(size, dtype=dtype),
+                    ),
+                )
+            )
     if ranks.rank == 1:
         buffer = torch.zeros(5000, dtype=torch.uint8)
         transport.wait(transport.post(buffer, message, "a message"))
@@ -207,9 +231,14 @@ def test_sums_that_are_rounded_are_the_same_on_all_ranks() -> None:
 
 
 def touched_bytes(enough_bytes: int) -> int:
-    """How far a ring was written by twice the bytes that it has, in parts of 64 KiB of which one or two are on their way."""
+    """How far a ring was written by twice the bytes that it has, in parts of 64 KiB of which one or
+    two are on their way.
+    """
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ring, group = mmap.mmap(-1, RING_START + RING_BYTES), cast(dist.ProcessGroup, None)  # there is always room
+    ring, group = (
+        mmap.mmap(-1, RING_START + RING_BYTES),
+        cast(dist.ProcessGroup, None),
+    )  # there is always room
     outgoing, incoming = Outgoing(first, ring, group, 1), Incoming(second, ring, group, 0, {})
     part, buffer = torch.ones(65_536, dtype=torch.uint8), torch.zeros(65_536, dtype=torch.uint8)
     num_parts = 2 * RING_BYTES // part.nbytes
@@ -229,7 +258,9 @@ def test_a_long_sum_touches_few_bytes_of_the_rings() -> None:
 
 
 def sums_with_full_rings() -> list[bool]:
-    """Both ranks have sent a message that nearly fills the ring, and wait for it only after the sums."""
+    """Both ranks have sent a message that nearly fills the ring, and wait for it only after the
+    sums.
+    """
     same_host.RING_BYTES, same_host_collectives.BLOCK_BYTES = 90_000, 64 * 1024
     ranks = Ranks("cpu")
     transport, message = Transport(ranks, [(0, 1), (1, 0)]), Message(1 - ranks.rank, 0, ())
@@ -254,7 +285,9 @@ def test_two_ranks_with_full_rings_do_not_wait_for_each_other() -> None:
 
 
 def after_a_failed_pass() -> list[list[float]]:
-    """What is told in a pass, after one in which the ranks told each other values of unlike sizes."""
+    """What is told in a pass, after one in which the ranks told each other values of
+    unlike sizes.
+    """
     ranks = Ranks("cpu")
     transport = Transport(ranks, [])
     transport.begin()
@@ -273,7 +306,9 @@ def test_what_a_failed_pass_left_behind_is_no_part_of_a_later_sum() -> None:
 
 def conjugated() -> list[complex]:
     ranks = Ranks("cpu")
-    found = Transport(ranks, []).collectives.tell(torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None)
+    found = Transport(ranks, []).collectives.tell(
+        torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None
+    )
     ranks.gather(None)
     assert found is not None
     return found.view(-1).tolist()
@@ -294,7 +329,9 @@ def dies_before_a_sum() -> None:
 def test_a_peer_that_dies_before_a_sum_is_named() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(dies_before_a_sum, 2)
-    assert "Rank 1" in str(error.value) or "its part of a sum from rank 1: that rank is gone or stuck" in str(error.value)
+    assert "Rank 1" in str(
+        error.value
+    ) or "its part of a sum from rank 1: that rank is gone or stuck" in str(error.value)
 
 
 def told(sizes: list[int]) -> list[bool]:
@@ -306,9 +343,15 @@ def told(sizes: list[int]) -> list[bool]:
     for size in sizes:
         for members, own in (((0, 1, 2), None), ((2, 0), group)):
             if ranks.rank in members:
-                found = transport.collectives.tell(content(ranks.rank, size).view(1, -1).expand(2, -1), own)
+                found = transport.collectives.tell(
+                    content(ranks.rank, size).view(1, -1).expand(2, -1), own
+                )
                 assert found is not None
-                right.append(torch.equal(found, torch.stack([content(rank, size).expand(2, -1) for rank in members])))
+                right.append(
+                    torch.equal(
+                        found, torch.stack([content(rank, size).expand(2, -1) for rank in members])
+                    )
+                )
     ranks.gather(None)
     return right
 
@@ -319,7 +362,12 @@ def test_everyone_is_told_the_values_of_a_group_in_its_order() -> None:
 
 def dropped() -> bool:
     batch = torch.ones(4, 3)
-    engine = wh.parallelize(torch.nn.Linear(3, 2), batch, optimizer=torch.optim.SGD, loss=lambda output, _: output.square().mean())
+    engine = wh.parallelize(
+        torch.nn.Linear(3, 2),
+        batch,
+        optimizer=torch.optim.SGD,
+        loss=lambda output, _: output.square().mean(),
+    )
     engine.step(batch)
     transport = weakref.ref(engine._shapes.transport)
     engine.close()

@@ -1,4 +1,6 @@
-"""The snippets of the papers, as written there, on real ranks: each trains exactly like local PyTorch."""
+"""The snippets of the papers, as written there, on real ranks: each trains exactly like local
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Plain(nn.Module):
 
 
 class ScopesAtConstruction(Plain):
-    """`with wh.replicate(1): model_stage1()`, as in the seed: modules built inside belong to the TaskGraph."""
+    """`with wh.replicate(1): model_stage1()`, as in the seed: modules built inside belong to the
+    TaskGraph.
+    """
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -116,13 +120,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, batch_size: int) -> tuple[Trace, wh.Plan]:
-    """Some steps on this rank; the state of the trace is whole on rank 0 only, its gradients are this rank's."""
+    """Some steps on this rank; the state of the trace is whole on rank 0 only, its gradients are
+    this rank's.
+    """
     data = [make_batch(step, batch_size) for step in range(NUM_STEPS)]
     engine = wh.parallelize(model, data[0], optimizer=sgd)
     losses, gradients = [], {}
     for batch in data:
         losses.append(engine.step(batch).loss)
-        gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        gradients = gradients or {
+            name: gradient.clone() for name, gradient in engine.gradients().items()
+        }
     return Trace(losses, gradients, engine.full_state_dict()), engine.plan
 
 
@@ -132,12 +140,16 @@ def whole(traces: list[Trace]) -> Trace:
     for trace in traces:
         assert trace.losses == traces[0].losses, "ranks saw different losses"
         for name, gradient in trace.gradients.items():
-            assert torch.equal(gradients.setdefault(name, gradient), gradient), f"{name} has different gradients on two ranks"
+            assert torch.equal(gradients.setdefault(name, gradient), gradient), (
+                f"{name} has different gradients on two ranks"
+            )
     return Trace(traces[0].losses, gradients, traces[0].weights)
 
 
 def reference(make: Callable[[], nn.Module], batch_size: int) -> Trace:
-    return local_training(built(make), [make_batch(step, batch_size) for step in range(NUM_STEPS)], None, sgd)
+    return local_training(
+        built(make), [make_batch(step, batch_size) for step in range(NUM_STEPS)], None, sgd
+    )
 
 
 def warm_up() -> None:
@@ -150,13 +162,17 @@ def server() -> Iterator[ModelServer]:
         yield started
 
 
-# ---- pipeline with 2 TaskGraphs ---------------------------------------------------------------------------------------
+# ---- pipeline with 2 TaskGraphs
+# ---------------------------------------------------------------------------------------
 
 
 def two_task_graphs(prepared: None, how: str) -> tuple[Trace, wh.Plan, int]:
     wh.init(wh.Config({"num_micro_batch": 8}))
     if how == "annotate":
-        model = wh.annotate(built(Plain), {"model.stage1": wh.replicate(1), "model.stage2|model.head": wh.replicate(1)})
+        model = wh.annotate(
+            built(Plain),
+            {"model.stage1": wh.replicate(1), "model.stage2|model.head": wh.replicate(1)},
+        )
     elif how == "default strategy":
         wh.set_default_strategy(wh.replicate(1))
         model = built(OneScopeInForward)
@@ -167,28 +183,47 @@ def two_task_graphs(prepared: None, how: str) -> tuple[Trace, wh.Plan, int]:
 
 @pytest.mark.parametrize("how", ["construction", "forward", "annotate", "default strategy"])
 def test_two_task_graphs_with_8_micro_batches(server: ModelServer, how: str) -> None:
-    """Whichever way the two TaskGraphs are said: two stages, one model replica, and the training of the plain model."""
+    """Whichever way the two TaskGraphs are said: two stages, one model replica, and the training of
+    the plain model.
+    """
     ranks = server.run(two_task_graphs, 2, how)
     compare(reference(Plain, 17), whole([trace for trace, _, _ in ranks]))
     plan = ranks[0][1]
     assert [number for _, _, number in ranks] == [2, 2]
-    assert (len(plan.task_graphs), len(plan.stages), plan.num_replicas, plan.num_micro_batch) == (2, 2, 1, 8)
-    assert {name for name, stages in plan.holders.items() if stages == (0,)} == {n for n in plan.holders if n.startswith("model.stage1")}
+    assert (len(plan.task_graphs), len(plan.stages), plan.num_replicas, plan.num_micro_batch) == (
+        2,
+        2,
+        1,
+        8,
+    )
+    assert {name for name, stages in plan.holders.items() if stages == (0,)} == {
+        n for n in plan.holders if n.startswith("model.stage1")
+    }
 
 
 def test_all_ways_give_the_same_plan_for_the_operations() -> None:
-    """Scopes in forward, at construction and from outside end as the same stages and the same crossing."""
+    """Scopes in forward, at construction and from outside end as the same stages and the same
+    crossing.
+    """
     plans = []
     for how in ("construction", "forward", "annotate"):
         wh.init()
-        model = built({"construction": ScopesAtConstruction, "forward": ScopesInForward, "annotate": Plain}[how])
+        model = built(
+            {"construction": ScopesAtConstruction, "forward": ScopesInForward, "annotate": Plain}[
+                how
+            ]
+        )
         if how == "annotate":
-            wh.annotate(model, {"model.stage1": wh.replicate(1), "model.stage2|model.head": wh.replicate(1)})
+            wh.annotate(
+                model, {"model.stage1": wh.replicate(1), "model.stage2|model.head": wh.replicate(1)}
+            )
         plans.append(wh.plan(model, make_batch(0, 17), cluster=2, config={"num_micro_batch": 8}))
     for plan in plans[1:]:
         assert plan.stage_of_operation == plans[0].stage_of_operation
         assert plan.schedule == plans[0].schedule
-        assert [(c.source, c.destination, c.sample_bytes) for c in plan.crossings] == [(0, 1, WIDTH * 8)]
+        assert [(c.source, c.destination, c.sample_bytes) for c in plan.crossings] == [
+            (0, 1, WIDTH * 8)
+        ]
 
 
 def test_scopes_do_nothing_without_whale() -> None:
@@ -198,7 +233,8 @@ def test_scopes_do_nothing_without_whale() -> None:
     assert torch.equal(built(ScopesAtConstruction)(x, labels), built(Plain)(x, labels))
 
 
-# ---- M6-10B: pipeline without a mark, and data parallelism around it --------------------------------------------------
+# ---- M6-10B: pipeline without a mark, and data parallelism around it
+# --------------------------------------------------
 
 
 def m6(prepared: None, batch_size: int) -> tuple[Trace, wh.Plan]:
@@ -219,27 +255,45 @@ def test_8_task_graphs_with_35_micro_batches_on_8_ranks(server: ModelServer) -> 
 def test_16_devices_make_two_pipelines_of_the_same_8_task_graphs() -> None:
     """`M6-10B with Pipeline and DP`: more devices are more model replicas, without another word."""
     wh.init()
-    plan = wh.plan(built(Deep), make_batch(0, 70), cluster=16, config={"num_micro_batch": 35, "num_task_graph": 8})
+    plan = wh.plan(
+        built(Deep),
+        make_batch(0, 70),
+        cluster=16,
+        config={"num_micro_batch": 35, "num_task_graph": 8},
+    )
     assert (len(plan.stages), plan.num_replicas) == (8, 2)
-    assert sorted(rank for device in plan.virtual_devices for replica in device.ranks for rank in replica) == list(range(16))
+    assert sorted(
+        rank for device in plan.virtual_devices for replica in device.ranks for rank in replica
+    ) == list(range(16))
 
 
-# ---- the default strategy ---------------------------------------------------------------------------------------------
+# ---- the default strategy
+# ---------------------------------------------------------------------------------------------
 
 
 def all_devices(prepared: None, how: str) -> tuple[Trace, wh.Plan]:
-    """`wh.set_default_strategy(wh.replicate(total_gpus))`: the whole model on all devices, in one model replica."""
+    """`wh.set_default_strategy(wh.replicate(total_gpus))`: the whole model on all devices, in one
+    model replica.
+    """
     wh.init()
     total_gpus = wh.num_devices()
     if how == "default":
         wh.set_default_strategy(wh.replicate(total_gpus))
-    model = built(Plain) if how != "scope" else wh.annotate(built(Plain), {"model": wh.replicate(total_gpus)})
+    model = (
+        built(Plain)
+        if how != "scope"
+        else wh.annotate(built(Plain), {"model": wh.replicate(total_gpus)})
+    )
     return train(model, 10)
 
 
 @pytest.mark.parametrize(("how", "num_replicas"), [("default", 1), ("scope", 1), ("nothing", 3)])
-def test_replicate_on_all_devices_is_data_parallel(server: ModelServer, how: str, num_replicas: int) -> None:
-    """10 samples on 3 devices. Without a word there are 3 model replicas of one device each; the training is the same."""
+def test_replicate_on_all_devices_is_data_parallel(
+    server: ModelServer, how: str, num_replicas: int
+) -> None:
+    """10 samples on 3 devices. Without a word there are 3 model replicas of one device each; the
+    training is the same.
+    """
     ranks = server.run(all_devices, 3, how)
     compare(reference(Plain, 10), whole([trace for trace, _ in ranks]))
     assert (ranks[0][1].num_replicas, len(ranks[0][1].virtual_devices)) == (num_replicas, 1)
@@ -280,9 +334,14 @@ def hybrid_of_replicate_and_split(num_devices: int) -> wh.Plan:
 def test_hybrid_of_replicate_and_split_is_one_stage_on_a_grid() -> None:
     assert hybrid_of_replicate_and_split(1).virtual_devices[0].grid is None
     plan = hybrid_of_replicate_and_split(4)
-    assert len(plan.stages) == 1 and [part.strategy for part in plan.task_graphs] == ["replicate(4)", "split(4)"]
+    assert len(plan.stages) == 1 and [part.strategy for part in plan.task_graphs] == [
+        "replicate(4)",
+        "split(4)",
+    ]
     grid = plan.virtual_devices[0].grid
     assert grid is not None and grid.num_devices == 4
     stored = plan.shardings[0].stored
-    assert not any(stored[name].is_cut for name in stored if name.startswith("features")), "data parallel weights stay whole"
+    assert not any(stored[name].is_cut for name in stored if name.startswith("features")), (
+        "data parallel weights stay whole"
+    )
     assert stored["classifier.weight"].is_cut

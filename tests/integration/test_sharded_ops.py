@@ -1,4 +1,6 @@
-"""Operations of `split` that contain communication, on 8 real ranks, against the same operation of torch in one process."""
+"""Operations of `split` that contain communication, on 8 real ranks, against the same operation of
+torch in one process.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,22 @@ def run_all() -> dict[str, float | str]:
     results["types"] = cases.types_of_tensors(groups)
     results["same bits"] = cases.same_bits(groups)
     worst: dict[str, float] = defaultdict(float)
-    families = (cases.norms, cases.softmaxes, cases.embeddings, cases.cross_entropies, products.experts)
-    by_line = chain.from_iterable(family(cutting) for cutting in cases.cuttings(groups) for family in families)
-    on_grids = [products.linear_layers(groups), products.summa(groups), products.random_numbers(), products.overlapped(groups)]
+    families = (
+        cases.norms,
+        cases.softmaxes,
+        cases.embeddings,
+        cases.cross_entropies,
+        products.experts,
+    )
+    by_line = chain.from_iterable(
+        family(cutting) for cutting in cases.cuttings(groups) for family in families
+    )
+    on_grids = [
+        products.linear_layers(groups),
+        products.summa(groups),
+        products.random_numbers(),
+        products.overlapped(groups),
+    ]
     for name, error in chain(by_line, *on_grids):
         worst[name] = max(worst[name], error)
     return results | worst

@@ -1,4 +1,6 @@
-"""Batches with too little in them: no label that counts, fewer samples than devices. The message says what is wrong and the way out."""
+"""Batches with too little in them: no label that counts, fewer samples than devices. The message
+says what is wrong and the way out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Net(nn.Module):
 def make_engine(stages: bool = False, **options: object) -> wh.Engine:
     torch.manual_seed(0)
     wh.init(options)
-    model = wh.annotate(Net(), {"bottom": wh.replicate(1), "top": wh.replicate(1)}) if stages else Net()
+    model = (
+        wh.annotate(Net(), {"bottom": wh.replicate(1), "top": wh.replicate(1)}) if stages else Net()
+    )
     return wh.parallelize(model, batch(8), optimizer=lambda pairs: torch.optim.SGD(pairs, lr=0.1))
 
 
@@ -45,7 +49,10 @@ def train_on_nothing(stages: bool) -> str:
 def test_all_labels_ignored(stages: bool) -> None:
     for message in run_ranks(train_on_nothing, 2, stages):
         assert message.startswith("step 1: the loss is nan")
-        assert "none counts in this mini-batch (all labels ignored, or a mask of zeros): leave such batches out" in message
+        assert (
+            "none counts in this mini-batch (all labels ignored, or a mask of zeros): leave such "
+            "batches out" in message
+        )
         assert "learning rate" not in message
 
 
@@ -67,7 +74,10 @@ def evaluate_few() -> tuple[str, float | None]:
 
 def test_fewer_samples_than_devices_in_evaluation() -> None:
     for message, loss in run_ranks(evaluate_few, 2):
-        assert message.startswith("engine.evaluate: a batch of 1 samples cannot be cut over 2 devices, each needs one. Evaluate at least 2")
+        assert message.startswith(
+            "engine.evaluate: a batch of 1 samples cannot be cut over 2 devices, each needs one. "
+            "Evaluate at least 2"
+        )
         torch.manual_seed(0)
         model = Net()
         torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""`split` trains like local PyTorch: loss, all gradients, weights after three steps (DESIGN rule 1), on grids of every shape."""
+"""`split` trains like local PyTorch: loss, all gradients, weights after three steps (DESIGN rule
+1), on grids of every shape.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(4)]
+        layers = [
+            (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+            for _ in range(4)
+        ]
         self.blocks = nn.ModuleList(nn.Sequential(*each) for each in layers)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
@@ -71,7 +76,11 @@ class SharedBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, WIDTH)
-        self.a, self.b, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.a, self.b, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, NUM_CLASSES),
+        )
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         bias = self.table(torch.arange(4, device=x.device)).mean(0)
@@ -89,12 +98,16 @@ class Images(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         features = F.relu(self.norm(self.conv(x.view(-1, 1, 2, WIDTH // 2)))).mean((2, 3))
-        hidden = checkpoint(lambda value: torch.tanh(self.hidden(value)), features, use_reentrant=False)
+        hidden = checkpoint(
+            lambda value: torch.tanh(self.hidden(value)), features, use_reentrant=False
+        )
         return F.cross_entropy(self.head(hidden), labels)
 
 
 class Balanced(nn.Module):
-    """A loss that is no sum over samples, as mixtures of experts have it: products of batch means, one of them of the inputs alone."""
+    """A loss that is no sum over samples, as mixtures of experts have it: products of batch means,
+    one of them of the inputs alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +125,16 @@ class Balanced(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=12,
+        n_layer=2,
+        n_head=3,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -142,7 +164,9 @@ def tokens(seed: int, batch_size: int = BATCH_SIZE) -> dict[str, Tensor]:
 def small(name: str) -> tuple[Any, Any]:
     """One of tests/split_models.py."""
     model, batch = split_models.MODELS[name]
-    return model, lambda seed, batch_size=BATCH_SIZE: batch(torch.Generator().manual_seed(seed), batch_size)
+    return model, lambda seed, batch_size=BATCH_SIZE: batch(
+        torch.Generator().manual_seed(seed), batch_size
+    )
 
 
 def from_zoo(name: str) -> tuple[Any, Any]:
@@ -184,11 +208,16 @@ class Case:
 
     @property
     def cluster(self) -> wh.Cluster | None:
-        devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(self.kinds))
+        devices = tuple(
+            Device(rank, "localhost", rank, device_kind(kind))
+            for rank, kind in enumerate(self.kinds)
+        )
         return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G) if devices else None
 
 
-def everything(num_devices: int, grid: tuple[int, int, int] | None = None) -> dict[str, tuple[Any, ...]]:
+def everything(
+    num_devices: int, grid: tuple[int, int, int] | None = None
+) -> dict[str, tuple[Any, ...]]:
     return {"*": ("split", num_devices, grid)}
 
 
@@ -200,9 +229,16 @@ GPT2_IN_TWO = {
 
 CASES = [
     Case("mlp", 4, everything(4, (2, 2, 1))),
-    Case("classifier", 3, {"features*": ("replicate", 3), "classifier": ("split", 3, None)}, {"num_micro_batch": 2}),
+    Case(
+        "classifier",
+        3,
+        {"features*": ("replicate", 3), "classifier": ("split", 3, None)},
+        {"num_micro_batch": 2},
+    ),
     Case("classifier", 2, everything(2, (1, 2, 1)), kinds=("P100", "V100-32GB")),  # uneven shards
-    Case("chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}),  # 2 model replicas x 2 stages x split over 2
+    Case(
+        "chain", 8, TWO_OF_TWO, {"num_micro_batch": 2}
+    ),  # 2 model replicas x 2 stages x split over 2
     Case("balanced", 4, everything(2), {"colocate": True}),  # 2 model replicas
     Case("gpt2", 2, everything(2)),
 ]
@@ -212,20 +248,55 @@ SLOW_CASES = [
     Case("mlp", 6, everything(6, (1, 6, 1))),
     Case("mlp", 4, everything(4, (1, 1, 4))),
     Case("mlp", 4, everything(2, (1, 2, 1)), {"colocate": True}),
-    Case("classifier", 4, {"features*": ("replicate", 4), "classifier": ("split", 4, None)}, {"num_micro_batch": 2}),
+    Case(
+        "classifier",
+        4,
+        {"features*": ("replicate", 4), "classifier": ("split", 4, None)},
+        {"num_micro_batch": 2},
+    ),
     Case("classifier", 4, everything(4, (2, 2, 1))),
-    Case("chain", 4, {"blocks.[01]*": ("split", 2, (1, 2, 1)), "blocks.[23]*|head": ("split", 2, (1, 1, 2))}, {"num_micro_batch": 2}),
-    Case("chain", 3, {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("replicate", 1)}, {"num_micro_batch": 3}),
-    Case("chain", 5, {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case(
+        "chain",
+        4,
+        {"blocks.[01]*": ("split", 2, (1, 2, 1)), "blocks.[23]*|head": ("split", 2, (1, 1, 2))},
+        {"num_micro_batch": 2},
+    ),
+    Case(
+        "chain",
+        3,
+        {"blocks.[01]*": ("split", 2, None), "blocks.[23]*|head": ("replicate", 1)},
+        {"num_micro_batch": 3},
+    ),
+    Case(
+        "chain",
+        5,
+        {"blocks.[01]*": ("replicate", 3), "blocks.[23]*|head": ("split", 2, None)},
+        {"num_micro_batch": 2},
+    ),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "zero-bubble"}),
     Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 3, "schedule": "wave"}),
     Case("balanced", 6, everything(2, (1, 1, 2)), {"colocate": True}),
     Case("balanced", 8, everything(4, (2, 2, 1)), {"colocate": True}),
     Case("balanced", 8, {"gate": ("split", 2, None), "up|head": ("split", 2, None)}),
-    Case("shared bias", 4, {"table|a": ("split", 2, None), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
-    Case("shared bias", 3, {"table|a": ("replicate", 1), "b|head": ("split", 2, None)}, {"num_micro_batch": 2}),
+    Case(
+        "shared bias",
+        4,
+        {"table|a": ("split", 2, None), "b|head": ("split", 2, None)},
+        {"num_micro_batch": 2},
+    ),
+    Case(
+        "shared bias",
+        3,
+        {"table|a": ("replicate", 1), "b|head": ("split", 2, None)},
+        {"num_micro_batch": 2},
+    ),
     Case("images", 3, {"conv|norm": ("replicate", 3), "hidden|head": ("split", 3, None)}),
-    Case("images", 4, {"conv|norm": ("replicate", 2), "hidden|head": ("split", 2, None)}, {"colocate": True}),
+    Case(
+        "images",
+        4,
+        {"conv|norm": ("replicate", 2), "hidden|head": ("split", 2, None)},
+        {"colocate": True},
+    ),
     Case("images", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (2, 2, 1))),
     Case("gpt2", 4, everything(4, (1, 4, 1))),
@@ -233,7 +304,13 @@ SLOW_CASES = [
     Case("gpt2", 8, everything(8, (2, 2, 2))),
     Case("gpt2", 4, GPT2_IN_TWO, {"num_micro_batch": 2}),
     Case("mlp", 4, everything(4, (2, 2, 1)), kinds=("T4", "V100-32GB", "P100", "V100-32GB")),
-    Case("chain", 4, TWO_OF_TWO, {"num_micro_batch": 2}, kinds=("T4", "V100-32GB", "P100", "A100-40GB")),
+    Case(
+        "chain",
+        4,
+        TWO_OF_TWO,
+        {"num_micro_batch": 2},
+        kinds=("T4", "V100-32GB", "P100", "A100-40GB"),
+    ),
     Case("gpt2", 2, everything(2, (1, 1, 2)), kinds=("T4", "A100-40GB")),
     Case("gpt2", 2, everything(2, (1, 2, 1)), kinds=("CPU", "A100-40GB")),
 ]
@@ -257,7 +334,9 @@ def prepare_model(name: str) -> Subject:
     model = build(name)
     with Float64Mode():
         layout, tensors = read_batch(MODELS[name][1](0))
-        return Subject(name, model, api._prepare(model, layout, tensors, None, wh.Config(), "cpu", check=True))
+        return Subject(
+            name, model, api._prepare(model, layout, tensors, None, wh.Config(), "cpu", check=True)
+        )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -267,20 +346,30 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def train_locally(subject: Subject) -> Trace:
     model = build(subject.name)
     with Float64Mode():
-        return local_training(model, [MODELS[subject.name][1](step) for step in range(NUM_STEPS)], None, sgd)
+        return local_training(
+            model, [MODELS[subject.name][1](step) for step in range(NUM_STEPS)], None, sgd
+        )
 
 
 def scope(what: tuple[Any, ...]) -> Any:
-    return wh.replicate(what[1]) if what[0] == "replicate" else wh.split(what[1], what[2], method=what[3] if len(what) > 3 else None)
+    return (
+        wh.replicate(what[1])
+        if what[0] == "replicate"
+        else wh.split(what[1], what[2], method=what[3] if len(what) > 3 else None)
+    )
 
 
-def train_on_rank(subject: Subject, case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def train_on_rank(
+    subject: Subject, case: Case
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """(losses, whole gradients of the first step, whole state after the last) on rank 0."""
     with Float64Mode():
         wh.init(wh.Config(case.config))
         wh.annotate(subject.model, {glob: scope(what) for glob, what in case.marks.items()})
         data = [MODELS[case.model][1](step) for step in range(NUM_STEPS)]
-        engine = wh.parallelize(subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster)
+        engine = wh.parallelize(
+            subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster
+        )
         losses, gradients = [], {}
         for batch in data:
             losses.append(engine.step(batch).loss)
@@ -297,7 +386,9 @@ def merged(ranks: list[Any], names: Iterable[str]) -> Trace:
 
 
 class Servers:
-    """One process for each model that has it captured, started when a test first asks, with its local training."""
+    """One process for each model that has it captured, started when a test first asks, with its
+    local training.
+    """
 
     def __init__(self) -> None:
         self.started: dict[str, tuple[ModelServer, Trace]] = {}
@@ -317,7 +408,11 @@ def servers() -> Iterator[Servers]:
         server.close()
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=lambda case: case.name,
+)
 def test_trains_like_local(servers: Servers, case: Case) -> None:
     server, reference = servers.of(case.model)
     compare(reference, merged(server.run(train_on_rank, case.num_ranks, case), reference.weights))

@@ -1,4 +1,6 @@
-"""The bytes that a plan prints for a stage on a grid are those that its devices send: exchanges, and numbers told inside operations."""
+"""The bytes that a plan prints for a stage on a grid are those that its devices send: exchanges,
+and numbers told inside operations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ONLY_BYTES = Link(bytes_per_s=1e6, latency_s=0.0)
 
 
 class Net(nn.Module):
-    """Both norms, a softmax over a dim that is not the last one, and losses with class weights and with probabilities."""
+    """Both norms, a softmax over a dim that is not the last one, and losses with class weights and
+    with probabilities.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,15 +42,22 @@ class Net(nn.Module):
         x = self.third(self.rms_norm(x)).transpose(1, 2).softmax(1).transpose(1, 2)
         logits, labels = self.head(x).flatten(0, 1), labels.flatten()
         probabilities = F.one_hot(labels, WIDTH).to(x.dtype)
-        return F.cross_entropy(logits, labels, self.class_weights) + F.cross_entropy(logits, probabilities, reduction="sum")
+        return F.cross_entropy(logits, labels, self.class_weights) + F.cross_entropy(
+            logits, probabilities, reduction="sum"
+        )
 
 
 def count() -> tuple[int, float, Counter[str]]:
-    """Bytes that this rank sent in a step, those of the plan, and the operations inside of which it told others numbers."""
+    """Bytes that this rank sent in a step, those of the plan, and the operations inside of which it
+    told others numbers.
+    """
     os.environ["WHALE_HOST"] = HOST
     torch.manual_seed(0)
     wh.init()
-    batch = {"x": torch.randn(SAMPLES, LENGTH, WIDTH).bfloat16(), "labels": torch.randint(0, WIDTH, (SAMPLES, LENGTH))}
+    batch = {
+        "x": torch.randn(SAMPLES, LENGTH, WIDTH).bfloat16(),
+        "labels": torch.randint(0, WIDTH, (SAMPLES, LENGTH)),
+    }
     model = wh.annotate(Net().bfloat16(), {"*": wh.split(4, (2, 2, 1))})
     cluster = replace(wh.Cluster.uniform(4, "V100-16GB"), intra_host=ONLY_BYTES)
     engine = wh.parallelize(model, batch, optimizer=sgd, cluster=cluster)
@@ -54,7 +65,11 @@ def count() -> tuple[int, float, Counter[str]]:
     engine.step(batch)
     (sharding,) = engine.plan.shardings
     told = Counter(each.what.split(": ")[1] for each in sharding.operations if each.told_bytes)
-    return sent.num_bytes, sharding.sent_bytes + sum(each.told_bytes for each in sharding.operations), told
+    return (
+        sent.num_bytes,
+        sharding.sent_bytes + sum(each.told_bytes for each in sharding.operations),
+        told,
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Layouts, rules and local graphs of `split`, without messages: all devices of a grid run in one process (tests/split_oracle.py)."""
+"""Layouts, rules and local graphs of `split`, without messages: all devices of a grid run in one
+process (tests/split_oracle.py).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ from whale.sharding.solve import solve
 from whale.sharding.space import Space
 
 NUM_SAMPLES = 5
-BY_BYTES = GridCosts(latency_s=0.0, flop_per_s=1e9, memory_bytes_per_s=1e9, bytes_per_s=dict.fromkeys("xyz", 1e8))
-"""small models on small devices: bytes and work count, messages cost nothing, so that everything is cut that can be"""
+BY_BYTES = GridCosts(
+    latency_s=0.0, flop_per_s=1e9, memory_bytes_per_s=1e9, bytes_per_s=dict.fromkeys("xyz", 1e8)
+)
+"""small models on small devices: bytes and work count, messages cost nothing, so that everything is
+cut that can be
+"""
 BY_LATENCY = GridCosts(latency_s=1.0)
 """every exchange is dear, so that as much as possible is done twice"""
 
@@ -47,14 +53,20 @@ class Subject:
     gradients: dict[str, Tensor]
 
     def check(self, sharding: Sharding, num_samples: int) -> None:
-        sharding = StageSharding.of(0, sharding, num_samples).sharding(sharding.grid)  # as a plan holds it
+        sharding = StageSharding.of(0, sharding, num_samples).sharding(
+            sharding.grid
+        )  # as a plan holds it
         with Float64Mode():
-            loss, gradients = run_sharded(self.space, sharding, num_samples, self.weights, self.inputs)
+            loss, gradients = run_sharded(
+                self.space, sharding, num_samples, self.weights, self.inputs
+            )
         largest = max(gradient.abs().max().item() for gradient in self.gradients.values())
         assert abs(loss - self.loss) <= EXACT_FLOAT64 * abs(self.loss)
         for name, gradient in self.gradients.items():
             difference = (gradients[name] - gradient).abs().max().item()
-            assert difference <= EXACT_FLOAT64 * largest, f"gradient of {name} differs by {difference:.3g} of {largest:.3g}"
+            assert difference <= EXACT_FLOAT64 * largest, (
+                f"gradient of {name} differs by {difference:.3g} of {largest:.3g}"
+            )
 
 
 def _subject(model: torch.nn.Module, batch: Any, loss: Any = None) -> Subject:
@@ -66,8 +78,16 @@ def _subject(model: torch.nn.Module, batch: Any, loss: Any = None) -> Subject:
         value.backward()
         whole = prepared.loss.whole_graph
         inputs = [*tensors, *(whole(*tensors) if whole is not None else ())]
-    weights = {**dict(model.named_parameters(remove_duplicate=False)), **buffers, **prepared.captured.constants}
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    weights = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **buffers,
+        **prepared.captured.constants,
+    }
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return Subject(Space(whole_program(prepared)), weights, inputs, value.item(), gradients)
 
 
@@ -89,10 +109,15 @@ def slow(*parameters: Any) -> Any:
 @pytest.mark.parametrize("costs", [BY_BYTES, slow(BY_LATENCY)], ids=["bytes", "latency"])
 @pytest.mark.parametrize("num_devices", [4, slow(6), slow(8)])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "swiglu", "mixture", "convolutions"])
-def test_every_grid_gives_the_local_loss_and_gradients(name: str, num_devices: int, costs: GridCosts) -> None:
+def test_every_grid_gives_the_local_loss_and_gradients(
+    name: str, num_devices: int, costs: GridCosts
+) -> None:
     subject = small(name)
     for shape in grid_shapes(num_devices):
-        subject.check(solve(subject.space.program, Grid(*shape), NUM_SAMPLES, costs, space=subject.space), NUM_SAMPLES)
+        subject.check(
+            solve(subject.space.program, Grid(*shape), NUM_SAMPLES, costs, space=subject.space),
+            NUM_SAMPLES,
+        )
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "swiglu", "mixture", "convolutions"])
@@ -102,7 +127,14 @@ def test_uneven_shards(name: str) -> None:
         work = {axis: (3.0, 1.0) for axis, size in zip("xyz", shape, strict=True) if size == 2}
         memory = {axis: (1.0, 4.0) for axis in work}
         subject.check(
-            solve(subject.space.program, Grid(*shape, work=work, memory=memory), NUM_SAMPLES, BY_BYTES, space=subject.space), NUM_SAMPLES
+            solve(
+                subject.space.program,
+                Grid(*shape, work=work, memory=memory),
+                NUM_SAMPLES,
+                BY_BYTES,
+                space=subject.space,
+            ),
+            NUM_SAMPLES,
         )
 
 
@@ -110,7 +142,12 @@ def test_uneven_shards(name: str) -> None:
 def test_devices_that_get_nothing(name: str) -> None:
     """One sample on four rows of devices, three heads on four columns, and a device of speed 0."""
     subject = small(name, 2)
-    for grid in (Grid(1, 1, 4), Grid(1, 4, 2), Grid(4, 2, 1), Grid(2, 2, 1, work={"x": (1.0, 0.0)})):
+    for grid in (
+        Grid(1, 1, 4),
+        Grid(1, 4, 2),
+        Grid(4, 2, 1),
+        Grid(2, 2, 1, work={"x": (1.0, 0.0)}),
+    ):
         subject.check(solve(subject.space.program, grid, 2, BY_BYTES, space=subject.space), 2)
 
 
@@ -118,16 +155,23 @@ def test_devices_that_get_nothing(name: str) -> None:
 def test_hugging_face(name: str) -> None:
     subject = from_zoo(name)
     for shape in ((1, 2, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2)):
-        subject.check(solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space), NUM_SAMPLES)
+        subject.check(
+            solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space),
+            NUM_SAMPLES,
+        )
 
 
 def test_another_number_of_samples_runs_with_the_same_choices() -> None:
     planned = small("gpt")
-    sharding = solve(planned.space.program, Grid(2, 2, 2), NUM_SAMPLES, BY_BYTES, space=planned.space)
+    sharding = solve(
+        planned.space.program, Grid(2, 2, 2), NUM_SAMPLES, BY_BYTES, space=planned.space
+    )
     for number in (1, 2, 7):
         other = small("gpt", number) if number > 1 else None
         if other is not None:
-            Subject(planned.space, other.weights, other.inputs, other.loss, other.gradients).check(sharding, number)
+            Subject(planned.space, other.weights, other.inputs, other.loss, other.gradients).check(
+                sharding, number
+            )
 
 
 class Between(nn.Module):
@@ -148,13 +192,17 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "new_zeros": lambda h: torch.cat([h.new_zeros(h.shape[0], 1, 8), h[:, :-1]], 1),
     "diff": lambda h: torch.diff(h, dim=1, prepend=h[:, :1]),
     "narrow": lambda h: torch.narrow(h, 2, 0, 8) * torch.narrow(h, 0, 0, h.shape[0]),
-    "repeat_interleave": lambda h: torch.repeat_interleave(h, 2, dim=1, output_size=2 * h.shape[1])[:, ::2],
+    "repeat_interleave": lambda h: torch.repeat_interleave(h, 2, dim=1, output_size=2 * h.shape[1])[
+        :, ::2
+    ],
 }
 
 
 def _rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(num_samples, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, y = (
+        torch.randn(num_samples, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     return x, y
 
 
@@ -168,11 +216,15 @@ def test_every_way_to_cut_an_operation(name: str) -> None:
         for option in subject.space.options[node]:
             space = Space(program)
             space.options[node] = (option,)
-            replace(subject, space=space).check(solve(program, Grid(1, 2, 1), NUM_SAMPLES, BY_BYTES, space=space), NUM_SAMPLES)
+            replace(subject, space=space).check(
+                solve(program, Grid(1, 2, 1), NUM_SAMPLES, BY_BYTES, space=space), NUM_SAMPLES
+            )
 
 
 def test_channels_are_dropped_as_one() -> None:
-    subject = _subject(Between(lambda h: F.dropout1d(h * 1.0, 0.5, training=True) * 0.0).double(), _rows())
+    subject = _subject(
+        Between(lambda h: F.dropout1d(h * 1.0, 0.5, training=True) * 0.0).double(), _rows()
+    )
     (node,) = [node for node in subject.space.operations if op_name(node) == "feature_dropout"]
     assert {option.outputs[0] for option in subject.space.options[node]} == {0, 1, SAME}
 
@@ -193,7 +245,9 @@ class Average(nn.Module):
 
 
 class Copies(nn.Module):
-    """The matrix of its expert is copied for every row; numbers below 0 count from the last expert."""
+    """The matrix of its expert is copied for every row; numbers below 0 count from the
+    last expert.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +263,19 @@ GRIDS = ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2))
 def test_a_buffer_that_follows_the_batch() -> None:
     subject = _subject(Average().double(), _rows())
     for shape in GRIDS:
-        subject.check(solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space), NUM_SAMPLES)
+        subject.check(
+            solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space),
+            NUM_SAMPLES,
+        )
 
 
 def test_numbers_of_experts_are_read_as_indices() -> None:
     subject = _subject(Copies().double(), (_rows()[0][:, 0], torch.tensor([0, -1, 3, -4, -2])))
     assert any(op_name(node) == "expert_mm" for node in subject.space.operations)
     for shape in GRIDS:
-        sharding = solve(subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space)
+        sharding = solve(
+            subject.space.program, Grid(*shape), NUM_SAMPLES, BY_BYTES, space=subject.space
+        )
         subject.check(sharding, NUM_SAMPLES)
         wrong = [subject.inputs[0], torch.tensor([0, 1, 2, 3, 4]), *subject.inputs[2:]]
         with pytest.raises(IndexError, match="4 is out of bounds"):

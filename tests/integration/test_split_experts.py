@@ -1,4 +1,6 @@
-"""Mixtures of experts that sort their tokens, as those of `transformers` do, under `split`: exact, with tokens sent to their experts."""
+"""Mixtures of experts that sort their tokens, as those of `transformers` do, under `split`: exact,
+with tokens sent to their experts.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,25 @@ def patterns(subject: Subject, grid: tuple[int, int, int]) -> list[str]:
     with Float64Mode():
         wh.init()
         wh.annotate(subject.model, {"*": wh.split(4, grid)})
-        plan = wh.parallelize(subject.model, tokens(0), optimizer=sgd, prepared=subject.prepared, cluster=case.cluster).plan
-    return [operation.pattern for operation in plan.shardings[0].operations if "expert_mm" in operation.what]
+        plan = wh.parallelize(
+            subject.model, tokens(0), optimizer=sgd, prepared=subject.prepared, cluster=case.cluster
+        ).plan
+    return [
+        operation.pattern
+        for operation in plan.shardings[0].operations
+        if "expert_mm" in operation.what
+    ]
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 4), *(pytest.param(grid, marks=pytest.mark.slow) for grid in ((1, 2, 2), (2, 1, 2)))], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [(1, 1, 4), *(pytest.param(grid, marks=pytest.mark.slow) for grid in ((1, 2, 2), (2, 1, 2)))],
+    ids=str,
+)
 def test_tokens_travel_to_their_experts(wide: ModelServer, grid: tuple[int, int, int]) -> None:
-    """7 experts with unlike numbers of tokens on 2 or 4 devices: loss, gradients and three steps like local training."""
+    """7 experts with unlike numbers of tokens on 2 or 4 devices: loss, gradients and three steps
+    like local training.
+    """
     found = wide.run(patterns, 4, grid)[0]
     assert len(found) == 2 and all(TRAVEL in pattern for pattern in found)
     reference = wide.run_local(train_locally)
@@ -58,7 +72,8 @@ def test_tokens_travel_to_their_experts(wide: ModelServer, grid: tuple[int, int,
     compare(reference, merged(ranks, reference.weights))
 
 
-# ---- the default implementation -----------------------------------------------------------------------------------------
+# ---- the default implementation
+# -----------------------------------------------------------------------------------------
 
 
 def sorting_mixtral() -> nn.Module:
@@ -88,22 +103,30 @@ def train_in_float32(grid: tuple[int, int, int] | None) -> tuple[list[float], di
 
 
 def test_unmodified_mixtral_in_float32() -> None:
-    """Its `grouped_mm` exports sort, histc and cumsum; two micro-batches, so samples must not mix."""
+    """Its `grouped_mm` exports sort, histc and cumsum; two micro-batches, so samples must
+    not mix.
+    """
     losses, state = train_in_float32(None)
     largest = max(float(tensor.abs().max()) for tensor in state.values())
     for grid in ((1, 1, 2), (1, 2, 1)):
         got, weights = run_ranks(train_in_float32, 2, grid)[0]
         assert got == pytest.approx(losses, rel=EXACT_FLOAT32)
-        assert max(float((weights[name] - state[name]).abs().max()) for name in state) <= EXACT_FLOAT32 * largest
+        assert (
+            max(float((weights[name] - state[name]).abs().max()) for name in state)
+            <= EXACT_FLOAT32 * largest
+        )
 
 
-# ---- sorted by hand -------------------------------------------------------------------------------------------------------
+# ---- sorted by hand
+# -------------------------------------------------------------------------------------------------------
 
 WIDTH, HIDDEN, NUM_EXPERTS = 8, 12, 5
 
 
 class Experts(nn.Module):
-    """Tokens sorted by expert; the inverse order is another sort. `leaks`: something else reads sorted rows, so they stay sorted."""
+    """Tokens sorted by expert; the inverse order is another sort. `leaks`: something else reads
+    sorted rows, so they stay sorted.
+    """
 
     def __init__(self, leaks: bool) -> None:
         super().__init__()
@@ -126,11 +149,15 @@ class Experts(nn.Module):
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, target = (torch.randn(6, 4, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, target = (
+        torch.randn(6, 4, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     return x, target
 
 
-def train_sorted(leaks: bool, grid: tuple[int, int, int] | None) -> tuple[list[float], dict[str, Tensor], list[str]]:
+def train_sorted(
+    leaks: bool, grid: tuple[int, int, int] | None
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """(losses of two steps, weights, patterns of the products)"""
     import transformers.integrations.moe  # noqa: F401  (registers the operation)
 
@@ -149,12 +176,18 @@ def train_sorted(leaks: bool, grid: tuple[int, int, int] | None) -> tuple[list[f
     wh.init()
     engine = wh.parallelize(wh.annotate(model, {"*": wh.split(4, grid)}), batch(), optimizer=sgd)
     losses = [engine.step(batch()).loss for _ in range(2)]
-    return losses, engine.full_state_dict(), [operation.what for operation in engine.plan.shardings[0].operations]
+    return (
+        losses,
+        engine.full_state_dict(),
+        [operation.what for operation in engine.plan.shardings[0].operations],
+    )
 
 
 @pytest.mark.parametrize("leaks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_experts_sorted_by_hand(leaks: bool) -> None:
-    """Where sorted rows are read by something else the products stay `grouped_mm`, whose tokens are whole on every device."""
+    """Where sorted rows are read by something else the products stay `grouped_mm`, whose tokens are
+    whole on every device.
+    """
     losses, weights, _ = train_sorted(leaks, None)
     for grid in ((1, 4, 1), (2, 2, 1)):
         got, state, operations = run_ranks(train_sorted, 4, leaks, grid)[0]

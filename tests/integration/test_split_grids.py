@@ -1,6 +1,8 @@
-"""`split` is exact (DESIGN rule 1) for every kind of model on every grid: the table of models x factorisations of the number of devices.
+"""`split` is exact (DESIGN rule 1) for every kind of model on every grid: the table of models x
+factorisations of the number of devices.
 
-All sizes are such that most numbers of devices do not divide them: heads, classes, experts, samples. Most rows are slow.
+All sizes are such that most numbers of devices do not divide them: heads, classes, experts,
+samples. Most rows are slow.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ from whale.planning.split_stages import grid_shapes
 
 preload("torch", "transformers", "whale", "tests.integration.test_split_grids")
 
-MODELS = ("chain", "mlp", "gpt", "swiglu", "classifier", "mixture", "gpt2", "bert", "llama", "mixtral", "vit")
+MODELS = (
+    "chain",
+    "mlp",
+    "gpt",
+    "swiglu",
+    "classifier",
+    "mixture",
+    "gpt2",
+    "bert",
+    "llama",
+    "mixtral",
+    "vit",
+)
 FAST = {("gpt", (2, 2, 1)), ("mixture", (1, 1, 4))}
 HEADS = {"resnet": ("resnet", "classifier")}
 """model -> features that are data parallel, the head that is split"""
@@ -27,7 +41,13 @@ def rows(num_devices: int) -> list[Any]:
     for model in MODELS:
         for grid in grid_shapes(num_devices):
             marks = () if (model, grid) in FAST else (pytest.mark.slow,)
-            found.append(pytest.param(Case(model, num_devices, everything(num_devices, grid)), marks=marks, id=f"{model}-{grid}"))
+            found.append(
+                pytest.param(
+                    Case(model, num_devices, everything(num_devices, grid)),
+                    marks=marks,
+                    id=f"{model}-{grid}",
+                )
+            )
     return found
 
 
@@ -46,7 +66,14 @@ def test_every_grid(servers: Servers, case: Case) -> None:  # noqa: F811
 @pytest.mark.parametrize("num_devices", [4, 6, 8])
 def test_head_of_a_resnet(servers: Servers, num_devices: int) -> None:  # noqa: F811
     """Features data parallel with batch statistics over all devices, the classifier split."""
-    check(servers, Case("resnet", num_devices, {"resnet": ("replicate", num_devices), "classifier*": ("split", num_devices, None)}))
+    check(
+        servers,
+        Case(
+            "resnet",
+            num_devices,
+            {"resnet": ("replicate", num_devices), "classifier*": ("split", num_devices, None)},
+        ),
+    )
 
 
 UNEVEN = ("V100-32GB", "P100", "P100", "P100")

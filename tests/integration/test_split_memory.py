@@ -1,4 +1,6 @@
-"""Memory of a grid where activations weigh more than weights: what exchanges hold for a moment is a part of what is predicted."""
+"""Memory of a grid where activations weigh more than weights: what exchanges hold for a moment is a
+part of what is predicted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Perceptron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        self.layers = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.layers(x), y)

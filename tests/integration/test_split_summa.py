@@ -1,4 +1,6 @@
-"""SUMMA through planner, lowering and engine: exact on 2 x 2 and 2 x 2 x 2, shown in the plan, and the bytes of the formula."""
+"""SUMMA through planner, lowering and engine: exact on 2 x 2 and 2 x 2 x 2, shown in the plan, and
+the bytes of the formula.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import compare
-from tests.integration.test_split import MODELS, Case, build, merged, prepare_model, sgd, train_locally, train_on_rank
+from tests.integration.test_split import (
+    MODELS,
+    Case,
+    build,
+    merged,
+    prepare_model,
+    sgd,
+    train_locally,
+    train_on_rank,
+)
 from tests.ranks import ModelServer, preload, run_ranks
 from whale.lowering.exchange import sent
 
@@ -21,7 +32,9 @@ DOUBLE = 8
 
 
 class Block(nn.Module):
-    """Attention of four heads and a gated MLP, every product a linear layer; sizes that 2 divides."""
+    """Attention of four heads and a gated MLP, every product a linear layer; sizes that 2
+    divides.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +46,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         x = torch.stack((x, x.roll(1, 1), x * x), 1)  # three positions
         by_head = (x.shape[0], 3, 4, WIDTH // 4)
-        q, k, v = (part.view(by_head).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.view(by_head).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         h = self.norm_2(x)
         x = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return F.cross_entropy(self.head(x[:, -1]), labels)
@@ -51,9 +68,13 @@ def server() -> Iterator[ModelServer]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "grid"), [(4, (2, 2, 1)), (8, (2, 2, 2)), (4, None)], ids=["2 x 2", "2 x 2 x 2", "grid left to Whale"]
+    ("num_ranks", "grid"),
+    [(4, (2, 2, 1)), (8, (2, 2, 2)), (4, None)],
+    ids=["2 x 2", "2 x 2 x 2", "grid left to Whale"],
 )
-def test_trains_like_local(server: ModelServer, num_ranks: int, grid: tuple[int, int, int] | None) -> None:
+def test_trains_like_local(
+    server: ModelServer, num_ranks: int, grid: tuple[int, int, int] | None
+) -> None:
     case = Case("summa block", num_ranks, {"*": ("split", num_ranks, grid, "summa")})
     reference = server.run_local(train_locally)
     compare(reference, merged(server.run(train_on_rank, num_ranks, case), reference.weights))
@@ -61,32 +82,49 @@ def test_trains_like_local(server: ModelServer, num_ranks: int, grid: tuple[int,
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_plan_says_so(depth: int) -> None:
-    model = wh.annotate(build("summa block"), {"*": wh.split(4 * depth, (2, 2, depth), method="summa")})
-    plan = wh.plan(model, MODELS["summa block"][1](0), cluster=wh.Cluster.uniform(4 * depth, "V100-16GB"))
-    patterns = {op.pattern for stage in plan.shardings for op in stage.operations if op.what.endswith(": linear")}
+    model = wh.annotate(
+        build("summa block"), {"*": wh.split(4 * depth, (2, 2, depth), method="summa")}
+    )
+    plan = wh.plan(
+        model, MODELS["summa block"][1](0), cluster=wh.Cluster.uniform(4 * depth, "V100-16GB")
+    )
+    patterns = {
+        op.pattern
+        for stage in plan.shardings
+        for op in stage.operations
+        if op.what.endswith(": linear")
+    }
     assert patterns == {"SUMMA over xy" + (", by samples over z" if depth > 1 else "")}
 
 
 def count(depth: int) -> tuple[int, float]:
-    """(bytes that this rank sent in one step, those that the plan gives to the loss behind the two linear layers)."""
+    """(bytes that this rank sent in one step, those that the plan gives to the loss behind the two
+    linear layers).
+    """
     wh.init()
     torch.manual_seed(0)
-    model = wh.annotate(MODELS["mlp"][0]().double(), {"*": wh.split(4 * depth, (2, 2, depth), method="summa")})
+    model = wh.annotate(
+        MODELS["mlp"][0]().double(), {"*": wh.split(4 * depth, (2, 2, depth), method="summa")}
+    )
     batch = MODELS["mlp"][1](0, SAMPLES)
     engine = wh.parallelize(model, batch, optimizer=sgd)
     engine.step(batch)
     sent.reset()
     engine.step(batch)
     operations = engine.plan.shardings[0].operations
-    return sent.num_bytes, sum(op.sent_bytes for op in operations if not op.what.endswith(": linear"))
+    return sent.num_bytes, sum(
+        op.sent_bytes for op in operations if not op.what.endswith(": linear")
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_bytes_are_those_of_the_formula(depth: int) -> None:
-    """research/tensor3d.md 1.1: 3 (q-1)/q^2 (MK/d + KN) and, over the depth, 2 (d-1)/d KN/q^2. The first layer's x needs no gradient, so
-    there it is 2 instead of 3."""
+    """research/tensor3d.md 1.1: 3 (q-1)/q^2 (MK/d + KN) and, over the depth, 2 (d-1)/d KN/q^2. The
+    first layer's x needs no gradient, so there it is 2 instead of 3."""
     expected = 0
     for times, k, n in ((2, WIDTH, HIDDEN), (3, HIDDEN, WIDTH)):
-        expected += times * (SAMPLES * k // depth + k * n) // 4 + 2 * (depth - 1) * k * n // (depth * 4)
+        expected += times * (SAMPLES * k // depth + k * n) // 4 + 2 * (depth - 1) * k * n // (
+            depth * 4
+        )
     for counted, others in run_ranks(count, 4 * depth, depth):
         assert counted - others == DOUBLE * expected

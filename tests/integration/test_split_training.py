@@ -1,4 +1,6 @@
-"""What a job does beside its steps when parts of it are sharded: checkpoints, evaluation, loading, initialisation, dropout, plan files."""
+"""What a job does beside its steps when parts of it are sharded: checkpoints, evaluation, loading,
+initialisation, dropout, plan files.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,12 @@ def gpt2() -> Iterator[ModelServer]:
 Marks = dict[str, tuple[Any, ...]]
 
 
-def train(subject: Subject, marks: Marks, folder: Path, loads: bool) -> tuple[list[float], dict[str, Tensor], float | None, float]:
-    """Two steps and a save, or a load; then two steps: (losses, state, loss of an evaluation, gradient norm)."""
+def train(
+    subject: Subject, marks: Marks, folder: Path, loads: bool
+) -> tuple[list[float], dict[str, Tensor], float | None, float]:
+    """Two steps and a save, or a load; then two steps: (losses, state, loss of an evaluation,
+    gradient norm).
+    """
     with Float64Mode():
         wh.init()
         wh.annotate(subject.model, {glob: scope(what) for glob, what in marks.items()})
@@ -54,31 +61,54 @@ def train(subject: Subject, marks: Marks, folder: Path, loads: bool) -> tuple[li
             engine.save(folder).wait()
         results = [engine.step(batch) for batch in data[2:]]
         evaluated = engine.evaluate(MODELS[subject.name][1](9, 5)).loss
-        return [result.loss for result in results], engine.full_state_dict(), evaluated, results[-1].grad_norm
+        return (
+            [result.loss for result in results],
+            engine.full_state_dict(),
+            evaluated,
+            results[-1].grad_norm,
+        )
 
 
 @pytest.mark.slow  # the next one is quick
-def test_a_checkpoint_of_one_grid_continues_on_another_and_on_one_device(gpt2: ModelServer, tmp_path: Path) -> None:
-    """GPT-2's fused q, k and v are cut by heads: every device's part is several boxes. AdamW's state is cut like its parameters."""
+def test_a_checkpoint_of_one_grid_continues_on_another_and_on_one_device(
+    gpt2: ModelServer, tmp_path: Path
+) -> None:
+    """GPT-2's fused q, k and v are cut by heads: every device's part is several boxes. AdamW's
+    state is cut like its parameters.
+    """
     losses, state, evaluated, norm = gpt2.run(train, 1, {}, tmp_path / "local", False)[0]
     gpt2.run(train, 3, everything(3, (1, 3, 1)), tmp_path / "grid", False)
-    for folder, num_ranks, marks in (("grid", 1, {}), ("grid", 2, everything(2, (1, 1, 2))), ("local", 2, everything(2, (1, 2, 1)))):
+    for folder, num_ranks, marks in (
+        ("grid", 1, {}),
+        ("grid", 2, everything(2, (1, 1, 2))),
+        ("local", 2, everything(2, (1, 2, 1))),
+    ):
         got = gpt2.run(train, num_ranks, marks, tmp_path / folder, True)[0]
         assert got[0] == pytest.approx(losses, abs=1e-12)
         assert max(float((state[name] - got[1][name]).abs().max()) for name in state) < 1e-10
-        assert got[2] == pytest.approx(evaluated, abs=1e-12) and got[3] == pytest.approx(norm, abs=1e-12)
+        assert got[2] == pytest.approx(evaluated, abs=1e-12) and got[3] == pytest.approx(
+            norm, abs=1e-12
+        )
 
 
-# ---- a small model with everything else -------------------------------------------------------------------------------
+# ---- a small model with everything else
+# -------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Data-parallel features, a sharded head; outputs beside the loss. Without labels there is one more, of weights that never train."""
+    """Data-parallel features, a sharded head; outputs beside the loss. Without labels there is one
+    more, of weights that never train.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh())
-        self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Dropout(dropout), nn.Linear(HIDDEN, NUM_CLASSES))
+        self.head = nn.Sequential(
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(HIDDEN, NUM_CLASSES),
+        )
         self.extra = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -86,7 +116,12 @@ class Net(nn.Module):
         logits = self.head(features)
         if labels is None:
             return {"logits": logits, "extra": self.extra(features)}
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "mean": logits.mean(0), "sum": labels.sum()}
+        return {
+            "loss": F.cross_entropy(logits, labels),
+            "logits": logits,
+            "mean": logits.mean(0),
+            "sum": labels.sum(),
+        }
 
 
 class Data(Dataset[dict[str, Tensor]]):
@@ -110,7 +145,9 @@ def loss_of(output: Any, batch: Any) -> Tensor:
 
 
 def on(num_devices: int, grid: tuple[int, int, int], model: Any) -> Any:
-    return wh.annotate(model, {"features": wh.replicate(num_devices), "head|extra": wh.split(num_devices, grid)})
+    return wh.annotate(
+        model, {"features": wh.replicate(num_devices), "head|extra": wh.split(num_devices, grid)}
+    )
 
 
 def everything_else(folder: Path) -> dict[str, Any]:
@@ -118,7 +155,9 @@ def everything_else(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     wh.init({"num_micro_batch": 2})
     data = Data()
-    engine = wh.parallelize(on(4, (2, 2, 1), Net()), data.batch(0, 8), optimizer=adamw, loss=loss_of)
+    engine = wh.parallelize(
+        on(4, (2, 2, 1), Net()), data.batch(0, 8), optimizer=adamw, loss=loss_of
+    )
     found["held"] = sum(parameter.numel() for _, parameter in engine.named_parameters())
     found["whole"] = engine.step(data.batch(0, 8)).loss
     loader = engine.loader(data, 8)
@@ -135,27 +174,44 @@ def everything_else(folder: Path) -> dict[str, Any]:
 def loaded(folder: Path) -> dict[str, Tensor]:
     """The weights on another grid."""
     wh.init()
-    engine = wh.parallelize(on(2, (1, 1, 2), Net()), Data().batch(0, 8), optimizer=adamw, loss=loss_of)
+    engine = wh.parallelize(
+        on(2, (1, 1, 2), Net()), Data().batch(0, 8), optimizer=adamw, loss=loss_of
+    )
     assert engine.load(folder) == 1 + NUM_SAMPLES // 8
     return engine.full_state_dict()
 
 
 def test_loader_outputs_and_export_on_a_grid(tmp_path: Path) -> None:
-    """Compared with the model itself, given the weights that the engine exported; the checkpoint is loaded on another grid."""
+    """Compared with the model itself, given the weights that the engine exported; the checkpoint is
+    loaded on another grid.
+    """
     from safetensors.torch import load_model
 
     ranks = run_ranks(everything_else, 4, tmp_path)
     data, model = Data(), Net()
     load_model(model, tmp_path / "model.safetensors", strict=True)
-    assert all(torch.equal(tensor, ranks[0]["state"][name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, ranks[0]["state"][name]) for name, tensor in model.state_dict().items()
+    )
     model.eval()
     expected = model(**data.batch(0, 7))
     assert ranks[0]["loss"] == pytest.approx(expected["loss"].item(), abs=1e-6)
-    assert all(torch.allclose(ranks[0]["outputs"][name], expected[name], atol=1e-6) for name in ("logits", "mean", "sum"))
-    assert all(torch.allclose(ranks[0]["without labels"][name], tensor, atol=1e-6) for name, tensor in model(data.x[:3]).items())
-    assert all(rank["loader"] == ranks[0]["loader"] and len(rank["loader"]) == NUM_SAMPLES // 8 for rank in ranks)
+    assert all(
+        torch.allclose(ranks[0]["outputs"][name], expected[name], atol=1e-6)
+        for name in ("logits", "mean", "sum")
+    )
+    assert all(
+        torch.allclose(ranks[0]["without labels"][name], tensor, atol=1e-6)
+        for name, tensor in model(data.x[:3]).items()
+    )
+    assert all(
+        rank["loader"] == ranks[0]["loader"] and len(rank["loader"]) == NUM_SAMPLES // 8
+        for rank in ranks
+    )
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert max(rank["held"] for rank in ranks) < 0.7 * total, "the head's weights are cut over four devices"
+    assert max(rank["held"] for rank in ranks) < 0.7 * total, (
+        "the head's weights are cut over four devices"
+    )
     again = run_ranks(loaded, 2, tmp_path / "saved")[0]
     assert all(torch.equal(again[name], tensor) for name, tensor in ranks[0]["state"].items())
 
@@ -170,22 +226,36 @@ def initialised(grid: tuple[int, int, int]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_initial_weights_are_those_of_any_other_number_of_devices() -> None:
-    local, sharded = run_ranks(initialised, 1, (1, 1, 1))[0], run_ranks(initialised, 4, (2, 2, 1))[0]
+    local, sharded = (
+        run_ranks(initialised, 1, (1, 1, 1))[0],
+        run_ranks(initialised, 4, (2, 2, 1))[0],
+    )
     assert all(torch.equal(local[name], sharded[name]) for name in local)
 
 
-# ---- plan files, dropout, stub chunks -----------------------------------------------------------------------------------
+# ---- plan files, dropout, stub chunks
+# -----------------------------------------------------------------------------------
 
 
 def follow(path: Path) -> tuple[list[float], str]:
-    """Two steps with dropout under a plan from a file, twice from the same start: (losses, grid)."""
+    """Two steps with dropout under a plan from a file, twice from the same start: (losses,
+    grid).
+    """
     losses = []
     for _ in range(2):
         wh.init({"seed": 3})
         torch.manual_seed(0)
-        engine = wh.parallelize(on(2, (1, 2, 1), Net(dropout=0.3)), Data().batch(0, 8), optimizer=adamw, loss=loss_of, plan=path)
+        engine = wh.parallelize(
+            on(2, (1, 2, 1), Net(dropout=0.3)),
+            Data().batch(0, 8),
+            optimizer=adamw,
+            loss=loss_of,
+            plan=path,
+        )
         losses.append([engine.step(Data().batch(0, 8)).loss for _ in range(2)])
-    assert losses[0] == losses[1], "dropout draws from the seed, the step, the micro-batch and the stage"
+    assert losses[0] == losses[1], (
+        "dropout draws from the seed, the step, the micro-batch and the stage"
+    )
     grid = engine.plan.virtual_devices[0].grid
     assert grid is not None
     return losses[0], grid.name
@@ -201,9 +271,19 @@ def test_a_plan_file_with_a_grid_is_followed_and_dropout_repeats(tmp_path: Path)
 
 def test_the_stub_of_a_plan_with_grids_has_the_same_grids() -> None:
     wh.init()
-    plan = wh.plan(wh.annotate(Net(), {"features": wh.split(2), "head": wh.split(2)}), Data().batch(0, 8), loss=loss_of, cluster=4)
+    plan = wh.plan(
+        wh.annotate(Net(), {"features": wh.split(2), "head": wh.split(2)}),
+        Data().batch(0, 8),
+        loss=loss_of,
+        cluster=4,
+    )
     assert plan.figures is not None
     stub = make_stub(plan, plan.figures)
-    assert [sharding.stage for sharding in stub.plan.shardings] == [0, 1] and stub.plan.virtual_devices == plan.virtual_devices
+    assert [sharding.stage for sharding in stub.plan.shardings] == [
+        0,
+        1,
+    ] and stub.plan.virtual_devices == plan.virtual_devices
     assert stub.plan.contradiction() is None
-    assert not any(stored.is_cut for sharding in stub.plan.shardings for stored in sharding.stored.values())
+    assert not any(
+        stored.is_cut for sharding in stub.plan.shardings for stored in sharding.stored.values()
+    )

@@ -1,4 +1,6 @@
-"""Stages updated while the pipeline drains: the weights of one step at the end, to the bit, also after a checkpoint."""
+"""Stages updated while the pipeline drains: the weights of one step at the end, to the bit, also
+after a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,22 @@ preload("torch", "whale", "tests.integration.test_stage_updates", "torch.export.
 WAVE = {"schedule": "wave", "num_waves": 1}
 OPTIMIZERS = {
     "Adam": lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.05),
-    "SGD": lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9),
+    "SGD": lambda named: torch.optim.SGD(
+        [parameter for _, parameter in named], lr=0.05, momentum=0.9
+    ),
 }
 
 
-def train(optimizer: str, config: dict[str, Any], folder: str | None) -> tuple[dict[str, Tensor], int]:
-    """(weights after three steps, with a checkpoint and a new engine after the second; updates of this rank in the last step)"""
+def train(
+    optimizer: str, config: dict[str, Any], folder: str | None
+) -> tuple[dict[str, Tensor], int]:
+    """(weights after three steps, with a checkpoint and a new engine after the second; updates of
+    this rank in the last step)
+    """
     wh.init({"num_micro_batch": 4, "num_task_graph": 2, "check_capture": False, **config})
-    batches = [(torch.randn(4, 5, generator=torch.Generator().manual_seed(step)),) for step in range(3)]
+    batches = [
+        (torch.randn(4, 5, generator=torch.Generator().manual_seed(step)),) for step in range(3)
+    ]
 
     def engine() -> wh.Engine:
         torch.manual_seed(0)
@@ -42,11 +52,15 @@ def train(optimizer: str, config: dict[str, Any], folder: str | None) -> tuple[d
         assert own.load(folder) == 2
     own.step(batches[2])
     assert own._last_outcome is not None
-    return own.full_state_dict(), sum(action.kind is Kind.UPDATE for action, _, _ in own._last_outcome.events)
+    return own.full_state_dict(), sum(
+        action.kind is Kind.UPDATE for action, _, _ in own._last_outcome.events
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_stages_are_updated_on_the_way_with_the_same_weights(optimizer: str, tmp_path: Path) -> None:
+def test_stages_are_updated_on_the_way_with_the_same_weights(
+    optimizer: str, tmp_path: Path
+) -> None:
     (at_end, _), *_ = at_the_end = run_ranks(train, 2, optimizer, WAVE, None)
     assert [updates for _, updates in at_the_end] == [1, 1]
     for folder in (None, str(tmp_path)):
@@ -57,7 +71,9 @@ def test_stages_are_updated_on_the_way_with_the_same_weights(optimizer: str, tmp
 
 
 class Lender(nn.Module):
-    """The last layer reads a row of a table that is stage 0's: it is handed on, and lies in the table's memory."""
+    """The last layer reads a row of a table that is stage 0's: it is handed on, and lies in the
+    table's memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +90,19 @@ class Lender(nn.Module):
 
 def train_lender(on_nonfinite: str) -> tuple[dict[str, Tensor], list[int]]:
     """(weights after three steps, stages that lend a parameter)"""
-    wh.init({**WAVE, "num_micro_batch": 4, "num_task_graph": 2, "check_capture": False, "on_nonfinite": on_nonfinite})
+    wh.init(
+        {
+            **WAVE,
+            "num_micro_batch": 4,
+            "num_task_graph": 2,
+            "check_capture": False,
+            "on_nonfinite": on_nonfinite,
+        }
+    )
     batch = (torch.randn(8, 5, generator=torch.Generator().manual_seed(0)),)
-    engine = wh.parallelize(Lender(), batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    engine = wh.parallelize(
+        Lender(), batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5)
+    )
     for _ in range(3):
         engine.step(batch)
     return engine.full_state_dict(), sorted(engine._shapes.first.lending)

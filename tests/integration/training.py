@@ -1,4 +1,6 @@
-"""Runs one model under one plan on real ranks, and the same model locally. The model is captured once and inherited by the ranks."""
+"""Runs one model under one plan on real ranks, and the same model locally. The model is captured
+once and inherited by the ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class Subject:
 def prepare_subject(name: str) -> Subject:
     """Runs in a model server: builds and captures once, with the self-checks.
 
-    Where a model has labels of the shape of its input, the sample has one tensor for both: a capture that took them for one input would
-    be wrong in every plan that trains with labels of their own.
+    Where a model has labels of the shape of its input, the sample has one tensor for both: a
+    capture that took them for one input would be wrong in every plan that trains with labels of
+    their own.
     """
     torch.set_num_threads(1)
     case = CASES[name]
@@ -41,19 +44,31 @@ def prepare_subject(name: str) -> Subject:
     with Float64Mode():
         layout, tensors = read_batch(batches(case, has_labels_like_input(case), 1)[0])
         prepared = api._prepare(model, layout, tensors, case.loss, wh.Config(), "cpu", check=True)
-        saved_for_backward(prepared.captured, layout.batch_size)  # torch keeps what its operations do, and every plan asks for it
+        saved_for_backward(
+            prepared.captured, layout.batch_size
+        )  # torch keeps what its operations do, and every plan asks for it
     return Subject(case, model, prepared)
 
 
 def has_labels_like_input(case: Case) -> bool:
     batch = case.batch(0, 2)
-    return isinstance(batch, dict) and "labels" in batch and "input_ids" in batch and batch["labels"].shape == batch["input_ids"].shape
+    return (
+        isinstance(batch, dict)
+        and "labels" in batch
+        and "input_ids" in batch
+        and batch["labels"].shape == batch["input_ids"].shape
+    )
 
 
 def batches(case: Case, one_tensor: bool, num_steps: int) -> list[Any]:
     made = [case.batch(step, BATCH_SIZE) for step in range(num_steps)]
     if one_tensor:
-        made = [{**batch, "labels": batch["input_ids"]} if isinstance(batch, dict) and "input_ids" in batch else batch for batch in made]
+        made = [
+            {**batch, "labels": batch["input_ids"]}
+            if isinstance(batch, dict) and "input_ids" in batch
+            else batch
+            for batch in made
+        ]
     return made
 
 
@@ -66,7 +81,13 @@ def train_locally(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) 
     case = subject.case
     micro_batches = plan.num_micro_batch if case.batch_statistics else 1
     with Float64Mode():
-        return local_training(case.build(), batches(case, plan.one_tensor, num_steps), case.loss, make_optimizer, micro_batches)
+        return local_training(
+            case.build(),
+            batches(case, plan.one_tensor, num_steps),
+            case.loss,
+            make_optimizer,
+            micro_batches,
+        )
 
 
 @dataclass
@@ -87,34 +108,58 @@ def train_on_rank(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) 
         wh.init(wh.Config(plan.config))
         if plan.stages:
             globs = case.cuts(len(plan.stages))
-            wh.annotate(model, {"|".join(glob): wh.replicate(d) for glob, d in zip(globs, plan.stages, strict=True)})
+            wh.annotate(
+                model,
+                {
+                    "|".join(glob): wh.replicate(d)
+                    for glob, d in zip(globs, plan.stages, strict=True)
+                },
+            )
         data = batches(case, plan.one_tensor, num_steps)
         engine = wh.parallelize(
-            model, data[0], optimizer=make_optimizer, loss=case.loss, prepared=subject.prepared, cluster=cluster_of(plan)
+            model,
+            data[0],
+            optimizer=make_optimizer,
+            loss=case.loss,
+            prepared=subject.prepared,
+            cluster=cluster_of(plan),
         )
         losses, gradients = [], {}
         for batch in data:
             losses.append(engine.step(batch).loss)
             if not gradients:
-                gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
-        return RankTrace(losses, gradients, engine.full_state_dict(), [name for name, _ in engine.named_parameters()])
+                gradients = {
+                    name: gradient.clone() for name, gradient in engine.gradients().items()
+                }
+        return RankTrace(
+            losses,
+            gradients,
+            engine.full_state_dict(),
+            [name for name, _ in engine.named_parameters()],
+        )
 
 
 def cluster_of(plan: PlanCase) -> wh.Cluster | None:
     """The kinds that the ranks are taken for; all on this machine."""
     if not plan.kinds:
         return None
-    devices = tuple(Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(plan.kinds))
+    devices = tuple(
+        Device(rank, "localhost", rank, device_kind(kind)) for rank, kind in enumerate(plan.kinds)
+    )
     return wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G)
 
 
 def merge(ranks: list[RankTrace], model: torch.nn.Module) -> Trace:
-    """One trace of all ranks; holders of the same parameter must agree to the bit, and so must all losses."""
+    """One trace of all ranks; holders of the same parameter must agree to the bit, and so must all
+    losses.
+    """
     gradients: dict[str, torch.Tensor] = {}
     for rank, trace in enumerate(ranks):
         assert trace.losses == ranks[0].losses, f"rank {rank} saw other losses than rank 0"
         for name, gradient in trace.gradients.items():
-            assert torch.equal(gradients.setdefault(name, gradient), gradient), f"{name} has another gradient on rank {rank}"
+            assert torch.equal(gradients.setdefault(name, gradient), gradient), (
+                f"{name} has another gradient on rank {rank}"
+            )
     state = ranks[0].state
     parameters = {name for name, _ in model.named_parameters()}
     buffers = {name for name, _ in model.named_buffers()}

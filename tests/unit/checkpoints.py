@@ -1,4 +1,6 @@
-"""What the tests of checkpoints share: tensors of every kind, saved by ranks that are simulated in one process."""
+"""What the tests of checkpoints share: tensors of every kind, saved by ranks that are simulated in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def cut(tensor: Tensor, num_ranks: int, dim: int) -> list[tuple[Tensor, Part]]:
     bounds = [round(place * tensor.shape[dim] / num_ranks) for place in range(num_ranks + 1)]
     parts = []
     for start, stop in zip(bounds, bounds[1:]):
-        ranges = tuple((start, stop) if each == dim else (0, size) for each, size in enumerate(tensor.shape))
+        ranges = tuple(
+            (start, stop) if each == dim else (0, size) for each, size in enumerate(tensor.shape)
+        )
         parts.append((tensor.narrow(dim, start, stop - start), Part(tuple(tensor.shape), ranges)))
     return parts
 
@@ -47,7 +51,13 @@ def example() -> dict[str, Tensor]:
 
 
 def save_cut(
-    folder: Path, tensors: dict[str, Tensor], num_ranks: int, dim: int, step: int = 1, save_id: str = "job_1", **options: Any
+    folder: Path,
+    tensors: dict[str, Tensor],
+    num_ranks: int,
+    dim: int,
+    step: int = 1,
+    save_id: str = "job_1",
+    **options: Any,
 ) -> Path:
     """Saves `tensors` from `num_ranks` ranks, all but the small ones cut along `dim`."""
     target = Target(folder, step, save_id)

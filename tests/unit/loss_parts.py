@@ -1,4 +1,6 @@
-"""Runs the parts of a mini-batch through a captured loss and compares their sum with the loss of the whole."""
+"""Runs the parts of a mini-batch through a captured loss and compares their sum with the loss of
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def make_batch() -> Batch:
     }
 
 
-def run(captured: Any, values: dict[str, Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def run(
+    captured: Any, values: dict[str, Tensor], arguments: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """Interprets the graph; `values` are parameters, buffers and constants by name."""
     environment: dict[Any, Any] = {}
     placeholders = iter(arguments)
@@ -61,8 +65,12 @@ def run(captured: Any, values: dict[str, Tensor], arguments: Sequence[Tensor]) -
     return tuple(environment[term] for term in captured.output.args[0])
 
 
-def run_together(captured: Any, values: dict[str, Tensor], parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """All parts in step, as devices do: a node with `all_reduce` gets the sum of its values over the parts. Gives the sum of outputs."""
+def run_together(
+    captured: Any, values: dict[str, Tensor], parts: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    """All parts in step, as devices do: a node with `all_reduce` gets the sum of its values over
+    the parts. Gives the sum of outputs.
+    """
     environments: list[dict[Any, Any]] = [{} for _ in parts]
     iterators = [iter(part) for part in parts]
     for node in captured.graph.nodes:
@@ -72,17 +80,25 @@ def run_together(captured: Any, values: dict[str, Tensor], parts: Sequence[Seque
             elif node.op == "get_attr":
                 environment[node] = values[node.target]
             elif node.op == "call_function":
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
+                args, kwargs = torch.fx.node.map_arg(
+                    (node.args, node.kwargs), environment.__getitem__
+                )
                 environment[node] = node.target(*args, **kwargs)
         if node.meta.get("all_reduce"):
             total = sum(environment[node] for environment in environments)
             for environment in environments:
-                environment[node] = total.clone()  # export leaves in-place additions in these graphs
-    return sum(environment[term] for environment in environments for term in captured.output.args[0])  # type: ignore[return-value]
+                environment[node] = (
+                    total.clone()
+                )  # export leaves in-place additions in these graphs
+    return sum(
+        environment[term] for environment in environments for term in captured.output.args[0]
+    )  # type: ignore[return-value]
 
 
 def state_values(model: nn.Module, captured: Any) -> dict[str, Tensor]:
-    named = {f"model.{name}": value for name, value in model.named_parameters(remove_duplicate=False)}
+    named = {
+        f"model.{name}": value for name, value in model.named_parameters(remove_duplicate=False)
+    }
     named |= {f"model.{name}": value for name, value in model.named_buffers(remove_duplicate=False)}
     return named | captured.constants
 
@@ -98,7 +114,12 @@ def whole_values(plan: LossPlan, values: dict[str, Tensor], batch: Batch) -> tup
 def cut(batch: Batch, sizes: Sequence[int]) -> list[list[Tensor]]:
     total, parts, start = sum(sizes), [], 0
     for size in sizes:
-        parts.append([value[start : start + size] if value.dim() and value.shape[0] == total else value for value in batch.values()])
+        parts.append(
+            [
+                value[start : start + size] if value.dim() and value.shape[0] == total else value
+                for value in batch.values()
+            ]
+        )
         start += size
     return parts
 
@@ -110,9 +131,16 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def check(
-    model: nn.Module, batch: Batch, loss: Loss, tolerance: float, partitions: Sequence[Sequence[int]], all_reduce: bool = False
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss,
+    tolerance: float,
+    partitions: Sequence[Sequence[int]],
+    all_reduce: bool = False,
 ) -> LossPlan:
-    """Compares with eager PyTorch on the whole batch: loss, and gradients relative to the largest of the model."""
+    """Compares with eager PyTorch on the whole batch: loss, and gradients relative to the largest
+    of the model.
+    """
     expected = loss(model, batch)
     expected_gradients = gradients(model, expected)
     captured = export_graph(model, batch, loss)
@@ -130,7 +158,9 @@ def check(
             total = sum(term for part in parts for term in run(captured, values, part))  # type: ignore[assignment]
         assert total.shape == expected.shape
         assert total.dtype == expected.dtype
-        assert abs(total.item() - expected.item()) <= tolerance * max(abs(expected.item()), 1.0), sizes
+        assert abs(total.item() - expected.item()) <= tolerance * max(abs(expected.item()), 1.0), (
+            sizes
+        )
         for ours, theirs in zip(gradients(model, total), expected_gradients, strict=True):
             assert (ours - theirs).abs().max().item() <= tolerance * max(scale, 1.0), sizes
     return plan

@@ -40,7 +40,9 @@ def longest_path(graph: StageGraph, stage: int) -> int:
 
 
 def has_circle(graph: StageGraph, num_micro_batch: int, orders: Orders) -> bool:
-    """Independent of the checker: the order on each device and all data dependencies, as one graph of compute actions."""
+    """Independent of the checker: the order on each device and all data dependencies, as one graph
+    of compute actions.
+    """
     needs: dict[str, set[str]] = {}
     for order in orders:
         names = [str(action) for action in order if action.is_compute]

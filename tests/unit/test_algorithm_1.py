@@ -24,7 +24,9 @@ def test_figure_4_v100_and_t4_at_mini_batch_6() -> None:
 
 
 def test_out_of_memory_the_literal_shift_overshoots() -> None:
-    """DF = [15, 10], DM = [16, 32], TG_mem = 40: from [.6, .4] the largest shift is .4, the least that fits .2."""
+    """DF = [15, 10], DM = [16, 32], TG_mem = 40: from [.6, .4] the largest shift is .4, the least
+    that fits .2.
+    """
     rates = [15.0, 10.0]
     literal = algorithm_1(rates, [16.0, 32.0], 1.0, 40.0)
     assert literal.load_ratios == pytest.approx((0.2, 0.8)) and not literal.out_of_memory
@@ -37,7 +39,9 @@ def test_out_of_memory_the_literal_shift_overshoots() -> None:
 
 def test_infeasible_is_left_as_it_is_by_the_paper_and_refused_by_us() -> None:
     assert algorithm_1([1.0, 1.0], [16.0, 16.0], 1.0, 40.0).out_of_memory == (0, 1)
-    with pytest.raises(DoesNotFit, match=r"10 samples are to be shared, but memory has room for 4 \+ 4"):
+    with pytest.raises(
+        DoesNotFit, match=r"10 samples are to be shared, but memory has room for 4 \+ 4"
+    ):
         best_shares(10, [Load(1.0, most=4), Load(1.0, most=4)])
 
 
@@ -45,7 +49,10 @@ def test_a_valley_without_enough_room_is_passed_over() -> None:
     """Three devices: the emptier valley cannot take what the peak must give, the other can."""
     found = algorithm_1([10.0, 5.0, 5.0], [10.0, 11.0, 30.0], 1.0, 40.0)
     assert found.out_of_memory == () and sum(found.load_ratios) == pytest.approx(1)
-    assert all(load * 40 <= memory + 1e-9 for load, memory in zip(found.load_ratios, [10.0, 11.0, 30.0], strict=True))
+    assert all(
+        load * 40 <= memory + 1e-9
+        for load, memory in zip(found.load_ratios, [10.0, 11.0, 30.0], strict=True)
+    )
 
 
 @settings(max_examples=many(2000))
@@ -54,16 +61,29 @@ def test_a_valley_without_enough_room_is_passed_over() -> None:
     memory=st.integers(1, 60),
 )
 def test_ours_is_never_slower(devices: list[tuple[int, int]], memory: int) -> None:
-    """Loads of the paper cut down to whole samples that fit: the slowest device is no faster than with our shares."""
-    rates, capacities = [float(rate) for rate, _ in devices], [float(capacity) for _, capacity in devices]
+    """Loads of the paper cut down to whole samples that fit: the slowest device is no faster than
+    with our shares.
+    """
+    rates, capacities = (
+        [float(rate) for rate, _ in devices],
+        [float(capacity) for _, capacity in devices],
+    )
     total = 60
     paper = algorithm_1(rates, capacities, 1.0, float(memory))
     assert sum(paper.load_ratios) == pytest.approx(1)
     most = [int(total * capacity / memory + 1e-9) for capacity in capacities]
     rounded = [int(load * total + 1e-9) for load in paper.load_ratios]
-    for index in sorted(range(len(rounded)), key=lambda i: rounded[i] - paper.load_ratios[i] * total)[: total - sum(rounded)]:
+    for index in sorted(
+        range(len(rounded)), key=lambda i: rounded[i] - paper.load_ratios[i] * total
+    )[: total - sum(rounded)]:
         rounded[index] += 1
-    if paper.out_of_memory or any(share > limit for share, limit in zip(rounded, most, strict=True)):
+    if paper.out_of_memory or any(
+        share > limit for share, limit in zip(rounded, most, strict=True)
+    ):
         return
-    ours = best_shares(total, [Load(1 / rate, most=limit) for rate, limit in zip(rates, most, strict=True)])
-    assert max(s / r for s, r in zip(ours, rates, strict=True)) <= max(s / r for s, r in zip(rounded, rates, strict=True)) * (1 + 1e-12)
+    ours = best_shares(
+        total, [Load(1 / rate, most=limit) for rate, limit in zip(rates, most, strict=True)]
+    )
+    assert max(s / r for s, r in zip(ours, rates, strict=True)) <= max(
+        s / r for s, r in zip(rounded, rates, strict=True)
+    ) * (1 + 1e-12)

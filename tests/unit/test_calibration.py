@@ -1,4 +1,6 @@
-"""Measured operations in the cost model: hand-worked points, the way through a cluster file, and a real measurement."""
+"""Measured operations in the cost model: hand-worked points, the way through a cluster file, and a
+real measurement.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +40,37 @@ MEASURED = DeviceKind("CPU-measured", 1e11, 10**9, 1e10, bf16_flop_per_s=4e11, o
 def test_between_two_points_time_is_straight_in_logarithms() -> None:
     # 1e7 FLOP is half way between 1e6 and 1e8: the geometric mean of 1e-4 and 1e-3
     assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, False) == pytest.approx(10**-3.5)
-    assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, True) == pytest.approx((2e-4 * 4e-3) ** 0.5)
-    assert measured_seconds(MEASURED, "aten.linear", 10.0, 1.0, False) == pytest.approx(1e-4)  # overhead
-    assert measured_seconds(MEASURED, "aten.linear", 3e8, 1.0, False) == pytest.approx(3e-3)  # in proportion
+    assert measured_seconds(MEASURED, "aten.linear", 1e7, 1.0, True) == pytest.approx(
+        (2e-4 * 4e-3) ** 0.5
+    )
+    assert measured_seconds(MEASURED, "aten.linear", 10.0, 1.0, False) == pytest.approx(
+        1e-4
+    )  # overhead
+    assert measured_seconds(MEASURED, "aten.linear", 3e8, 1.0, False) == pytest.approx(
+        3e-3
+    )  # in proportion
 
 
 def test_a_product_that_is_not_square_takes_the_time_of_its_bytes_besides() -> None:
     # 1e6 FLOP: 50 x 100 x 100, where a square one has sides of 79.4 numbers
     square = 3 * 4 * 500_000 ** (2 / 3)
     assert measured_seconds(MEASURED, "aten.linear", 1e6, square, False) == pytest.approx(1e-4)
-    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, False) == pytest.approx(1e-4 + 1e6 / 1e10)
-    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, True) == pytest.approx(2e-4 + 2e6 / 1e10)
+    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, False) == pytest.approx(
+        1e-4 + 1e6 / 1e10
+    )
+    assert measured_seconds(MEASURED, "aten.linear", 1e6, square + 1e6, True) == pytest.approx(
+        2e-4 + 2e6 / 1e10
+    )
 
 
 def test_an_update_goes_by_the_number_of_parameters_and_by_their_bytes() -> None:
     # without state 1 us and 1 ns a byte, with two states 3 us and 5 ns a byte
     costs = (("sgd", 1e-6, 1e-9), ("adamw", 3e-6, 5e-9))
-    points = [OperationPoint(name, size, each_s + byte_s * size, 1.0) for name, each_s, byte_s in costs for size in (1e3, 1e6)]
+    points = [
+        OperationPoint(name, size, each_s + byte_s * size, 1.0)
+        for name, each_s, byte_s in costs
+        for size in (1e3, 1e6)
+    ]
     kind = replace(MEASURED, operations=(*POINTS, *points))
     assert update_costs(kind, 0.0) == pytest.approx((1e-6, 1e-9))
     assert update_costs(kind, 1.0) == pytest.approx((2e-6, 3e-9))  # SGD with momentum
@@ -67,9 +83,15 @@ def test_an_update_goes_by_the_number_of_parameters_and_by_their_bytes() -> None
 def test_operations_that_were_not_measured_go_by_one_that_was() -> None:
     assert measured_seconds(MEASURED, "aten.addmm", 1e6, 1.0, False) == pytest.approx(1e-4)
     assert measured_seconds(MEASURED, "aten.exp", 0.0, 1e3, False) == pytest.approx(2e-6)  # as gelu
-    assert measured_seconds(MEASURED, "aten.an_operation_of_tomorrow", 0.0, 1e6, False) == pytest.approx(1e-4)  # as add
-    assert measured_seconds(MEASURED, "aten.permute", 0.0, 0.0, False) == pytest.approx(5e-7)  # a view
-    assert measured_seconds(MEASURED, "aten.tanh", 0.0, 1e3, False) == pytest.approx(1e-6)  # neither it nor its stand-in: as add
+    assert measured_seconds(
+        MEASURED, "aten.an_operation_of_tomorrow", 0.0, 1e6, False
+    ) == pytest.approx(1e-4)  # as add
+    assert measured_seconds(MEASURED, "aten.permute", 0.0, 0.0, False) == pytest.approx(
+        5e-7
+    )  # a view
+    assert measured_seconds(MEASURED, "aten.tanh", 0.0, 1e3, False) == pytest.approx(
+        1e-6
+    )  # neither it nor its stand-in: as add
     assert measured_seconds(DEVICE_KINDS["V100-16GB"], "aten.linear", 1e6, 1.0, False) is None
 
 
@@ -82,12 +104,19 @@ def test_the_cost_model_takes_measured_times_where_there_are_any() -> None:
 
 def test_a_batch_norm_over_devices_takes_no_less_than_one_alone() -> None:
     # measured in 2 us where one alone took 3, its backward in 9 us where one alone took 5
-    points = (OperationPoint("batch_norm", 1e3, 3e-6, 5e-6), OperationPoint("batch_norm_over_devices", 1e3, 2e-6, 9e-6))
+    points = (
+        OperationPoint("batch_norm", 1e3, 3e-6, 5e-6),
+        OperationPoint("batch_norm_over_devices", 1e3, 2e-6, 9e-6),
+    )
     layout, tensors = read_batch(torch.ones(4, 6))
     task = Task(lambda output, batch: output.sum(), "cpu", None)
-    captured = capture_training(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), layout, tensors, task).captured
+    captured = capture_training(
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), layout, tensors, task
+    ).captured
     norm = next(node for node in captured.compute_nodes() if "batch_norm" in str(node.target))
-    more = Workload(captured, 4, carries_gradient(captured), 0.0, share=2).over_devices(norm, replace(MEASURED, operations=points))
+    more = Workload(captured, 4, carries_gradient(captured), 0.0, share=2).over_devices(
+        norm, replace(MEASURED, operations=points)
+    )
     assert more is not None
     for num_samples in (1, 2, 4):
         assert more.forward.of(num_samples) == 0.0 < more.backward.of(num_samples)
@@ -96,14 +125,22 @@ def test_a_batch_norm_over_devices_takes_no_less_than_one_alone() -> None:
 def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:
     layout, tensors = read_batch(torch.ones(4, 6))
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    captured = capture_training(model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)).captured
+    captured = capture_training(
+        model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)
+    ).captured
     gradients, costs = carries_gradient(captured), node_costs(captured, 4)
     first, second = (node for node in captured.compute_nodes() if "linear" in str(node.target))
-    whole = measured_seconds(MEASURED, "aten.linear", costs[first].flop, costs[first].moved_bytes, True)
+    whole = measured_seconds(
+        MEASURED, "aten.linear", costs[first].flop, costs[first].moved_bytes, True
+    )
     assert whole is not None
     factors = [backward_factors(node, costs[node], gradients) for node in (first, second)]
-    assert backward_seconds(costs[first], factors[0], MEASURED, "fp32") == pytest.approx((0.0, whole / 2))
-    assert backward_seconds(costs[second], factors[1], MEASURED, "fp32") == pytest.approx((whole / 2, whole / 2))
+    assert backward_seconds(costs[first], factors[0], MEASURED, "fp32") == pytest.approx(
+        (0.0, whole / 2)
+    )
+    assert backward_seconds(costs[second], factors[1], MEASURED, "fp32") == pytest.approx(
+        (whole / 2, whole / 2)
+    )
 
 
 def test_measured_operations_survive_the_cluster_file() -> None:
@@ -111,21 +148,34 @@ def test_measured_operations_survive_the_cluster_file() -> None:
     cluster = Cluster((Device(0, "here", 0, MEASURED),), link, link)
     (device,) = loads(dumps(cluster)).devices
     assert device.kind.operations == tuple(
-        OperationPoint(point.name, point.work, pytest.approx(point.forward_s), pytest.approx(point.backward_s)) for point in POINTS
+        OperationPoint(
+            point.name, point.work, pytest.approx(point.forward_s), pytest.approx(point.backward_s)
+        )
+        for point in POINTS
     )
     with pytest.raises(ValueError, match="operations"):
         loads(dumps(cluster).replace("1000000", "-3", 1))
 
 
-def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_measurement_has_every_operation_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
     monkeypatch.setattr(turns, "STRETCH_S", 1e-3)
     monkeypatch.setattr(turns, "MOST_S", 0.0)
     subjects = operations.operations_of(Ranks("cpu"))
-    seconds = turns.take_turns({number: each.subject for number, each in enumerate(subjects)}, Ranks("cpu"), lambda what: None)
-    points = [point for number, each in enumerate(subjects) for point in each.points(seconds[number])]
+    seconds = turns.take_turns(
+        {number: each.subject for number, each in enumerate(subjects)},
+        Ranks("cpu"),
+        lambda what: None,
+    )
+    points = [
+        point for number, each in enumerate(subjects) for point in each.points(seconds[number])
+    ]
     found = sorted((point.name, point.work) for point in points)
-    assert found == sorted((trial.name, trial.work) for width in (8, 32) for trial in operations.trials("cpu", width))
+    assert found == sorted(
+        (trial.name, trial.work) for width in (8, 32) for trial in operations.trials("cpu", width)
+    )
     assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
     # the work of a linear layer is what torch itself counts
     x, w = torch.ones(32, 32), torch.ones(32, 32)
@@ -137,8 +187,15 @@ def test_a_real_measurement_has_every_operation_forward_and_backward(monkeypatch
 def test_plans_of_measured_devices_take_their_times() -> None:
     link = Link(1e9, 1e-5)
     cluster = Cluster((Device(0, "here", 0, MEASURED), Device(1, "here", 1, MEASURED)), link, link)
-    plan = wh.plan(nn.Linear(100, 50, bias=False), torch.randn(200, 100), loss=lambda output, batch: output.square().sum(), cluster=cluster)
-    assert plan.figures is not None and not plan.figures.overlaps  # a CPU sums gradients on the core that computes
+    plan = wh.plan(
+        nn.Linear(100, 50, bias=False),
+        torch.randn(200, 100),
+        loss=lambda output, batch: output.square().sum(),
+        cluster=cluster,
+    )
+    assert (
+        plan.figures is not None and not plan.figures.overlaps
+    )  # a CPU sums gradients on the core that computes
     forward = plan.figures.stages[0].times["CPU-measured"].forward
     # 100 samples: 2 * 100 * 100 * 50 FLOP, and the square and sum of 100 x 50 numbers
     product = measured_seconds(MEASURED, "aten.linear", 1e6, 1.0, False)
@@ -159,23 +216,31 @@ def test_another_guest_of_the_processor_does_not_count() -> None:
 
 
 def test_a_process_that_shares_the_core_counts() -> None:
-    """Every tenth turn loses the core for 10 ms: twice the time in the long run, which no median of turns shows."""
+    """Every tenth turn loses the core for 10 ms: twice the time in the long run, which no median of
+    turns shows.
+    """
     shared = turns.Stretch([[1.1e-2 if number % 10 == 5 else 1e-3] for number in range(60)], 0.5)
     assert _typical(shared, shared, shared, shared) == pytest.approx([2e-3])
     # a third of the stretches had the core for themselves; it was no faster in them
     lucky, halved = turns.Stretch([[1e-3]] * 60, 1.0), turns.Stretch([[2e-3]] * 30, 0.5)
     assert _typical(*[lucky, halved, halved] * 3) == pytest.approx([2e-3])
-    assert _typical(*[lucky, halved, lucky] * 3) == pytest.approx([1e-3])  # something that ran for a moment
+    assert _typical(*[lucky, halved, lucky] * 3) == pytest.approx(
+        [1e-3]
+    )  # something that ran for a moment
 
 
 def test_what_a_process_takes_is_shared_by_all_pieces_of_a_turn() -> None:
-    """A turn of 1 + 3 ms that loses the core for 4 ms in every second turn, in one piece or the other."""
+    """A turn of 1 + 3 ms that loses the core for 4 ms in every second turn, in one piece or the
+    other.
+    """
     taken = [[1e-3, 3e-3], [5e-3, 3e-3], [1e-3, 3e-3], [1e-3, 7e-3]] * 4
     assert _typical(turns.Stretch(taken, 4 / 6)) == pytest.approx([1.5e-3, 4.5e-3])
 
 
 class Core(Speed):
-    """One that is slow at some moments, which are told by the number of stretches up to then. Each stretch has five turns."""
+    """One that is slow at some moments, which are told by the number of stretches up to then. Each
+    stretch has five turns.
+    """
 
     def __init__(self, is_slow: Callable[[int], bool]) -> None:
         super().__init__()
@@ -198,15 +263,21 @@ class Core(Speed):
 
 
 @pytest.mark.parametrize(("num_slow", "passes"), [(0, 6), (3, 6), (12, 15)])
-def test_passes_go_on_until_enough_stretches_had_a_fast_core(monkeypatch: pytest.MonkeyPatch, num_slow: int, passes: int) -> None:
+def test_passes_go_on_until_enough_stretches_had_a_fast_core(
+    monkeypatch: pytest.MonkeyPatch, num_slow: int, passes: int
+) -> None:
     core = Core(lambda done: done < num_slow)
     monkeypatch.setattr(turns, "Speed", lambda device: core)
-    assert turns.take_turns({"a": core.subject("a")}, Ranks("cpu"), lambda what: None) == {"a": pytest.approx([1.0])}
+    assert turns.take_turns({"a": core.subject("a")}, Ranks("cpu"), lambda what: None) == {
+        "a": pytest.approx([1.0])
+    }
     assert core.turns["a"] == 5 * passes + 1  # one to get warm
 
 
 def test_only_what_met_too_few_fast_moments_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first six passes (a b, a b, ...) the core is fast from the beginning to the end of every other b."""
+    """In the first six passes (a b, a b, ...) the core is fast from the beginning to the end of
+    every other b.
+    """
     core = Core(lambda done: done < 12 and done % 4 not in (1, 2))
     said: list[str] = []
     monkeypatch.setattr(turns, "Speed", lambda device: core)
@@ -237,12 +308,19 @@ def test_a_core_that_is_never_fast_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(turns, "Speed", lambda device: core)
     monkeypatch.setattr(turns, "MOST_S", 0.01)
     core = Core(lambda done: True)
-    assert turns.take_turns({"a": core.subject("a")}, Ranks("cpu"), said.append) == {"a": pytest.approx([2.0])}
-    assert said[-1].startswith("1 of 1 kinds of work met too few moments with fast cores in 0 s, and their times may be too long")
+    assert turns.take_turns({"a": core.subject("a")}, Ranks("cpu"), said.append) == {
+        "a": pytest.approx([2.0])
+    }
+    assert said[-1].startswith(
+        "1 of 1 kinds of work met too few moments with fast cores in 0 s, and their times may be "
+        "too long"
+    )
 
 
 def test_a_look_sees_a_core_that_got_slow() -> None:
     speed = Speed()
     looks = [speed.look() for _ in range(40)]
     assert speed.slowness(speed.best_s) == 1.0 and min(looks) <= speed.best_s <= sorted(looks)[3]
-    assert Speed("cuda:0").look() == Speed("cuda:1").look()  # of a device that is no core nothing is known
+    assert (
+        Speed("cuda:0").look() == Speed("cuda:1").look()
+    )  # of a device that is no core nothing is known

@@ -125,13 +125,18 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
         (other_device, "two devices", "device=x.device"),
     ],
 )
-def test_names_module_line_and_way_out(step: Callable[[Tensor], Tensor], wrong: str, way_out: str) -> None:
+def test_names_module_line_and_way_out(
+    step: Callable[[Tensor], Tensor], wrong: str, way_out: str
+) -> None:
     explained, original = failed(Net(step))
     message = str(explained)
     where, what, advice = message.split("\n  ")[1:]
     assert where.startswith("at `blocks.1` (Inner), ")
     number = marked_line(step)
-    assert f"test_capture_errors.py:{number}: `{inspect.getsource(inspect.getmodule(step)).splitlines()[number - 1].strip()}`" in where
+    assert (
+        f"test_capture_errors.py:{number}: "
+        f"`{inspect.getsource(inspect.getmodule(step)).splitlines()[number - 1].strip()}`" in where
+    )
     assert wrong in what
     assert way_out in advice
     assert explained.__cause__ is original
@@ -187,7 +192,9 @@ def test_keyword_arguments_without_a_name() -> None:
 
     model = Loose()
     with pytest.raises(Exception) as caught:
-        torch.export.export(model, (), {"x": torch.randn(4, 4)}, dynamic_shapes={"x": {0: BATCH}}, strict=False)
+        torch.export.export(
+            model, (), {"x": torch.randn(4, 4)}, dynamic_shapes={"x": {0: BATCH}}, strict=False
+        )
     message = str(explain(caught.value, model))
     assert "**kwargs" in message and "name each argument" in message
 

@@ -33,7 +33,9 @@ def rewrite_index(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((path / "index.json").read_bytes())
     change(content["index"])
     body = b'"index":' + json.dumps(content["index"], separators=(",", ":")).encode() + b"}\n"
-    (path / "index.json").write_bytes(b'{"checksum":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+    (path / "index.json").write_bytes(
+        b'{"checksum":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body
+    )
 
 
 @pytest.fixture
@@ -66,9 +68,13 @@ def test_a_damaged_tensor_is_named_and_others_can_be_read(saved: Path) -> None:
     file.write_bytes(content)
     with Reader(saved) as reader:
         assert_same(reader.read("model/b.weight"), example()["model/b.weight"])
-        with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors is damaged inside 'model/a\.weight'"):
+        with pytest.raises(
+            CheckpointError, match=r"rank_00001\.safetensors is damaged inside 'model/a\.weight'"
+        ):
             reader.read("model/a.weight")
-        assert_same(reader.read("model/a.weight", ((0, 3), (0, 7))), example()["model/a.weight"][:3])  # that part is in rank 0's file
+        assert_same(
+            reader.read("model/a.weight", ((0, 3), (0, 7))), example()["model/a.weight"][:3]
+        )  # that part is in rank 0's file
 
 
 def tensor_file(path: Path) -> Any:
@@ -98,8 +104,14 @@ def test_a_missing_file_is_refused(saved: Path, file: str) -> None:
 def test_swapped_files_are_refused(tmp_path: Path) -> None:
     """Two ranks' files of the same size and header; and the same rank's file of another step."""
     tensor = torch.arange(8.0)
-    one, two = (save_cut(tmp_path, {"x": tensor + step}, 2, 0, step, f"job_{step}") for step in (1, 2))
-    files = [one / "rank_00000.safetensors", one / "rank_00001.safetensors", two / "rank_00000.safetensors"]
+    one, two = (
+        save_cut(tmp_path, {"x": tensor + step}, 2, 0, step, f"job_{step}") for step in (1, 2)
+    )
+    files = [
+        one / "rank_00000.safetensors",
+        one / "rank_00001.safetensors",
+        two / "rank_00000.safetensors",
+    ]
     contents = [file.read_bytes() for file in files]
     assert len({len(content) for content in contents}) == 1
     for a, b in itertools.combinations(range(3), 2):
@@ -126,37 +138,79 @@ def first_piece(index: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda index: index["files"].update({"../../etc/passwd": {"num_bytes": 9, "checksum": ""}}), "only files like"),
-        (lambda index: index["files"].update({"/etc/passwd": {"num_bytes": 9, "checksum": ""}}), "only files like"),
-        (lambda index: index["files"].update({"rank_00000.safetensors\n": {"num_bytes": 9, "checksum": ""}}), "only files like"),
+        (
+            lambda index: index["files"].update(
+                {"../../etc/passwd": {"num_bytes": 9, "checksum": ""}}
+            ),
+            "only files like",
+        ),
+        (
+            lambda index: index["files"].update({"/etc/passwd": {"num_bytes": 9, "checksum": ""}}),
+            "only files like",
+        ),
+        (
+            lambda index: index["files"].update(
+                {"rank_00000.safetensors\n": {"num_bytes": 9, "checksum": ""}}
+            ),
+            "only files like",
+        ),
         (lambda index: first_piece(index).update(file="../x"), "is not listed"),
-        (lambda index: first_piece(index).update(ranges=[[0, 99], [0, 7]]), "does not lie inside shape"),
-        (lambda index: first_piece(index).update(ranges=[[-1, 6], [0, 7]]), "does not lie inside shape"),
+        (
+            lambda index: first_piece(index).update(ranges=[[0, 99], [0, 7]]),
+            "does not lie inside shape",
+        ),
+        (
+            lambda index: first_piece(index).update(ranges=[[-1, 6], [0, 7]]),
+            "does not lie inside shape",
+        ),
         (lambda index: first_piece(index).update(ranges=[[0, 7], [0, 7]]), "overlap"),
-        (lambda index: first_piece(index).update(ranges=[[0, 5], [0, 7]]), "hold 84 of the 91 elements"),
+        (
+            lambda index: first_piece(index).update(ranges=[[0, 5], [0, 7]]),
+            "hold 84 of the 91 elements",
+        ),
         (lambda index: first_piece(index).update(ranges=[["0", 6], [0, 7]]), "valid integer"),
         (lambda index: first_piece(index).update(ranges=[[0.0, 6], [0, 7]]), "valid integer"),
         (lambda index: first_piece(index).update(checksums=""), "digits of checksums"),
-        (lambda index: first_piece(index).update(key="model/b.weight"), "belongs to another tensor too"),
+        (
+            lambda index: first_piece(index).update(key="model/b.weight"),
+            "belongs to another tensor too",
+        ),
         (lambda index: index["tensors"]["model/a.weight"].update(pieces=[]), "hold 0 of the 91"),
-        (lambda index: index["tensors"]["model/a.weight"].update(shape=[1 << 40, 1 << 40]), "impossible"),
+        (
+            lambda index: index["tensors"]["model/a.weight"].update(shape=[1 << 40, 1 << 40]),
+            "impossible",
+        ),
         (
             lambda index: index["tensors"]["model/scalar"].update(
-                shape=[1 << 40], pieces=[{**index["tensors"]["model/scalar"]["pieces"][0], "ranges": [[0, 1 << 40]]}]
+                shape=[1 << 40],
+                pieces=[
+                    {**index["tensors"]["model/scalar"]["pieces"][0], "ranges": [[0, 1 << 40]]}
+                ],
             ),
             "bytes",
         ),
         (lambda index: index["tensors"]["model/a.weight"].update(dtype="O"), "its dtype 'O'"),
-        (lambda index: index["tensors"]["model/a.weight"].update(dtype="I32"), "they disagree about 'model/a.weight'"),
-        (lambda index: index["tensors"].pop("model/a.weight"), "they disagree about 'model/a.weight'"),
+        (
+            lambda index: index["tensors"]["model/a.weight"].update(dtype="I32"),
+            "they disagree about 'model/a.weight'",
+        ),
+        (
+            lambda index: index["tensors"].pop("model/a.weight"),
+            "they disagree about 'model/a.weight'",
+        ),
         (lambda index: index.update(step=-3), "step -3"),
         (lambda index: index.update(block_bytes=1), "blocks of 1 bytes"),
         (lambda index: index.update(format=99), "format 99, this Whale reads 1"),
         (lambda index: index.update(__reduce__="os.system"), "Unexpected keyword|unexpected|Extra"),
-        (lambda index: index["files"]["rank_00000.safetensors"].update(checksum="0" * 64), "is not the file that"),
+        (
+            lambda index: index["files"]["rank_00000.safetensors"].update(checksum="0" * 64),
+            "is not the file that",
+        ),
     ],
 )
-def test_a_crafted_index_is_refused(saved: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_crafted_index_is_refused(
+    saved: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
     rewrite_index(saved, change)
     with pytest.raises(CheckpointError, match=message):
         read_all(saved)
@@ -171,7 +225,9 @@ def test_garbage_in_place_of_an_index_is_refused(saved: Path) -> None:
         b'"index":{"format":1,"a":1}}',
         pickle.dumps({"a": 1}),
     ]:
-        (saved / "index.json").write_bytes(b'{"checksum":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body)
+        (saved / "index.json").write_bytes(
+            b'{"checksum":"' + hashlib.sha256(body).hexdigest().encode() + b'",' + body
+        )
         with pytest.raises(CheckpointError):
             Reader(saved)
 
@@ -204,7 +260,10 @@ class Bomb:
 def test_a_pickle_is_refused_and_not_opened(saved: Path, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     size = (saved / "rank_00000.safetensors").stat().st_size
-    for content in (bomb.ljust(size, b"\0"), b"PK\x03\x04".ljust(size, b"\0")):  # a bare pickle, and a zip as torch.save makes it
+    for content in (
+        bomb.ljust(size, b"\0"),
+        b"PK\x03\x04".ljust(size, b"\0"),
+    ):  # a bare pickle, and a zip as torch.save makes it
         (saved / "rank_00000.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="looks like a pickle"):
             read_all(saved)
@@ -275,11 +334,16 @@ def test_a_crafted_header_is_refused(tmp_path: Path, header: Any) -> None:
 
 
 def test_the_plain_header_of_these_is_accepted(tmp_path: Path) -> None:
-    assert PretrainedReader(header_file(tmp_path / "x.safetensors", {"x": GOOD})).read("x").tolist() == [0] * 4
+    assert (
+        PretrainedReader(header_file(tmp_path / "x.safetensors", {"x": GOOD})).read("x").tolist()
+        == [0] * 4
+    )
 
 
 def test_index_is_plain_data(saved: Path) -> None:
-    """The index says what the issue asks for: name, global shape, index ranges, file, and a checksum for each file."""
+    """The index says what the issue asks for: name, global shape, index ranges, file, and a
+    checksum for each file.
+    """
     raw = json.loads((saved / "index.json").read_bytes())["index"]
     piece = raw["tensors"]["model/a.weight"]["pieces"][1]
     assert raw["tensors"]["model/a.weight"]["shape"] == [13, 7]

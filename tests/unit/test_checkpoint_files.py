@@ -1,6 +1,8 @@
-"""What was saved comes back under any other cut: tensors, values, and no more bytes read than a rank needs.
+"""What was saved comes back under any other cut: tensors, values, and no more bytes read than a
+rank needs.
 
-"Ranks" are simulated in one process: they meet in a folder only, so threads or plain calls in turn are the same thing.
+"Ranks" are simulated in one process: they meet in a folder only, so threads or plain calls in turn
+are the same thing.
 """
 
 from __future__ import annotations
@@ -37,20 +39,35 @@ from whale.checkpoint.json_values import decode, encode
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_what_was_saved_by_some_ranks_is_read_whole(tmp_path: Path, num_ranks: int, dim: int) -> None:
+def test_what_was_saved_by_some_ranks_is_read_whole(
+    tmp_path: Path, num_ranks: int, dim: int
+) -> None:
     tensors = example()
     path = save_cut(tmp_path, tensors, num_ranks, dim)
-    assert sorted(item.name for item in path.iterdir()) == ["index.json", *(f"rank_{rank:05d}.safetensors" for rank in range(num_ranks))]
+    assert sorted(item.name for item in path.iterdir()) == [
+        "index.json",
+        *(f"rank_{rank:05d}.safetensors" for rank in range(num_ranks)),
+    ]
     with Reader(tmp_path) as reader:
-        assert reader.step == 1 and reader.values == {"step": 1} and reader.rank_values == [{"rank": rank} for rank in range(num_ranks)]
+        assert (
+            reader.step == 1
+            and reader.values == {"step": 1}
+            and reader.rank_values == [{"rank": rank} for rank in range(num_ranks)]
+        )
         assert sorted(reader.names()) == sorted(tensors)
         for name, tensor in tensors.items():
             assert_same(reader.read(name), tensor)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((3, 0), (2, 1)), ((2, 1), (4, 0)), ((4, 0), (3, 0)), ((1, 0), (5, 1))])
-def test_another_cut_on_load(tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    tensors = {name: tensor for name, tensor in example().items() if tensor.dim() >= 2 and tensor.numel()}
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((3, 0), (2, 1)), ((2, 1), (4, 0)), ((4, 0), (3, 0)), ((1, 0), (5, 1))]
+)
+def test_another_cut_on_load(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    tensors = {
+        name: tensor for name, tensor in example().items() if tensor.dim() >= 2 and tensor.numel()
+    }
     save_cut(tmp_path, tensors, *saved)
     with Reader(tmp_path) as reader:
         for name, tensor in tensors.items():
@@ -58,8 +75,12 @@ def test_another_cut_on_load(tmp_path: Path, saved: tuple[int, int], loaded: tup
                 assert_same(reader.read(name, part.ranges), piece)
 
 
-def test_any_box_of_a_tensor_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 KiB, so that boxes begin and end inside blocks; every box against torch's own slicing."""
+def test_any_box_of_a_tensor_of_many_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 4 KiB, so that boxes begin and end inside blocks; every box against torch's own
+    slicing.
+    """
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("whale.checkpoint.writer.BLOCK_BYTES", 4096)
     tensor = torch.arange(40 * 50 * 9, dtype=torch.float32).reshape(40, 50, 9)
@@ -68,7 +89,9 @@ def test_any_box_of_a_tensor_of_many_blocks(tmp_path: Path, monkeypatch: pytest.
     with Reader(tmp_path) as reader:
         assert max(len(piece.checksums) for piece in reader.index.tensors["x"].pieces) > 8 * 4
         for _ in range(150):
-            box = tuple(tuple(sorted(chooser.choices(range(size + 1), k=2))) for size in tensor.shape)
+            box = tuple(
+                tuple(sorted(chooser.choices(range(size + 1), k=2))) for size in tensor.shape
+            )
             assert_same(reader.read("x", box), tensor[tuple(slice(*r) for r in box)])  # type: ignore[arg-type]
 
 
@@ -89,7 +112,12 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
     with Reader(tmp_path) as reader:
         got = reader.read("x")
         assert got.dtype == tensor.dtype and torch.equal(got.view(torch.uint8), raw)
-    assert safetensors.torch.load_file(find_checkpoints(tmp_path)[0] / "rank_00001.safetensors")["x"].dtype == tensor.dtype
+    assert (
+        safetensors.torch.load_file(find_checkpoints(tmp_path)[0] / "rank_00001.safetensors")[
+            "x"
+        ].dtype
+        == tensor.dtype
+    )
 
 
 def test_a_snapshot_does_not_change_with_training() -> None:
@@ -100,7 +128,10 @@ def test_a_snapshot_does_not_change_with_training() -> None:
     numbers.append(2)
     assert first.tensors["w"].tolist() == [1] * 4 and first.values == {"list": [1]}
     again = take_snapshot({"w": weight}, buffers=buffers)
-    assert again.tensors["w"].data_ptr() == first.tensors["w"].data_ptr() and again.tensors["w"].tolist() == [2] * 4
+    assert (
+        again.tensors["w"].data_ptr() == first.tensors["w"].data_ptr()
+        and again.tensors["w"].tolist() == [2] * 4
+    )
 
 
 def test_a_part_of_the_wrong_shape_is_refused() -> None:
@@ -108,7 +139,9 @@ def test_a_part_of_the_wrong_shape_is_refused() -> None:
         take_snapshot({"w": torch.ones(4)}, parts={"w": Part((8,), ((2, 8),))})
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex128)]
+)
 def test_tensors_that_files_cannot_hold_are_refused_by_name(tensor: Tensor) -> None:
     with pytest.raises(CheckpointError, match=r"model/x is torch\..*cannot hold that"):
         take_snapshot({"model/x": tensor})
@@ -124,7 +157,9 @@ def test_writers_are_the_same_everywhere_and_balanced() -> None:
     for name, rank in chosen.items():
         assert rank in holders[name]
         load[rank] += sizes[name]
-    assert max(load.values()) - min(load.values()) <= 10  # no move of one tensor could balance it better
+    assert (
+        max(load.values()) - min(load.values()) <= 10
+    )  # no move of one tensor could balance it better
 
 
 # ---- values
@@ -149,7 +184,11 @@ def test_values_survive_json(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"), [({"f": print}, r"v\.f is a builtins\.builtin"), ([torch.ones(2)], r"v\[0\] is a tensor of shape \[2\]")]
+    ("value", "name"),
+    [
+        ({"f": print}, r"v\.f is a builtins\.builtin"),
+        ([torch.ones(2)], r"v\[0\] is a tensor of shape \[2\]"),
+    ],
 )
 def test_values_that_json_cannot_hold_are_refused_by_name(value: Any, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
@@ -157,7 +196,14 @@ def test_values_that_json_cannot_hold_are_refused_by_name(value: Any, name: str)
 
 
 @pytest.mark.parametrize(
-    "value", [{"!call": "os.system"}, {"!tensor": ["torch.float32", [1, 2], 3, "x"]}, {"!tensor": 5}, {"!float": "1e999"}, {"!dict": [1]}]
+    "value",
+    [
+        {"!call": "os.system"},
+        {"!tensor": ["torch.float32", [1, 2], 3, "x"]},
+        {"!tensor": 5},
+        {"!float": "1e999"},
+        {"!dict": [1]},
+    ],
 )
 def test_crafted_values_are_refused(value: Any) -> None:
     if value == {"!tensor": ["torch.float32", [1, 2], 3, "x"]}:
@@ -189,7 +235,12 @@ def boxes_and_shape(draw: st.DrawFn) -> tuple[list[Any], tuple[int, ...]]:
         dim = draw(st.integers(0, len(shape) - 1))
         start, stop = box[dim]
         at = draw(st.integers(start, stop))
-        boxes.extend(b for r in ((start, at), (at, stop)) if r[0] < r[1] for b in [box[:dim] + (r,) + box[dim + 1 :]])
+        boxes.extend(
+            b
+            for r in ((start, at), (at, stop))
+            if r[0] < r[1]
+            for b in [box[:dim] + (r,) + box[dim + 1 :]]
+        )
     spoil = draw(st.sampled_from(["no", "drop", "twice", "move"]))
     place = draw(st.integers(0, len(boxes) - 1))
     if spoil == "drop":
@@ -220,7 +271,10 @@ def test_cover_check_of_many_pieces() -> None:
 @given(st.data())
 def test_byte_segments_hold_exactly_the_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
-    box = tuple((start := data.draw(st.integers(0, size - 1)), data.draw(st.integers(start + 1, size))) for size in shape)
+    box = tuple(
+        (start := data.draw(st.integers(0, size - 1)), data.draw(st.integers(start + 1, size)))
+        for size in shape
+    )
     marked = np.zeros(shape, dtype=bool)
     marked[tuple(slice(*r) for r in box)] = True
     wanted = np.repeat(marked.reshape(-1), 4)

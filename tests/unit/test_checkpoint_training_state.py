@@ -1,4 +1,6 @@
-"""Optimizers, schedulers and random numbers go on where they were, under another number of ranks too."""
+"""Optimizers, schedulers and random numbers go on where they were, under another number of ranks
+too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from whale.checkpoint.json_values import decode, encode
 
 def network() -> torch.nn.Module:
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)
+    )
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -49,22 +53,34 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, scheduler: Any = None) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, scheduler: Any = None
+) -> None:
     generator = torch.Generator().manual_seed(steps)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(7, 6, generator=generator)).pow(2).mean().backward()
         optimizer.step()
         if scheduler is not None:
-            scheduler.step(0.1) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+            scheduler.step(0.1) if isinstance(
+                scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+            ) else scheduler.step()
 
 
-def groups(model: torch.nn.Module, only: Callable[[str], bool] = lambda name: True) -> list[dict[str, Any]]:
-    """Two groups, weights and biases, with different options; only the parameters that a rank holds."""
+def groups(
+    model: torch.nn.Module, only: Callable[[str], bool] = lambda name: True
+) -> list[dict[str, Any]]:
+    """Two groups, weights and biases, with different options; only the parameters that a rank
+    holds.
+    """
     named = [(name, parameter) for name, parameter in model.named_parameters() if only(name)]
     return [
         {"params": [pair for pair in named if pair[0].endswith("weight")], "weight_decay": 0.1},
-        {"params": [pair for pair in named if pair[0].endswith("bias")], "weight_decay": 0.0, "lr": 0.02},
+        {
+            "params": [pair for pair in named if pair[0].endswith("bias")],
+            "weight_decay": 0.0,
+            "lr": 0.02,
+        },
     ]
 
 
@@ -99,13 +115,20 @@ def test_an_optimizer_comes_back_as_torch_itself_would_bring_it(tmp_path: Path, 
     ours, oracle = OPTIMIZERS[kind](groups(model)), OPTIMIZERS[kind](groups(model))
     oracle.load_state_dict(optimizer.state_dict())
     with Reader(tmp_path) as reader:
-        unpack_optimizer(ours, names_of(model), reader.read, merge_values(v["optimizer"] for v in reader.rank_values))
+        unpack_optimizer(
+            ours,
+            names_of(model),
+            reader.read,
+            merge_values(v["optimizer"] for v in reader.rank_values),
+        )
     assert_same_state(ours.state_dict(), oracle.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adafactor"])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 3), (3, 1), (3, 2)])
-def test_training_goes_on_under_another_rank_count(tmp_path: Path, kind: str, saved_by: int, loaded_by: int) -> None:
+def test_training_goes_on_under_another_rank_count(
+    tmp_path: Path, kind: str, saved_by: int, loaded_by: int
+) -> None:
     """Every rank holds some layers. Straight local training is the reference."""
 
     def on(rank: int, num_ranks: int) -> Callable[[str], bool]:
@@ -116,13 +139,18 @@ def test_training_goes_on_under_another_rank_count(tmp_path: Path, kind: str, sa
     train(straight, optimizer, 3)
     middle = {name: tensor.clone() for name, tensor in straight.state_dict().items()}
 
-    savers = [AsyncSaver(tmp_path, job_id="job", rank=rank, num_ranks=saved_by, timeout_s=20) for rank in range(saved_by)]
+    savers = [
+        AsyncSaver(tmp_path, job_id="job", rank=rank, num_ranks=saved_by, timeout_s=20)
+        for rank in range(saved_by)
+    ]
     handles = []
     for rank, saver in enumerate(savers):
         mine = [name for name, _ in straight.named_parameters() if on(rank, saved_by)(name)]
         tensors, values = pack_optimizer(optimizer, names_of(straight), only=mine)
         model_tensors = {f"model/{name}": middle[name] for name in mine}
-        handles.append(saver.save(3, {**tensors, **model_tensors}, rank_values={"optimizer": values}))
+        handles.append(
+            saver.save(3, {**tensors, **model_tensors}, rank_values={"optimizer": values})
+        )
     for handle in handles:
         handle.wait()
     train(straight, optimizer, 4)
@@ -159,15 +187,23 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     tensors, values = pack_optimizer(optimizer, names_of(model), only=["0.weight", "0.bias"])
     with pytest.raises(CheckpointError, match="state of SGD, this job uses Adam"):
-        unpack_optimizer(OPTIMIZERS["Adam"](groups(model)), names_of(model), tensors.__getitem__, values)
-    with pytest.raises(CheckpointError, match=r"no optimizer state for 2 parameters, the first are 2\.weight, 3\.weight"):
+        unpack_optimizer(
+            OPTIMIZERS["Adam"](groups(model)), names_of(model), tensors.__getitem__, values
+        )
+    with pytest.raises(
+        CheckpointError,
+        match=r"no optimizer state for 2 parameters, the first are 2\.weight, 3\.weight",
+    ):
         unpack_optimizer(optimizer, names_of(model), tensors.__getitem__, values)
     first = network()
     one_group = OPTIMIZERS["SGD"](list(first[0].parameters()))
     with pytest.raises(
-        CheckpointError, match=r"0\.weight and 0\.bias are both in group 0 now.*different lr, weight_decay|different weight_decay"
+        CheckpointError,
+        match=r"0\.weight and 0\.bias are both in group 0 now.*different lr, weight_decay|different weight_decay",
     ):
-        unpack_optimizer(one_group, names_of(first), tensors.__getitem__, merge_values([values, None]))
+        unpack_optimizer(
+            one_group, names_of(first), tensors.__getitem__, merge_values([values, None])
+        )
     with pytest.raises(CheckpointError, match="not one of the model's"):
         pack_optimizer(optimizer, {})
 
@@ -186,7 +222,9 @@ def test_optimizer_state_that_cannot_be_saved_is_named() -> None:
     model = network()
     optimizer = OddOptimizer(model.parameters(), lr=0.1)
     train(model, optimizer, 1)
-    with pytest.raises(CheckpointError, match=r"the state of OddOptimizer for 0\.weight\.schedule is a"):
+    with pytest.raises(
+        CheckpointError, match=r"the state of OddOptimizer for 0\.weight\.schedule is a"
+    ):
         pack_optimizer(optimizer, names_of(model))
 
 
@@ -202,17 +240,26 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "Cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
     "Plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "Sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [3],
     ),
     "Warm restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
 }
 
 
-def learning_rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
+def learning_rates(
+    optimizer: torch.optim.Optimizer, scheduler: Any, steps: int
+) -> list[list[float]]:
     rates = []
     for _ in range(steps):
         optimizer.step()
-        scheduler.step(0.1) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+        scheduler.step(0.1) if isinstance(
+            scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+        ) else scheduler.step()
         rates.append([group["lr"] for group in optimizer.param_groups])
     return rates
 
@@ -224,30 +271,43 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
     scheduler = SCHEDULERS[kind](optimizer)
     train(model, optimizer, 3, scheduler)
     tensors, values = pack_optimizer(optimizer, names_of(model))
-    saver_of(tmp_path).save(1, tensors, {"optimizer": values, "scheduler": pack_scheduler(scheduler)}).wait()
+    saver_of(tmp_path).save(
+        1, tensors, {"optimizer": values, "scheduler": pack_scheduler(scheduler)}
+    ).wait()
     ours = OPTIMIZERS["SGD"](groups(model))
     other = SCHEDULERS[kind](ours)
     with Reader(tmp_path) as reader:
-        unpack_optimizer(ours, names_of(model), reader.read, merge_values([reader.values["optimizer"]]))
+        unpack_optimizer(
+            ours, names_of(model), reader.read, merge_values([reader.values["optimizer"]])
+        )
         unpack_scheduler(other, reader.values["scheduler"], ours)
     assert learning_rates(ours, other, 5) == learning_rates(optimizer, scheduler, 5)
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "Cosine", "Sequential"])
 def test_a_scheduler_fits_another_number_of_groups(tmp_path: Path, kind: str) -> None:
-    """One group for each parameter: a rank that holds two of them has two groups, and takes their rates."""
+    """One group for each parameter: a rank that holds two of them has two groups, and takes their
+    rates.
+    """
     model = network()
-    single = [{"params": [pair], "lr": 0.1 * (place + 1)} for place, pair in enumerate(model.named_parameters())]
+    single = [
+        {"params": [pair], "lr": 0.1 * (place + 1)}
+        for place, pair in enumerate(model.named_parameters())
+    ]
     optimizer = torch.optim.SGD(single, lr=0.1)
     scheduler = SCHEDULERS[kind](optimizer)
     train(model, optimizer, 2, scheduler)
     _, values = pack_optimizer(optimizer, names_of(model))
     state = decode(json.loads(json.dumps(encode(pack_scheduler(scheduler), "s"))))
-    ours = torch.optim.SGD([{"params": [pair]} for pair in list(model.named_parameters())[2:4]], lr=9.0)
+    ours = torch.optim.SGD(
+        [{"params": [pair]} for pair in list(model.named_parameters())[2:4]], lr=9.0
+    )
     other = SCHEDULERS[kind](ours)
     unpack_optimizer(ours, names_of(model), {}.__getitem__, values)
     unpack_scheduler(other, state, ours)
-    assert learning_rates(ours, other, 4) == [rates[2:4] for rates in learning_rates(optimizer, scheduler, 4)]
+    assert learning_rates(ours, other, 4) == [
+        rates[2:4] for rates in learning_rates(optimizer, scheduler, 4)
+    ]
 
 
 def test_a_scheduler_that_cannot_be_saved_is_named() -> None:
@@ -260,7 +320,9 @@ def test_a_scheduler_that_cannot_be_saved_is_named() -> None:
     holder = Holder()
     holder.function = print  # type: ignore[attr-defined]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, holder)
-    with pytest.raises(CheckpointError, match=r"the state of LambdaLR\.lr_lambdas\[0\]\.function is a"):
+    with pytest.raises(
+        CheckpointError, match=r"the state of LambdaLR\.lr_lambdas\[0\]\.function is a"
+    ):
         pack_scheduler(scheduler)
     with pytest.raises(CheckpointError, match="state of StepLR, this job uses LambdaLR"):
         unpack_scheduler(scheduler, pack_scheduler(SCHEDULERS["StepLR"](optimizer)), optimizer)
@@ -281,7 +343,11 @@ def draw() -> list[Any]:
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    random.gauss(0, 1), np.random.randn(), torch.randn(1)  # leaves half a pair of normal numbers in each
+    (
+        random.gauss(0, 1),
+        np.random.randn(),
+        torch.randn(1),
+    )  # leaves half a pair of normal numbers in each
     tensors, values = pack_rng("rng/0/")
     saver_of(tmp_path).save(1, tensors, rank_values={"rng": values}).wait()
     expected = draw()
@@ -297,9 +363,14 @@ def test_a_crafted_random_state_is_refused_and_changes_nothing(part: str) -> Non
     tensors, values = pack_rng("")
     before = draw()
     unpack_rng("", tensors.__getitem__, values)
-    spoiled = {**tensors, part: torch.full_like(tensors[part], -1) if part != "torch" else tensors[part][:-9].clone()}
+    spoiled = {
+        **tensors,
+        part: torch.full_like(tensors[part], -1) if part != "torch" else tensors[part][:-9].clone(),
+    }
     with pytest.raises(CheckpointError, match="random number state"):
         unpack_rng("", spoiled.__getitem__, values)
     with pytest.raises(CheckpointError, match="random number state"):
-        unpack_rng("", tensors.__getitem__, {**values, "numpy": {**values["numpy"], "position": 10**6}})
+        unpack_rng(
+            "", tensors.__getitem__, {**values, "numpy": {**values["numpy"], "position": 10**6}}
+        )
     assert draw() == before

@@ -1,4 +1,6 @@
-"""Buffers and parameters that a forward writes: updates that are kept, and writes that are refused with their line."""
+"""Buffers and parameters that a forward writes: updates that are kept, and writes that are refused
+with their line.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.unit.clean_graphs import SAMPLE, WEIGHTS, Case, Clean, case, compare
 
-# --- state and inputs -------------------------------------------------------------------------------------------------------
+# --- state and inputs
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_moving_average_of_a_buffer_and_a_counter() -> None:
@@ -91,11 +94,18 @@ def test_batch_norm_and_instance_norm_keep_their_own_updates() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv1d(2, 3, 2)
-            self.batch, self.instance = nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+            self.batch, self.instance = (
+                nn.BatchNorm1d(3),
+                nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+            )
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.instance(F.relu(self.batch(self.conv(x)), inplace=True)), inplace=True).square().sum()
+            return (
+                F.relu(self.instance(F.relu(self.batch(self.conv(x)), inplace=True)), inplace=True)
+                .square()
+                .sum()
+            )
 
     clean = compare(Norms(), torch.randn(4, 2, 8, dtype=torch.float64))
     assert {clean.names[node.name] for node in clean.updates} == {"batch.num_batches_tracked"}

@@ -1,4 +1,6 @@
-"""Regions, tags and whole programs after cleaning: the graph computes what the module computes, gradients included."""
+"""Regions, tags and whole programs after cleaning: the graph computes what the module computes,
+gradients included.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.thorough import slow_cases
 from tests.unit.clean_graphs import SAMPLE, Case, Clean, case, compare
 from whale.capture.ops import op_name
 
-# --- regions ----------------------------------------------------------------------------------------------------------------
+# --- regions
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_no_grad_region_cuts_the_gradient() -> None:
@@ -75,7 +78,11 @@ def test_autocast_region_is_noted_on_its_nodes() -> None:
 
     clean = case(function, tolerance=1e-6)
     noted = [node.meta["autocast"][:3] for node in clean.graph.nodes if op_name(node) == "matmul"]
-    assert noted == [("cpu", torch.bfloat16, True), ("cpu", torch.bfloat16, False), ("cpu", torch.bfloat16, True)]
+    assert noted == [
+        ("cpu", torch.bfloat16, True),
+        ("cpu", torch.bfloat16, False),
+        ("cpu", torch.bfloat16, True),
+    ]
 
 
 def test_tags_of_a_region_reach_its_nodes() -> None:
@@ -87,7 +94,11 @@ def test_tags_of_a_region_reach_its_nodes() -> None:
     torch.manual_seed(1)
     with torch.fx.traceback.preserve_node_meta():
         clean = Clean(Case(function), (SAMPLE,))
-    tagged = {op_name(node) for node in clean.graph.nodes if (node.meta.get("custom") or {}).get("scope") == 1}
+    tagged = {
+        op_name(node)
+        for node in clean.graph.nodes
+        if (node.meta.get("custom") or {}).get("scope") == 1
+    }
     assert {"pow", "sum"} <= tagged or {"square", "sum"} <= tagged
 
 
@@ -99,7 +110,8 @@ def test_control_flow_is_refused_by_name_and_line() -> None:
         Clean(Case(function), (SAMPLE,))
 
 
-# --- simplify ---------------------------------------------------------------------------------------------------------------
+# --- simplify
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_what_changes_nothing_goes() -> None:
@@ -138,7 +150,8 @@ def test_final_value_of_a_buffer_is_kept() -> None:
     assert len(case(function).updates) == 1
 
 
-# --- random programs --------------------------------------------------------------------------------------------------------
+# --- random programs
+# --------------------------------------------------------------------------------------------------------
 
 
 RANDOM_VIEWS: list[Callable[[Tensor], Tensor]] = [
@@ -166,11 +179,17 @@ RANDOM_WRITES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda t, other: t.fill_(other.max()),
     lambda t, other: t.clamp_(-1, 1),
 ]
-STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 13), st.integers(0, 20), st.integers(0, 20)), min_size=2, max_size=12)
+STEPS = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 13), st.integers(0, 20), st.integers(0, 20)),
+    min_size=2,
+    max_size=12,
+)
 
 
 def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) -> Tensor:
-    """Views of, and writes to, anything made so far; every tensor counts at the end, and early reads must keep old values."""
+    """Views of, and writes to, anything made so far; every tensor counts at the end, and early
+    reads must keep old values.
+    """
     early = []
     for write, op, first, second in steps:
         chosen, other = pool[first % len(pool)], pool[second % len(pool)]
@@ -180,27 +199,39 @@ def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) 
         elif chosen.ndim and chosen.numel():
             pool.append(RANDOM_VIEWS[op % len(RANDOM_VIEWS)](chosen))
     usable = [each for each in pool if each.numel()]
-    return sum(((each.mean() * (place + 1)).sin() for place, each in enumerate(usable)), sum(early, torch.zeros((), dtype=torch.float64)))
+    return sum(
+        ((each.mean() * (place + 1)).sin() for place, each in enumerate(usable)),
+        sum(early, torch.zeros((), dtype=torch.float64)),
+    )
 
 
 @settings(max_examples=slow_cases(30), deadline=None, derandomize=True)
 @given(STEPS)
 def test_random_program_with_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
-    case(lambda m, h: h + random_program(steps, [h * 1, m.scale * 1, torch.zeros(2, 3, dtype=torch.float64)]))
+    case(
+        lambda m, h: (
+            h + random_program(steps, [h * 1, m.scale * 1, torch.zeros(2, 3, dtype=torch.float64)])
+        )
+    )
 
 
 @settings(max_examples=slow_cases(20), deadline=None, derandomize=True)
 @given(STEPS)
-def test_random_program_on_buffers_without_gradients(steps: list[tuple[bool, int, int, int]]) -> None:
+def test_random_program_on_buffers_without_gradients(
+    steps: list[tuple[bool, int, int, int]],
+) -> None:
     def function(m: Case, h: Tensor) -> Tensor:
         with torch.no_grad():
-            result = random_program(steps, [m.mean, m.mean.detach(), h * 1, m.mean.view(2, 3).detach()[1]])
+            result = random_program(
+                steps, [m.mean, m.mean.detach(), h * 1, m.mean.view(2, 3).detach()[1]]
+            )
         return h * m.mean + result + h * m.mean.detach()[2:3]
 
     case(function)
 
 
-# --- a symbolic batch, and real models --------------------------------------------------------------------------------------
+# --- a symbolic batch, and real models
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [2, 5, 9])
@@ -217,26 +248,47 @@ def test_symbolic_batch_runs_with_other_sizes(rows: int) -> None:
         return h + filled.view(-1, 6)
 
     torch.manual_seed(1)
-    compare(Case(function), SAMPLE, other=(torch.randn(rows, 4, dtype=torch.float64),), dynamic=True)
+    compare(
+        Case(function), SAMPLE, other=(torch.randn(rows, 4, dtype=torch.float64),), dynamic=True
+    )
 
 
 def hugging_face(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50}
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 50,
+    }
     if name == "gpt2":
         return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50, bos_token_id=0, eos_token_id=0)
+            transformers.GPT2Config(
+                n_layer=2, n_embd=32, n_head=4, vocab_size=50, bos_token_id=0, eos_token_id=0
+            )
         )
     if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=2))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**small, num_key_value_heads=2)
+        )
     if name == "bert":
         return transformers.BertForMaskedLM(transformers.BertConfig(**small))
     if name == "t5":
         config = transformers.T5Config(
-            num_layers=2, d_model=32, num_heads=4, d_kv=8, vocab_size=50, d_ff=64, decoder_start_token_id=0, pad_token_id=0
+            num_layers=2,
+            d_model=32,
+            num_heads=4,
+            d_kv=8,
+            vocab_size=50,
+            d_ff=64,
+            decoder_start_token_id=0,
+            pad_token_id=0,
         )
         return transformers.T5ForConditionalGeneration(config)
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_type="basic"
+    )
     return transformers.ResNetForImageClassification(config)
 
 
@@ -250,17 +302,26 @@ class LossOf(nn.Module):
 
 
 SHOWN_BY_TRAINING = ("gpt2", "bert", "t5")
-"""models whose clean graph tests/integration/test_exactness.py trains; the others have something to look at in the graph itself"""
+"""models whose clean graph tests/integration/test_exactness.py trains; the others have something to
+look at in the graph itself
+"""
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in SHOWN_BY_TRAINING)]
+    "name",
+    [
+        "llama",
+        "resnet",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SHOWN_BY_TRAINING),
+    ],
 )
 def test_real_model_in_training_mode_with_another_batch_size(name: str) -> None:
     torch.manual_seed(3)
     images = name == "resnet"
     model = LossOf(hugging_face(name), "pixel_values" if images else "input_ids").train()
-    # float32, because these models cast to float32 inside; eager and graph do the same operations in the same order
+
+    # float32, because these models cast to float32 inside; eager and graph do the same operations
+    # in the same order
     def batch(size: int) -> tuple[Tensor, Tensor]:
         if images:
             return torch.randn(size, 3, 16, 16), torch.randint(0, 5, (size,))
@@ -269,5 +330,10 @@ def test_real_model_in_training_mode_with_another_batch_size(name: str) -> None:
     clean = compare(model, *batch(4), other=batch(3), dynamic=True, tolerance=1e-6)
     assert ("batch_norm" in clean.ops()) == images
     if name == "llama":
-        # left are the rotary table (1 cat, 1 cast of positions) and the two rotations of each of the 2 layers; the caches are gone
-        assert clean.ops().count("cat") == 5 and clean.ops().count("to") == 1 and "lift_fresh_copy" not in clean.ops()
+        # left are the rotary table (1 cat, 1 cast of positions) and the two rotations of each of
+        # the 2 layers; the caches are gone
+        assert (
+            clean.ops().count("cat") == 5
+            and clean.ops().count("to") == 1
+            and "lift_fresh_copy" not in clean.ops()
+        )

@@ -1,4 +1,6 @@
-"""Writes in place become operations that make new tensors: every view and every later use sees what the module saw."""
+"""Writes in place become operations that make new tensors: every view and every later use sees what
+the module saw.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from tests.unit.clean_graphs import Case, case
 
-# --- writes to whole tensors ------------------------------------------------------------------------------------------------
+# --- writes to whole tensors
+# ------------------------------------------------------------------------------------------------
 
 
 WHOLE: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -39,7 +42,9 @@ WHOLE: dict[str, Callable[[Any, Tensor], Any]] = {
     "index copy": lambda m, h: h.index_copy_(0, torch.tensor([0, 2]), h[:2] * m.scale),
     "index fill": lambda m, h: h.index_fill_(1, torch.tensor([0, 2]), 3.0),
     "index put": lambda m, h: h.index_put_((torch.tensor([0, 2]),), m.scale, accumulate=True),
-    "scatter": lambda m, h: h.scatter_(1, torch.zeros(6, 1, dtype=torch.long), h[:, 1:2] * m.scale[0]),
+    "scatter": lambda m, h: h.scatter_(
+        1, torch.zeros(6, 1, dtype=torch.long), h[:, 1:2] * m.scale[0]
+    ),
     "addmm": lambda m, h: h.addmm_(h.t() * 1, h * m.scale),
     "lerp": lambda m, h: h.lerp_(m.scale.expand(6, 6), 0.3),
     "tril": lambda m, h: h.tril_(),
@@ -81,7 +86,8 @@ def test_in_place_seen_through_an_earlier_view(name: str) -> None:
     case(function)
 
 
-# --- writes to views --------------------------------------------------------------------------------------------------------
+# --- writes to views
+# --------------------------------------------------------------------------------------------------------
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -137,7 +143,14 @@ def test_write_to_a_view_changes_the_base_and_other_views(name: str) -> None:
         again = VIEWS[name](h)
         later = part.cos()
         part.sub_(0.25)
-        return old + h * m.scale + other.sum() + 0.1 * later.sum() + part.sum() + 0.3 * again.square().sum()
+        return (
+            old
+            + h * m.scale
+            + other.sum()
+            + 0.1 * later.sum()
+            + part.sum()
+            + 0.3 * again.square().sum()
+        )
 
     case(function)
 

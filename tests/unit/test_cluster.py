@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from whale.cluster.cluster import DEVICE_KINDS, Cluster, Device, DeviceKind, HostLinks, Link, device_kind
+from whale.cluster.cluster import (
+    DEVICE_KINDS,
+    Cluster,
+    Device,
+    DeviceKind,
+    HostLinks,
+    Link,
+    device_kind,
+)
 from whale.cluster.discovery import GpuProperties, discovered, kind_of_gpu
 from whale.cluster.kinds import recognise
 from whale.cluster.matching import Place
@@ -36,9 +44,24 @@ def test_a_message_takes_latency_and_bytes() -> None:
 
 def test_ratios_of_known_kinds() -> None:
     """Figures that the Whale paper leans on: a V100 has about twice the FLOP/s of a T4."""
-    assert device_kind("v100-32gb").flop_per_s / device_kind("T4").flop_per_s == pytest.approx(1.94, abs=0.01)
+    assert device_kind("v100-32gb").flop_per_s / device_kind("T4").flop_per_s == pytest.approx(
+        1.94, abs=0.01
+    )
     assert device_kind("V100-32GB").memory_bytes == 2 * device_kind("V100-16GB").memory_bytes
-    named = {"P100", "V100-16GB", "V100-32GB", "T4", "A10", "L4", "A100-40GB", "A100-80GB", "H100", "RTX-3090", "RTX-4090", "CPU"}
+    named = {
+        "P100",
+        "V100-16GB",
+        "V100-32GB",
+        "T4",
+        "A10",
+        "L4",
+        "A100-40GB",
+        "A100-80GB",
+        "H100",
+        "RTX-3090",
+        "RTX-4090",
+        "CPU",
+    }
     assert set(DEVICE_KINDS) == named
 
 
@@ -62,7 +85,11 @@ def test_rates_by_dtype() -> None:
     """Without hardware for a dtype it runs as float32 does."""
     v100, a100 = device_kind("V100-32GB"), device_kind("A100-80GB")
     assert (v100.rate("fp16"), v100.rate("bf16"), v100.rate("tf32")) == (125e12, 15.7e12, 15.7e12)
-    assert [a100.rate(dtype) / a100.rate("fp32") for dtype in ("tf32", "bf16", "fp16")] == [8, 16, 16]
+    assert [a100.rate(dtype) / a100.rate("fp32") for dtype in ("tf32", "bf16", "fp16")] == [
+        8,
+        16,
+        16,
+    ]
     with pytest.raises(ValueError, match="no rate for 'int8'"):
         a100.rate("int8")
 
@@ -89,7 +116,9 @@ def test_rates_by_dtype() -> None:
         ("NVIDIA L40S", 44.5, None),
     ],
 )
-def test_gpus_are_known_by_the_drivers_name(driver_name: str, memory_gib: float, name: str | None) -> None:
+def test_gpus_are_known_by_the_drivers_name(
+    driver_name: str, memory_gib: float, name: str | None
+) -> None:
     memory = int(memory_gib * 2**30)
     found = recognise(driver_name, memory)
     assert (found.name if found else None) == name
@@ -116,9 +145,16 @@ def test_discovered_ranks_keep_their_hosts_and_kinds(caplog: pytest.LogCaptureFi
 def test_links_of_one_host() -> None:
     kind, usual, own = device_kind("T4"), Link(1e9, 1e-5), Link(5e8, 3e-5)
     devices = tuple(Device(rank, "ab"[rank // 2], rank % 2, kind) for rank in range(4))
-    cluster = Cluster(devices, usual, Link(8e8, 4e-5), (HostLinks("b", intra_host=own, inter_host=Link(9e8, 9e-5)),))
+    cluster = Cluster(
+        devices,
+        usual,
+        Link(8e8, 4e-5),
+        (HostLinks("b", intra_host=own, inter_host=Link(9e8, 9e-5)),),
+    )
     assert cluster.link(0, 1) == usual and cluster.link(2, 3) == own
-    assert cluster.link(0, 2) == cluster.link(3, 1) == Link(8e8, 9e-5)  # the slower of both, in each respect
+    assert (
+        cluster.link(0, 2) == cluster.link(3, 1) == Link(8e8, 9e-5)
+    )  # the slower of both, in each respect
 
 
 def test_the_first_devices_in_file_order() -> None:

@@ -22,7 +22,9 @@ def test_dict_and_keywords_give_the_same() -> None:
 
 
 def test_an_unknown_key_offers_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no key 'num_microbatch'. Did you mean 'num_micro_batch'\?"):
+    with pytest.raises(
+        ValueError, match=r"no key 'num_microbatch'. Did you mean 'num_micro_batch'\?"
+    ):
         Config({"num_microbatch": 8})
     with pytest.raises(ValueError, match=r"no key 'zzz'\. It has: "):
         Config(zzz=1)
@@ -111,14 +113,18 @@ def test_fingerprint_tells_every_field_apart() -> None:
         "recompute": ["layers.*"], "keep_gathered": False, "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
     }  # fmt: skip
     assert set(changes) == set(Config().to_dict())
-    prints = {Config({key: value}).fingerprint() for key, value in changes.items()} | {Config().fingerprint()}
+    prints = {Config({key: value}).fingerprint() for key, value in changes.items()} | {
+        Config().fingerprint()
+    }
     assert len(prints) == len(changes) + 1
 
 
 def test_fingerprint_is_the_same_in_another_process() -> None:
     code = "from whale.config import Config; print(Config(seed=4).fingerprint())"
     settings = {"PYTHONHASHSEED": "77", "PYTHONPATH": "."}
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings
+    )
     assert other.stdout.strip() == Config(seed=4).fingerprint()
 
 

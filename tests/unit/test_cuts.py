@@ -16,36 +16,65 @@ from whale.planning.shares import NoRoom
 
 
 def objective(
-    starts: tuple[int, ...], times: list[int], crossing_times: list[int], speeds: list[int], weights: list[int] | None = None
+    starts: tuple[int, ...],
+    times: list[int],
+    crossing_times: list[int],
+    speeds: list[int],
+    weights: list[int] | None = None,
 ) -> tuple[Fraction, int]:
     """(slowest stage, total crossing), in exact arithmetic and from the definition."""
     bounds = [*starts, len(times)]
     weights = [0, *(weights or [1] * (len(starts) - 1)), 0]
-    crossing = [weight * crossing_times[bound] if weight else 0 for weight, bound in zip(weights, bounds, strict=True)]
+    crossing = [
+        weight * crossing_times[bound] if weight else 0
+        for weight, bound in zip(weights, bounds, strict=True)
+    ]
     slowest = Fraction(0)
     for stage, (first, last) in enumerate(pairwise(bounds)):
-        slowest = max(slowest, Fraction(sum(times[first:last]), speeds[stage]) + crossing[stage] + crossing[stage + 1])
+        slowest = max(
+            slowest,
+            Fraction(sum(times[first:last]), speeds[stage]) + crossing[stage] + crossing[stage + 1],
+        )
     return slowest, sum(crossing)
 
 
 @st.composite
-def problems(draw: st.DrawFn, with_speeds: bool) -> tuple[list[int], list[int], list[bool], int, list[int]]:
+def problems(
+    draw: st.DrawFn, with_speeds: bool
+) -> tuple[list[int], list[int], list[bool], int, list[int]]:
     size = draw(st.integers(1, 10))
     times = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
-    if draw(st.booleans()):  # one long operation: many cuts tie for the slowest stage, and the second objective decides
+    if draw(
+        st.booleans()
+    ):  # one long operation: many cuts tie for the slowest stage, and the second objective decides
         times[draw(st.integers(0, size - 1))] = 40
     crossing_times = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size))
     allowed = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     num_stages = draw(st.integers(1, sum(allowed[1:]) + 1))
-    speeds = draw(st.lists(st.integers(1, 7), min_size=num_stages, max_size=num_stages)) if with_speeds else [1] * num_stages
+    speeds = (
+        draw(st.lists(st.integers(1, 7), min_size=num_stages, max_size=num_stages))
+        if with_speeds
+        else [1] * num_stages
+    )
     return times, crossing_times, allowed, num_stages, speeds
 
 
-def check_against_brute_force(problem: tuple[list[int], list[int], list[bool], int, list[int]], pass_speeds: bool) -> None:
+def check_against_brute_force(
+    problem: tuple[list[int], list[int], list[bool], int, list[int]], pass_speeds: bool
+) -> None:
     times, crossing_times, allowed, num_stages, speeds = problem
-    found = cut(np.array(times), np.array(crossing_times), num_stages, np.array(allowed), speeds if pass_speeds else None)
+    found = cut(
+        np.array(times),
+        np.array(crossing_times),
+        num_stages,
+        np.array(allowed),
+        speeds if pass_speeds else None,
+    )
     points = [point for point in range(1, len(times)) if allowed[point]]
-    best = min(objective((0, *inner), times, crossing_times, speeds) for inner in combinations(points, num_stages - 1))
+    best = min(
+        objective((0, *inner), times, crossing_times, speeds)
+        for inner in combinations(points, num_stages - 1)
+    )
     assert objective(found.starts, times, crossing_times, speeds) == best
     assert found.slowest == pytest.approx(float(best[0]), rel=1e-9)
     assert found.total_crossing == best[1]
@@ -54,13 +83,17 @@ def check_against_brute_force(problem: tuple[list[int], list[int], list[bool], i
 
 @settings(max_examples=300)
 @given(problem=problems(with_speeds=False))
-def test_equals_brute_force(problem: tuple[list[int], list[int], list[bool], int, list[int]]) -> None:
+def test_equals_brute_force(
+    problem: tuple[list[int], list[int], list[bool], int, list[int]],
+) -> None:
     check_against_brute_force(problem, pass_speeds=False)
 
 
 @settings(max_examples=300)
 @given(problem=problems(with_speeds=True))
-def test_equals_brute_force_with_speeds(problem: tuple[list[int], list[int], list[bool], int, list[int]]) -> None:
+def test_equals_brute_force_with_speeds(
+    problem: tuple[list[int], list[int], list[bool], int, list[int]],
+) -> None:
     check_against_brute_force(problem, pass_speeds=True)
 
 
@@ -70,10 +103,22 @@ def test_equals_brute_force_with_unlike_links(
     problem: tuple[list[int], list[int], list[bool], int, list[int]], data: st.DataObject
 ) -> None:
     times, crossing_times, allowed, num_stages, speeds = problem
-    weights = data.draw(st.lists(st.integers(0, 5), min_size=num_stages - 1, max_size=num_stages - 1))
-    found = cut(np.array(times), np.array(crossing_times), num_stages, np.array(allowed), speeds, boundary_weights=weights)
+    weights = data.draw(
+        st.lists(st.integers(0, 5), min_size=num_stages - 1, max_size=num_stages - 1)
+    )
+    found = cut(
+        np.array(times),
+        np.array(crossing_times),
+        num_stages,
+        np.array(allowed),
+        speeds,
+        boundary_weights=weights,
+    )
     points = [point for point in range(1, len(times)) if allowed[point]]
-    best = min(objective((0, *inner), times, crossing_times, speeds, weights) for inner in combinations(points, num_stages - 1))
+    best = min(
+        objective((0, *inner), times, crossing_times, speeds, weights)
+        for inner in combinations(points, num_stages - 1)
+    )
     assert objective(found.starts, times, crossing_times, speeds, weights) == best
 
 
@@ -85,7 +130,8 @@ def test_the_cheaper_of_two_equal_cuts() -> None:
 
 
 def test_equal_layers_are_cut_evenly() -> None:
-    # 49 operations: 25 / 24 and 17 / 17 / 15 in EPL's tests are as good as ours in the slowest stage
+    # 49 operations: 25 / 24 and 17 / 17 / 15 in EPL's tests are as good as ours in the slowest
+    # stage
     assert cut(np.ones(49), np.zeros(49), 2).slowest == 25
     assert cut(np.ones(49), np.zeros(49), 3).slowest == 17
     assert cut(np.ones(12), np.zeros(12), 4).starts == (0, 3, 6, 9)
@@ -105,24 +151,36 @@ def test_numbers_far_apart() -> None:
 def test_4000_positions_64_stages(one_long: bool) -> None:
     random = np.random.default_rng(0)
     times, crossing_times = random.random(4000), random.random(4000)
-    if one_long:  # nearly every cut is as good for the slowest stage: most work for the second objective
+    if (
+        one_long
+    ):  # nearly every cut is as good for the slowest stage: most work for the second objective
         times[2000] = 3000.0
     found = cut(times, crossing_times, 64)
     assert found.slowest >= times.max()
 
 
 @st.composite
-def problems_with_memory(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]:
-    """Times and bytes of every operation on every stage; capacities about what some cut needs, so that many are tight."""
+def problems_with_memory(
+    draw: st.DrawFn,
+) -> tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]:
+    """Times and bytes of every operation on every stage; capacities about what some cut needs, so
+    that many are tight.
+    """
     size = draw(st.integers(1, 8))
     allowed = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     num_stages = draw(st.integers(1, min(4, sum(allowed[1:]) + 1)))
-    table = st.lists(st.lists(st.integers(0, 6), min_size=size, max_size=size), min_size=num_stages, max_size=num_stages)
+    table = st.lists(
+        st.lists(st.integers(0, 6), min_size=size, max_size=size),
+        min_size=num_stages,
+        max_size=num_stages,
+    )
     times, num_bytes = draw(table), draw(table)
     crossing_times = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
     points = [point for point in range(1, size) if allowed[point]]
     starts = (0, *sorted(draw(st.permutations(points))[: num_stages - 1]), size)
-    used = [sum(num_bytes[stage][first:last]) for stage, (first, last) in enumerate(pairwise(starts))]
+    used = [
+        sum(num_bytes[stage][first:last]) for stage, (first, last) in enumerate(pairwise(starts))
+    ]
     spare = draw(st.lists(st.integers(-1, 3), min_size=num_stages, max_size=num_stages))
     capacities = [max(0, most + more) for most, more in zip(used, spare, strict=True)]
     return times, crossing_times, allowed, num_bytes, capacities
@@ -133,20 +191,27 @@ memory_outcomes = {"free": 0, "tight": 0, "refused": 0}
 
 @settings(max_examples=many(3000))
 @given(problem=problems_with_memory())
-def test_equals_brute_force_under_memory(problem: tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]]) -> None:
+def test_equals_brute_force_under_memory(
+    problem: tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]],
+) -> None:
     times, crossing_times, allowed, num_bytes, capacities = problem
     size, num_stages = len(crossing_times), len(times)
 
     def objective_of(starts: tuple[int, ...]) -> tuple[int, int]:
         slowest = 0
         for stage, (first, last) in enumerate(pairwise([*starts, size])):
-            crossing = (crossing_times[first] if first else 0) + (crossing_times[last] if last < size else 0)
+            crossing = (crossing_times[first] if first else 0) + (
+                crossing_times[last] if last < size else 0
+            )
             slowest = max(slowest, sum(times[stage][first:last]) + crossing)
         return slowest, sum(crossing_times[start] for start in starts[1:])
 
     def fits(starts: tuple[int, ...]) -> bool:
         bounds = enumerate(pairwise([*starts, size]))
-        return all(sum(num_bytes[stage][first:last]) <= capacities[stage] for stage, (first, last) in bounds)
+        return all(
+            sum(num_bytes[stage][first:last]) <= capacities[stage]
+            for stage, (first, last) in bounds
+        )
 
     points = [point for point in range(1, size) if allowed[point]]
     every = [(0, *inner) for inner in combinations(points, num_stages - 1)]
@@ -173,12 +238,21 @@ def test_the_memory_cases_are_of_all_sorts() -> None:
 
 
 def test_4000_positions_16_stages_tight_memory() -> None:
-    """Against a bound by hand: equal operations, 3 of 16 stages with a third of the room of the others."""
+    """Against a bound by hand: equal operations, 3 of 16 stages with a third of the room of the
+    others.
+    """
     size, num_stages = 4000, 16
     capacities = np.full(num_stages, 300.0)
     capacities[[0, 5, 11]] = 100.0
-    found = cut(np.ones(size), np.zeros(size), num_stages, memory=StageMemory(np.ones((num_stages, size)), capacities))
-    assert found.slowest == pytest.approx(-(-(size - 300) // 13))  # the small ones are full, the others share the rest
+    found = cut(
+        np.ones(size),
+        np.zeros(size),
+        num_stages,
+        memory=StageMemory(np.ones((num_stages, size)), capacities),
+    )
+    assert found.slowest == pytest.approx(
+        -(-(size - 300) // 13)
+    )  # the small ones are full, the others share the rest
     assert "memory moved the cuts (slowest without limits: 250 s)" in found.reason
 
 
@@ -191,13 +265,20 @@ def test_no_room_says_how_much_is_missing() -> None:
 
 def test_too_many_stages() -> None:
     allowed = np.array([True, False, True, True])
-    with pytest.raises(ValueError, match=r"asked for 4 stages, but the model can be cut at 2 points: at most 3 stages"):
+    with pytest.raises(
+        ValueError,
+        match=r"asked for 4 stages, but the model can be cut at 2 points: at most 3 stages",
+    ):
         cut(np.ones(4), np.zeros(4), 4, allowed)
 
 
 def test_the_reason_has_the_numbers() -> None:
     reason = cut(np.array([1.0, 2.0, 4.0]), np.array([9.0, 0.5, 0.25]), 2).reason
-    assert "2 stages of 3 operations" in reason and "stage 1 (operations 2 to 2) with 4.25 s" in reason and "250 ms in all" in reason
+    assert (
+        "2 stages of 3 operations" in reason
+        and "stage 1 (operations 2 to 2) with 4.25 s" in reason
+        and "250 ms in all" in reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,6 +292,8 @@ def test_the_reason_has_the_numbers() -> None:
         ([], [], None, "at least 1 operation"),
     ],
 )
-def test_bad_arguments_are_refused(times: list[float], crossing_times: list[float], speeds: list[float] | None, message: str) -> None:
+def test_bad_arguments_are_refused(
+    times: list[float], crossing_times: list[float], speeds: list[float] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         cut(np.array(times), np.array(crossing_times), 2, speeds=speeds)

@@ -41,7 +41,12 @@ class NormScaled(torch.optim.Optimizer):
 def test_optimizers_that_look_at_whole_tensors_are_named(make) -> None:
     assert works_by_element(make, "w") is False
     note = note_on_parts(make, "head.weight")
-    assert note is not None and "looks at more than one number at a time" in note and "head.weight" in note and "AdamW" in note
+    assert (
+        note is not None
+        and "looks at more than one number at a time" in note
+        and "head.weight" in note
+        and "AdamW" in note
+    )
     assert note.startswith(("Adafactor", "NormScaled"))
 
 

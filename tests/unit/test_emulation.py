@@ -1,4 +1,6 @@
-"""The parts of an emulation, each against a formula or a hand-worked case. Times are bounded from below only: the machine may be busy."""
+"""The parts of an emulation, each against a formula or a hand-worked case. Times are bounded from
+below only: the machine may be busy.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,15 @@ def test_more_than_one_overrun_in_a_hundred_is_invalid() -> None:
     late, idle = backward(1, 2), Action(Kind.WEIGHT, 1, 2)
     pace = Pace({late: 0.001, forward(0, 0): 1e-9, idle: 0.0})
     pace.finish(late, time.perf_counter() - 0.5)
-    assert (pace.num_overruns, pace.worst_overrun[1], pace.is_valid) == (1, "B1.2", False) and pace.worst_overrun[0] > 0.4
+    assert (pace.num_overruns, pace.worst_overrun[1], pace.is_valid) == (
+        1,
+        "B1.2",
+        False,
+    ) and pace.worst_overrun[0] > 0.4
     assert pace.worst_ratio == pytest.approx(1 + pace.worst_overrun[0] / 0.001)
-    pace.finish(idle, time.perf_counter() - 0.5)  # takes no time on the emulated device: nothing to be late for
+    pace.finish(
+        idle, time.perf_counter() - 0.5
+    )  # takes no time on the emulated device: nothing to be late for
     assert pace.num_actions == 1
 
 
@@ -66,7 +74,9 @@ def test_times_are_stretched_and_never_shrunk() -> None:
 
 def test_two_senders_of_a_host_share_its_card(tmp_path: Path) -> None:
     NetworkCards.create(tmp_path / "cards", 2)
-    first, second = (NetworkCards(tmp_path / "cards", 2) for _ in range(2))  # as two processes open them
+    first, second = (
+        NetworkCards(tmp_path / "cards", 2) for _ in range(2)
+    )  # as two processes open them
     now = time.perf_counter()
     ends = first.book(0, 5.0), second.book(0, 5.0), second.book(1, 5.0)
     assert ends[0] >= now + 5 and ends[1] == pytest.approx(ends[0] + 5)
@@ -77,14 +87,27 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
     fast, slow = Link(100.0, 0.1), Link(10.0, 0.5)
     # 4 devices: 6 steps of a quarter of 80 bytes, 2 s each, and 0.5 s of latency each
     assert ring_s(80, [fast, slow, fast, fast], 4) == pytest.approx(6 * (2 + 0.5))
-    assert ring_s(80, [fast, slow, fast, fast], 4, num_buckets=3) == pytest.approx(6 * (2 + 3 * 0.5))  # each bucket goes its own steps
+    assert ring_s(80, [fast, slow, fast, fast], 4, num_buckets=3) == pytest.approx(
+        6 * (2 + 3 * 0.5)
+    )  # each bucket goes its own steps
     assert ring_s(80, [fast], 1) == 0
 
 
 def small_memory(room: int = 1000) -> Memory:
-    stages, states = (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),), (StateFigures((0,), 300, 200, 20),)
+    stages, states = (
+        (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),),
+        (StateFigures((0,), 300, 200, 20),),
+    )
     network = Network(("cellar",), Link(1.0, 0.0), Link(1.0, 0.0))
-    figures = Figures(stages, states, network, update_s=(0.0,), memory_bytes=(room,), optimizer_ratio=2.0, batch_bytes=7)
+    figures = Figures(
+        stages,
+        states,
+        network,
+        update_s=(0.0,),
+        memory_bytes=(room,),
+        optimizer_ratio=2.0,
+        batch_bytes=7,
+    )
     kind = DeviceKind("mouse", 1e12, room, 1e11)
     return Memory(Device(3, "cellar", 0, kind), figures, (0,), shared_bytes=0, bucket_bytes=0)
 
@@ -99,11 +122,21 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
     memory.place_weights()
     for micro_batch in range(2):
         note(memory, forward(0, micro_batch), 4)
-    assert memory.used == {"weights": 300, "gradients": 0, "optimizer state": 0, "activations": 2 * 90, "buffers": 20 + 7}
+    assert memory.used == {
+        "weights": 300,
+        "gradients": 0,
+        "optimizer state": 0,
+        "activations": 2 * 90,
+        "buffers": 20 + 7,
+    }
     memory.start(Action(Kind.INPUT, 0, 0), 4)
-    assert memory.used["activations"] == 180 + 20 and memory.used["gradients"] == 0  # with room to work
+    assert (
+        memory.used["activations"] == 180 + 20 and memory.used["gradients"] == 0
+    )  # with room to work
     memory.end(Action(Kind.INPUT, 0, 0), 4)
-    assert memory.used["activations"] == 90 + 4 * 30  # inputs of layers and gradients of their results wait for the weight part
+    assert (
+        memory.used["activations"] == 90 + 4 * 30
+    )  # inputs of layers and gradients of their results wait for the weight part
     note(memory, Action(Kind.WEIGHT, 0, 0), 4)
     assert memory.used["activations"] == 90 and memory.used["gradients"] == 200
     note(memory, backward(0, 1), 4)
@@ -112,9 +145,14 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
 
 
 def test_an_update_takes_what_the_simulation_counts() -> None:
-    """Its own stage has 40 bytes beside the samples; another, that holds a part of the same weights, is on another device."""
+    """Its own stage has 40 bytes beside the samples; another, that holds a part of the same
+    weights, is on another device.
+    """
     memory = small_memory(room=1047)
-    stages = (replace(memory.figures.stages[0], working_fixed_bytes=40.0), replace(memory.figures.stages[0], working_fixed_bytes=900.0))
+    stages = (
+        replace(memory.figures.stages[0], working_fixed_bytes=40.0),
+        replace(memory.figures.stages[0], working_fixed_bytes=900.0),
+    )
     memory.figures = replace(memory.figures, stages=stages)
     memory.held = (replace(memory.held[0], stages=(0, 1)),)
     memory.place_weights()
@@ -139,7 +177,10 @@ def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:  # what a real device raises
         note(memory, forward(0, 1), 4)
     assert isinstance(error.value, EmulatedOutOfMemory)
-    words = "rank 3 (an emulated mouse on cellar) is out of memory at F0.1: activations need 90 B more, but only 33 B of 450 B are free"
+    words = (
+        "rank 3 (an emulated mouse on cellar) is out of memory at F0.1: activations need 90 B "
+        "more, but only 33 B of 450 B are free"
+    )
     assert words in str(error.value)
     with pytest.raises(EmulatedOutOfMemory, match=r"at B0\.0: gradients need 200 B more"):
         note(memory, backward(0, 0), 4)
@@ -173,7 +214,17 @@ def planned(cluster: Cluster, **config: object) -> tuple[object, Times, Assignme
     layout, tensors = read_batch(case.batch(0, 12))
     prepared = _prepare(model, layout, tensors, case.loss, settings, "cpu")
     plan, assignment = make_plan(
-        Problem(prepared.captured, prepared.kinds, {}, None, prepared.term_texts(), prepared.only_whole, cluster, settings, 12)
+        Problem(
+            prepared.captured,
+            prepared.kinds,
+            {},
+            None,
+            prepared.term_texts(),
+            prepared.only_whole,
+            cluster,
+            settings,
+            12,
+        )
     )
     return prepared, Times(plan, figures_in(plan)), assignment
 
@@ -188,7 +239,9 @@ def message_of(part: Part) -> Message:
     return Message(part.peer, 0, (Piece(part.value.index, None, shape, part.value.dtype),))
 
 
-def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[object, Times, Assignment]) -> None:
+def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(
+    gpt2: tuple[object, Times, Assignment],
+) -> None:
     prepared, times, assignment = gpt2
     plan, stub = times.plan, make_stub(times.plan, times.figures)
     assert Schedule.from_json(stub.plan.schedule) == Schedule.from_json(plan.schedule)
@@ -196,8 +249,13 @@ def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[obje
     small = apply_plan(stub.plan, stub.prepared.captured, stub.prepared.kinds)
     for rank in range(plan.num_devices):
         found = []
-        for each, graph, one in ((plan, prepared.captured, assignment), (stub.plan, stub.prepared.captured, small)):  # type: ignore[attr-defined]
-            bridges = build_bridges(each, one, crossing_values(graph, one), SampleMap(each, 12, 3), rank)
+        for each, graph, one in (
+            (plan, prepared.captured, assignment),
+            (stub.plan, stub.prepared.captured, small),
+        ):  # type: ignore[attr-defined]
+            bridges = build_bridges(
+                each, one, crossing_values(graph, one), SampleMap(each, 12, 3), rank
+            )
             messages = {}
             for key, parts in [*bridges.sending.items(), *bridges.receiving.items()]:
                 messages[key] = sorted(
@@ -207,7 +265,8 @@ def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[obje
                         part.value.gradient,
                         stub.num_bytes(message_of(part))
                         if each is stub.plan
-                        else torch.Size(part.value.shape_for(part.num_samples)).numel() * part.value.dtype.itemsize,
+                        else torch.Size(part.value.shape_for(part.num_samples)).numel()
+                        * part.value.dtype.itemsize,
                     )
                     for part in parts
                 )
@@ -219,10 +278,18 @@ def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(gpt2: tuple[obje
 
 
 def test_shares_and_picture_of_a_hand_made_step() -> None:
-    events = [("F0.0", 0.0, 2.0), ("send F 0>1.0", 2.0, 2.0), ("receive B 1>0.0", 2.0, 5.0), ("B0.0", 5.0, 9.0), ("sums", 9.0, 9.5)]
+    events = [
+        ("F0.0", 0.0, 2.0),
+        ("send F 0>1.0", 2.0, 2.0),
+        ("receive B 1>0.0", 2.0, 5.0),
+        ("B0.0", 5.0, 9.0),
+        ("sums", 9.0, 9.5),
+    ]
     found = shares(events, 10.0)
     assert (found.busy, found.wait, found.idle) == pytest.approx((0.6, 0.35, 0.05))
-    assert picture([events], ["rank 0"], 10.0) == "rank 0  " + "0" * 20 + "." * 30 + "a" * 40 + "." * 5
+    assert (
+        picture([events], ["rank 0"], 10.0) == "rank 0  " + "0" * 20 + "." * 30 + "a" * 40 + "." * 5
+    )
 
 
 def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
@@ -232,12 +299,22 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
         "worst_ratio": 3.0,
     }  # fmt: skip
     (tmp_path / "rank_00000.json").write_text(json.dumps(record))
-    prediction = {"events": [[["F0.0", 0.0, 1.0]]], "step_s": 1.25, "gradients_s": 1.0, "factor": 7.0, "is_stub": False}
+    prediction = {
+        "events": [[["F0.0", 0.0, 1.0]]],
+        "step_s": 1.25,
+        "gradients_s": 1.0,
+        "factor": 7.0,
+        "is_stub": False,
+    }
     (tmp_path / "prediction.json").write_text(json.dumps(prediction))
     rehearsal = read_rehearsal(tmp_path)
     assert isinstance(rehearsal, Rehearsal) and rehearsal.step_s == 1.5
     words = _verdict(rehearsal)
-    assert words.startswith("INVALID: 2 of 50 actions (4.0 %)") and "F0.1 on rank 0, 30.0 ms late" in words and "--stretch 21" in words
+    assert (
+        words.startswith("INVALID: 2 of 50 actions (4.0 %)")
+        and "F0.1 on rank 0, 30.0 ms late" in words
+        and "--stretch 21" in words
+    )
 
 
 def refused(*words: str) -> str:
@@ -251,7 +328,10 @@ def test_a_cluster_larger_than_the_machine_is_refused_with_the_limit(tmp_path: P
     script.write_text("")
     file.write_text("hosts: [{name: a, kind: V100-16GB, count: 90000}]")
     message = refused("--emulate", str(file), str(script))
-    assert "has 90000 devices, but this machine can start about" in message and "each rank takes about 300 MB" in message
+    assert (
+        "has 90000 devices, but this machine can start about" in message
+        and "each rank takes about 300 MB" in message
+    )
     assert most_ranks(10 * RANK_BYTES + 1) == 10
 
 
@@ -260,8 +340,14 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     script.write_text("")
     file.write_text("hosts: [{name: a, kind: V100-16GB, count: 2}]")
     emulate = ("--emulate", str(file))
-    assert "-n 3: --emulate starts one rank for each of the 2 devices" in refused(*emulate, "-n", "3", str(script))
-    assert "--stretch 0.5: times are stretched, never shrunk" in refused(*emulate, "--stretch", "0.5", str(script))
+    assert "-n 3: --emulate starts one rank for each of the 2 devices" in refused(
+        *emulate, "-n", "3", str(script)
+    )
+    assert "--stretch 0.5: times are stretched, never shrunk" in refused(
+        *emulate, "--stretch", "0.5", str(script)
+    )
     assert "--stub and --stretch belong to --emulate" in refused("--stub", str(script))
     assert "give one of them" in refused(*emulate, "--cluster", str(file), str(script))
-    assert "no_such.yaml: No such file" in refused("--emulate", str(tmp_path / "no_such.yaml"), str(script))
+    assert "no_such.yaml: No such file" in refused(
+        "--emulate", str(tmp_path / "no_such.yaml"), str(script)
+    )

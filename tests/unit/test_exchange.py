@@ -1,4 +1,6 @@
-"""Exchanges: for any two layouts of a tensor on any grid every device ends with what the target says, and gets nothing that it has."""
+"""Exchanges: for any two layouts of a tensor on any grid every device ends with what the target
+says, and gets nothing that it has.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from whale.sharding.operation import PARTIAL, SAME
 
 @st.composite
 def grids(draw) -> Grid:
-    shape = draw(st.sampled_from([(2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 3, 1), (2, 2, 2), (3, 2, 2), (1, 1, 1)]))
+    shape = draw(
+        st.sampled_from(
+            [(2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 3, 1), (2, 2, 2), (3, 2, 2), (1, 1, 1)]
+        )
+    )
     weights = {
         axis: tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(any)))
         for axis, size in zip("xyz", shape)
@@ -58,8 +64,14 @@ def cases(draw) -> tuple[Grid, Layout, Layout]:
 
 
 def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
-    """One step at all places: every message that is sent is received once, by the place it was meant for."""
-    waiting = {(step.place, block.place): parts[step.place][picked(block.ranges)] for step in steps for block in step.sends}
+    """One step at all places: every message that is sent is received once, by the place it was
+    meant for.
+    """
+    waiting = {
+        (step.place, block.place): parts[step.place][picked(block.ranges)]
+        for step in steps
+        for block in step.sends
+    }
     results = []
     for step in steps:
         assert parts[step.place].shape == step.input_shape
@@ -76,7 +88,9 @@ def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
     return results
 
 
-def run_plans(source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray], backend: str = "gloo") -> list[np.ndarray]:
+def run_plans(
+    source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray], backend: str = "gloo"
+) -> list[np.ndarray]:
     hops = exchange_plan.route(source, target, grid, backend)
     for first, second in zip(hops, hops[1:]):
         change = exchange_plan._Change(first, second, grid)
@@ -101,7 +115,12 @@ def test_large_sums_in_two_steps(case) -> None:
     value = np.random.default_rng(1).integers(-9, 9, source.shape).astype(float)
     before, exchange_plan.TWO_STEPS_FROM = exchange_plan.TWO_STEPS_FROM, 0
     try:
-        assert np.array_equal(meaning(run_plans(source, target, grid, local_parts(value, source, grid)), target, grid), value)
+        assert np.array_equal(
+            meaning(
+                run_plans(source, target, grid, local_parts(value, source, grid)), target, grid
+            ),
+            value,
+        )
     finally:
         exchange_plan.TWO_STEPS_FROM = before
 
@@ -120,8 +139,12 @@ def test_plans_of_all_places_fit_together_and_backward_is_the_transpose_in_bytes
             assert {block.place for term in step.terms for block in term} <= {place, *step.places}
             assert len(step.places) != 1
     for direction in ("forward", "backward"):
-        steps = [[step.places for step in getattr(plan, direction) if step.places] for plan in plans]
-        for place, mine in enumerate(steps):  # everyone who is waited for comes to the same calls, in the same order
+        steps = [
+            [step.places for step in getattr(plan, direction) if step.places] for plan in plans
+        ]
+        for place, mine in enumerate(
+            steps
+        ):  # everyone who is waited for comes to the same calls, in the same order
             assert all(steps[other] == mine for places in mine for other in places), place
     if not source.partial and not target.partial:
         # gather <-> reduce-scatter, slice <-> pad: what came on the way there goes on the way back
@@ -142,7 +165,10 @@ def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
         needed[index(target, grid, place)] = True
         held[index(source, grid, place)] = True
         least += int((needed & ~held).sum())
-    plans = [plan_exchange(source, target, grid, place, backward=False) for place in range(grid.num_devices)]
+    plans = [
+        plan_exchange(source, target, grid, place, backward=False)
+        for place in range(grid.num_devices)
+    ]
     assert sum(plan.num_sent for plan in plans) == least
 
 
@@ -152,13 +178,16 @@ def test_elements_sent_are_counted_without_listing_the_messages(case) -> None:
     grid, source, target = case
     change = exchange_plan._Change(source, target, grid)
     assert [change.num_sent(place) for place in range(grid.num_devices)] == [
-        sum(block.count for block in change.step(place).sends if block.place != place) for place in range(grid.num_devices)
+        sum(block.count for block in change.step(place).sends if block.place != place)
+        for place in range(grid.num_devices)
     ]
 
 
 @pytest.mark.parametrize("g", [2, 3, 4, 8])
 def test_bytes_of_the_collectives(g) -> None:
-    """research/tensor3d.md 1.1: gather and reduce-scatter (g-1)/g of the whole, all-reduce twice that."""
+    """research/tensor3d.md 1.1: gather and reduce-scatter (g-1)/g of the whole, all-reduce twice
+    that.
+    """
     grid, cuts = Grid(1, g, 1), (Cut(24), Cut(7))
     shard, same = Layout(cuts, (("y",), ())), whole(cuts)
     partial = same.conjugate(grid)
@@ -173,44 +202,76 @@ def test_bytes_of_the_collectives(g) -> None:
         (shard, Layout(cuts, ((), ("y",))), "all-to-all", None),
     ]:
         (step,) = plan_exchange(source, target, grid, 1).forward
-        assert step.pattern == pattern and step.places == (tuple(range(g)) if pattern != "local" else ())
+        assert step.pattern == pattern and step.places == (
+            tuple(range(g)) if pattern != "local" else ()
+        )
         assert sent is None or step.num_sent == sent
-    assert plan_exchange(same, same, grid, 0).is_identity and plan_exchange(partial, partial, grid, 1).is_identity
+    assert (
+        plan_exchange(same, same, grid, 0).is_identity
+        and plan_exchange(partial, partial, grid, 1).is_identity
+    )
 
 
 def test_a_large_all_reduce_scatters_and_gathers() -> None:
     grid, cuts = Grid(1, 4, 1), (Cut(1024), Cut(512))
     same = whole(cuts)
     plan = plan_exchange(same.conjugate(grid), same, grid, 2)
-    assert [step.pattern for step in plan.forward] == ["reduce-scatter", "gather"] == [step.pattern for step in plan.backward]
+    assert (
+        [step.pattern for step in plan.forward]
+        == ["reduce-scatter", "gather"]
+        == [step.pattern for step in plan.backward]
+    )
     assert plan.num_sent == 4 * 3 * 1024 * 512 // 4
-    assert [step.pattern for step in plan_exchange(same.conjugate(grid), same, grid, 2, backend="nccl").forward] == ["all-reduce"]
+    assert [
+        step.pattern
+        for step in plan_exchange(same.conjugate(grid), same, grid, 2, backend="nccl").forward
+    ] == ["all-reduce"]
     uneven = Grid(1, 4, 1, work={"y": (3, 1, 1, 1)})
-    assert plan_exchange(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2).forward[0].pattern == "all-to-all"
+    assert (
+        plan_exchange(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2)
+        .forward[0]
+        .pattern
+        == "all-to-all"
+    )
 
 
 def test_a_sum_that_moves_is_summed_first() -> None:
-    """Terms along x of halves along y become halves along x: summing quarters first sends 3/4 of the tensor instead of all of it."""
+    """Terms along x of halves along y become halves along x: summing quarters first sends 3/4 of
+    the tensor instead of all of it.
+    """
     grid, cuts = Grid(2, 2, 1), (Cut(1024), Cut(512))
     n = 1024 * 512
-    plans = [plan_exchange(Layout(cuts, ((), ("y",)), frozenset("x")), Layout(cuts, ((), ("x",))), grid, place) for place in range(4)]
+    plans = [
+        plan_exchange(
+            Layout(cuts, ((), ("y",)), frozenset("x")), Layout(cuts, ((), ("x",))), grid, place
+        )
+        for place in range(4)
+    ]
     assert [len(plan.forward) for plan in plans] == [2] * 4
     assert max(sum(step.num_sent for step in plan.forward) for plan in plans) == 3 * n // 4
 
 
 def test_equal_holders_on_the_own_line_send() -> None:
-    """x is cut, y holds the same: whoever is on the receiver's y sends, so both y send equally much."""
+    """x is cut, y holds the same: whoever is on the receiver's y sends, so both y send equally
+    much.
+    """
     grid = Grid(2, 2, 1)
     cuts = (Cut(8),)
     for place in range(4):
-        (step,) = plan_exchange(Layout(cuts, (("x",),)), whole(cuts), grid, place, backward=False).forward
+        (step,) = plan_exchange(
+            Layout(cuts, (("x",),)), whole(cuts), grid, place, backward=False
+        ).forward
         assert step.places == grid.line(place, ["x"]) and step.num_sent == 4
 
 
 def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:
     grid, cuts = Grid(1, 1, 4), (Cut(16), Cut(3))
     plan = plan_exchange(Layout(cuts, (("z",), ())), whole(cuts), grid, 1)
-    assert plan.forward[0].is_in_order and plan.forward[0].is_made_of_runs and plan.backward[0].leaves_in_order
+    assert (
+        plan.forward[0].is_in_order
+        and plan.forward[0].is_made_of_runs
+        and plan.backward[0].leaves_in_order
+    )
     columns = plan_exchange(Layout(cuts, ((), ("z",))), whole(cuts), grid, 1)
     assert not columns.forward[0].is_in_order
 
@@ -225,7 +286,9 @@ PLACEMENTS = list(product([SAME, PARTIAL, 0, 1], repeat=3))
 
 @pytest.mark.parametrize("source", PLACEMENTS[::5], ids=str)
 def test_costs_are_the_bytes_of_the_plan(source) -> None:
-    """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several ways, within a half."""
+    """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several
+    ways, within a half.
+    """
     grid, cuts = Grid(2, 2, 2), (Cut(8), Cut(8), Cut(1 << 14))
     for target in PLACEMENTS:
         if any(after == PARTIAL != before for before, after in zip(source, target)):
@@ -241,8 +304,12 @@ def test_costs_are_the_bytes_of_the_plan(source) -> None:
 
 
 def test_a_gather_of_the_outer_axis_moves_what_the_inner_one_cuts() -> None:
-    """Rows cut by z and then by y; z gathers: place (z 0, y 0) has quarter 0 and needs 0 and 1, place (z 1, y 0) has 2 and needs 0 and 1,
-    so whoever has quarter 1 sends it twice. Along the inner axis a gather sends one quarter."""
+    """Rows cut by z and then by y; z gathers: place (z 0, y 0) has quarter 0 and needs 0 and 1,
+    place (z 1, y 0) has 2 and needs 0 and 1, so whoever has quarter 1 sends it twice. Along the
+    inner axis a gather sends one quarter."""
     assert sent_bytes(1.0, (0, 0), (0, SAME), (2, 2), gradient=False) == [0.0, 0.5]
     assert sent_bytes(1.0, (0, 0), (SAME, 0), (2, 2), gradient=False) == [0.25, 0.0]
-    assert sent_bytes(1.0, (0, 0), (0, SAME), (2, 2), gradient=False, is_parameter=True) == [0.0, 0.25], "stored shards lie innermost"
+    assert sent_bytes(1.0, (0, 0), (0, SAME), (2, 2), gradient=False, is_parameter=True) == [
+        0.0,
+        0.25,
+    ], "stored shards lie innermost"

@@ -1,4 +1,6 @@
-"""What the capture and the executor do for speed must not change any value: causal masks, reshapes, chunks as plain functions."""
+"""What the capture and the executor do for speed must not change any value: causal masks, reshapes,
+chunks as plain functions.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ LENGTH, WIDTH = 6, 8
 
 
 def _packed_mask(batch_size: int, step: int) -> Tensor:
-    """As `transformers` makes it: causal, and only inside one of the texts of a sample, of which positions with `step` 1 show one."""
+    """As `transformers` makes it: causal, and only inside one of the texts of a sample, of which
+    positions with `step` 1 show one.
+    """
     positions = (torch.arange(LENGTH) * step)[None].expand(batch_size, -1)
     texts = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     places, samples = torch.arange(LENGTH), torch.arange(batch_size)
-    same_text = texts[samples[:, None, None], places[None, :, None]] == texts[samples[:, None, None], places[None, None, :]]
+    same_text = (
+        texts[samples[:, None, None], places[None, :, None]]
+        == texts[samples[:, None, None], places[None, None, :]]
+    )
     return (places[None, None, :] <= places[None, :, None]) & same_text
 
 
@@ -36,7 +43,8 @@ class Attention(nn.Module):
         places = torch.arange(LENGTH)
         square = {
             "causal": places[None, :] <= places[:, None],
-            "window": (places[None, :] <= places[:, None]) & (places[None, :] > places[:, None] - 3),
+            "window": (places[None, :] <= places[:, None])
+            & (places[None, :] > places[:, None] - 3),
             "later": places[None, :] >= places[:, None],
             "packed": _packed_mask(x.shape[0], 1),
             "packed_apart": _packed_mask(x.shape[0], 2),
@@ -44,12 +52,19 @@ class Attention(nn.Module):
         }[self.mask]
         mask = square if square.ndim == 3 else square[None].expand(x.shape[0], -1, -1)
         y = self.linear(x)
-        return F.scaled_dot_product_attention(y, y, y, mask).reshape(-1, 2, WIDTH).reshape(-1, LENGTH, WIDTH).sum(dim=1)
+        return (
+            F.scaled_dot_product_attention(y, y, y, mask)
+            .reshape(-1, 2, WIDTH)
+            .reshape(-1, LENGTH, WIDTH)
+            .sum(dim=1)
+        )
 
 
 def exported(model: nn.Module, *inputs: Tensor) -> GraphModule:
     batch = torch.export.Dim("batch")
-    program = torch.export.export(model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs), strict=False)
+    program = torch.export.export(
+        model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs), strict=False
+    )
     module = program.module()
     for node in list(module.graph.nodes):
         if node.op == "call_module":
@@ -72,7 +87,14 @@ def inputs(batch_size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("mask", "becomes_causal"),
-    [("causal", True), ("packed", True), ("packed_apart", False), ("window", False), ("later", False), ("padded", False)],
+    [
+        ("causal", True),
+        ("packed", True),
+        ("packed_apart", False),
+        ("window", False),
+        ("later", False),
+        ("padded", False),
+    ],
 )
 def test_only_a_causal_mask_becomes_is_causal(mask: str, becomes_causal: bool) -> None:
     model = Attention(mask).double()
@@ -93,7 +115,9 @@ def test_reshapes_in_a_row_become_one() -> None:
     simplify(module.graph)
     module.recompile()
     assert num_before == 2
-    assert sum(op_name(node) == "reshape" for node in module.graph.nodes) == 0  # together they change nothing
+    assert (
+        sum(op_name(node) == "reshape" for node in module.graph.nodes) == 0
+    )  # together they change nothing
     torch.testing.assert_close(module(*inputs(3)), model(*inputs(3)), rtol=1e-12, atol=1e-12)
 
 
@@ -102,16 +126,26 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.linear = nn.Embedding(10, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding, self.norm, self.linear = (
+            nn.Embedding(10, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.norm(self.embedding(words))
         x = torch.cat([x, 2.0 * x - 1.0], dim=-1)[..., :WIDTH]
-        x = F.gelu(self.linear(x), approximate="tanh") + F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.3)
-        x = torch.addmm(self.weight[0], x.view(-1, WIDTH), self.weight).view(words.size(0), -1, WIDTH)
+        x = F.gelu(self.linear(x), approximate="tanh") + F.scaled_dot_product_attention(
+            x, x, x, is_causal=True, scale=0.3
+        )
+        x = torch.addmm(self.weight[0], x.view(-1, WIDTH), self.weight).view(
+            words.size(0), -1, WIDTH
+        )
         x = torch.tanh(x).pow(3.0) / 1.5 + x.transpose(0, 1).permute(1, 0, 2) @ self.weight
-        x = torch.bmm(x, x.mT) * torch.rsqrt(torch.sigmoid(x)).sum(-1, keepdim=True) - torch.relu(-x).mean(-1).unsqueeze(-1)
+        x = torch.bmm(x, x.mT) * torch.rsqrt(torch.sigmoid(x)).sum(-1, keepdim=True) - torch.relu(
+            -x
+        ).mean(-1).unsqueeze(-1)
         return F.dropout(x, 0.0).sum()
 
 
@@ -123,9 +157,13 @@ def test_a_chunk_as_a_function_gives_the_same_value_and_gradients() -> None:
     function = compile_chunk(module, "stage 7")
     parameters = [parameter for _, parameter in module.named_parameters()]
     expected, got = module(words), function(words)
-    expected, got = (value[0] if isinstance(value, (tuple, list)) else value for value in (expected, got))
+    expected, got = (
+        value[0] if isinstance(value, (tuple, list)) else value for value in (expected, got)
+    )
     assert torch.equal(got, expected)
-    for one, other in zip(torch.autograd.grad(got, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(got, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
         assert torch.equal(one, other)
 
 

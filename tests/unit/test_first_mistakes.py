@@ -1,4 +1,6 @@
-"""What people type first: plain (x, y) batches, an optimizer that is already made, a loss of torch.nn, a mask as an index."""
+"""What people type first: plain (x, y) batches, an optimizer that is already made, a loss of
+torch.nn, a mask as an index.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def x_and_y() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(BATCH_SIZE, WIDTH, generator=generator), torch.randint(0, NUM_CLASSES, (BATCH_SIZE,), generator=generator)
+    return torch.randn(BATCH_SIZE, WIDTH, generator=generator), torch.randint(
+        0, NUM_CLASSES, (BATCH_SIZE,), generator=generator
+    )
 
 
 class Masked(nn.Module):
@@ -46,7 +50,9 @@ def test_a_plain_pair_trains_as_locally() -> None:
     local.load_state_dict(model.state_dict())
     optimizer = sgd(local.parameters())
     wh.init({"num_micro_batch": 2})
-    engine = wh.parallelize(model, (x, y), loss=lambda output, batch: F.cross_entropy(output, batch[1]), optimizer=sgd)
+    engine = wh.parallelize(
+        model, (x, y), loss=lambda output, batch: F.cross_entropy(output, batch[1]), optimizer=sgd
+    )
     assert "[1]: forward has no such argument, only the loss gets it" in engine.plan.notes
     for _ in range(3):
         expected = F.cross_entropy(local(x), y)
@@ -68,11 +74,18 @@ class OverSamples(nn.Module):
         return logits, logits.amax(0), logits.mean(0), logits - logits.mean(0)
 
 
-def test_outputs_that_parts_of_the_batch_do_not_give_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_outputs_that_parts_of_the_batch_do_not_give_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     x, y = x_and_y()
     model = OverSamples()
     wh.init({"num_micro_batch": 2})
-    engine = wh.parallelize(model, (x, y), loss=lambda output, batch: F.cross_entropy(output[0], batch[1]), optimizer=sgd)
+    engine = wh.parallelize(
+        model,
+        (x, y),
+        loss=lambda output, batch: F.cross_entropy(output[0], batch[1]),
+        optimizer=sgd,
+    )
     outputs, _ = (engine.evaluate((x, y), outputs=True).outputs for _ in range(2))
     with torch.no_grad():
         logits, _, mean, _ = model(x)
@@ -86,8 +99,15 @@ def test_outputs_that_parts_of_the_batch_do_not_give_are_told(caplog: pytest.Log
 def test_a_misspelt_argument_is_refused() -> None:
     x, y = x_and_y()
     wh.init()
-    with pytest.raises(ValueError, match=r"\['maks'\] of the batch: neither forward.* Did you mean 'mask'\?"):
-        wh.parallelize(Masked(), {"x": x, "y": y, "maks": x}, loss=lambda output, batch: F.cross_entropy(output, batch["y"]), optimizer=sgd)
+    with pytest.raises(
+        ValueError, match=r"\['maks'\] of the batch: neither forward.* Did you mean 'mask'\?"
+    ):
+        wh.parallelize(
+            Masked(),
+            {"x": x, "y": y, "maks": x},
+            loss=lambda output, batch: F.cross_entropy(output, batch["y"]),
+            optimizer=sgd,
+        )
 
 
 # ---- refusals with a way out
@@ -118,18 +138,34 @@ class TwoResults(Masked):
 def already_made() -> None:
     model = nn.Linear(WIDTH, NUM_CLASSES)
     optimizer: Any = torch.optim.AdamW(model.parameters())
-    wh.parallelize(model, x_and_y(), loss=lambda output, batch: F.cross_entropy(output, batch[1]), optimizer=optimizer)
+    wh.parallelize(
+        model,
+        x_and_y(),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=optimizer,
+    )
 
 
 def scheduler_already_made() -> None:
     model = nn.Linear(WIDTH, NUM_CLASSES)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(sgd(model.parameters()), 1)
-    wh.parallelize(model, x_and_y(), loss=lambda output, batch: F.cross_entropy(output, batch[1]), optimizer=sgd, scheduler=scheduler)
+    wh.parallelize(
+        model,
+        x_and_y(),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=sgd,
+        scheduler=scheduler,
+    )
 
 
 def no_optimizer_made() -> None:
     make: Any = lambda parameters: None  # noqa: E731
-    wh.parallelize(nn.Linear(WIDTH, NUM_CLASSES), x_and_y(), loss=lambda output, batch: F.cross_entropy(output, batch[1]), optimizer=make)
+    wh.parallelize(
+        nn.Linear(WIDTH, NUM_CLASSES),
+        x_and_y(),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=make,
+    )
 
 
 def same_memory() -> None:
@@ -140,9 +176,13 @@ def same_memory() -> None:
 
 def counted_gradients() -> None:
     y = x_and_y()[1]
-    model = nn.Sequential(nn.Embedding(NUM_CLASSES, WIDTH, scale_grad_by_freq=True), nn.Linear(WIDTH, NUM_CLASSES))
+    model = nn.Sequential(
+        nn.Embedding(NUM_CLASSES, WIDTH, scale_grad_by_freq=True), nn.Linear(WIDTH, NUM_CLASSES)
+    )
     wh.init({"num_micro_batch": 2})
-    wh.parallelize(model, y, loss=lambda output, batch: F.cross_entropy(output, batch), optimizer=sgd)
+    wh.parallelize(
+        model, y, loss=lambda output, batch: F.cross_entropy(output, batch), optimizer=sgd
+    )
 
 
 def not_a_model() -> None:
@@ -151,11 +191,23 @@ def not_a_model() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
-    "optimizer already made": (already_made, r"optimizer= is a AdamW that is already made.*lambda params: torch.optim.AdamW\(params"),
-    "scheduler already made": (scheduler_already_made, r"scheduler= is a StepLR that is already made.*lambda optimizer"),
+    "optimizer already made": (
+        already_made,
+        r"optimizer= is a AdamW that is already made.*lambda params: torch.optim.AdamW\(params",
+    ),
+    "scheduler already made": (
+        scheduler_already_made,
+        r"scheduler= is a StepLR that is already made.*lambda optimizer",
+    ),
     "no optimizer made": (no_optimizer_made, r"the function given as optimizer= returned NoneType"),
-    "loss of torch.nn": (lambda: of_pair(nn.CrossEntropyLoss()), r"(?s)the loss raised TypeError.*loss=lambda output, batch"),
-    "mask as an index": (lambda: of_pair(lambda o, b: o[b[1] > 1].pow(2).mean()), r"depends on what the tensors hold \(test_.*torch.where"),
+    "loss of torch.nn": (
+        lambda: of_pair(nn.CrossEntropyLoss()),
+        r"(?s)the loss raised TypeError.*loss=lambda output, batch",
+    ),
+    "mask as an index": (
+        lambda: of_pair(lambda o, b: o[b[1] > 1].pow(2).mean()),
+        r"depends on what the tensors hold \(test_.*torch.where",
+    ),
     "a decision in the loss": (
         lambda: of_pair(lambda o, b: F.gaussian_nll_loss(o, o, o.exp())),
         r"(?s)the loss function, test_first_mistakes.py.*Python needs the value of a tensor here.*torch.where",
@@ -164,16 +216,29 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         lambda: of_pair(lambda o, b: o.mean() * (2.0 if o.shape[0] > 4 else 1.0)),
         r"works only for batch sizes with 5 <= batch and batch <= 1048576\. Whale",
     ),
-    "a loss of shape [1]": (lambda: of_pair(lambda o, b: o.mean().reshape(1)), r"^loss\(output, batch\) gave a tensor of shape \[1\]"),
+    "a loss of shape [1]": (
+        lambda: of_pair(lambda o, b: o.mean().reshape(1)),
+        r"^loss\(output, batch\) gave a tensor of shape \[1\]",
+    ),
     "several results": (
         lambda: wh.parallelize(TwoResults(), x_and_y(), optimizer=sgd) and None,
         r"^the model gave a tuple: name the loss in it, such as loss=lambda output, batch: output\[0\]",
     ),
     "rows that point to rows": (
-        lambda: wh.parallelize(Indices(), {"x": x_and_y()[0], "other": torch.arange(BATCH_SIZE).flip(0)}, optimizer=sgd) and None,
+        lambda: (
+            wh.parallelize(
+                Indices(),
+                {"x": x_and_y()[0], "other": torch.arange(BATCH_SIZE).flip(0)},
+                optimizer=sgd,
+            )
+            and None
+        ),
         r"fails on its first 2 samples alone with IndexError.*\n.*cuts \['x'\], \['other'\] into parts",
     ),
-    "one memory, two parameters": (same_memory, r"0.weight and 1.weight are two tensors in the same memory.*b.weight = a.weight"),
+    "one memory, two parameters": (
+        same_memory,
+        r"0.weight and 1.weight are two tensors in the same memory.*b.weight = a.weight",
+    ),
     "vmap": (
         lambda: of_pair(lambda o, b: torch.func.vmap(lambda row: row.square().sum())(o).mean()),
         r"is part of a `torch.func` transform \(vmap, grad\): write it with batched operations",
@@ -182,7 +247,10 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         lambda: of_pair(lambda o, b: F.mse_loss(*torch.cat([o, o + 1]).chunk(2))),
         r"batch sizes with .* == 2\. Whale runs it with other sizes",
     ),
-    "scale_grad_by_freq": (counted_gradients, r"`scale_grad_by_freq` divides gradients by how often a token stands"),
+    "scale_grad_by_freq": (
+        counted_gradients,
+        r"`scale_grad_by_freq` divides gradients by how often a token stands",
+    ),
     "no model": (not_a_model, r"the model is a str: give a torch.nn.Module"),
 }
 
@@ -191,17 +259,30 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_none(tmp_path: Path) -> 
     """A run that starts anew without a word would look like one that goes on."""
     wh.init()
     pair = x_and_y()
-    engine = wh.parallelize(Masked(), pair[0], loss=lambda output, batch: output.mean(), optimizer=sgd)
+    engine = wh.parallelize(
+        Masked(), pair[0], loss=lambda output, batch: output.mean(), optimizer=sgd
+    )
     assert engine.load(tmp_path) is None
     engine.step(pair[0])
     engine.save(tmp_path).wait()
-    other = wh.parallelize(nn.Linear(WIDTH, NUM_CLASSES), pair[0], loss=lambda output, batch: output.mean(), optimizer=sgd)
+    other = wh.parallelize(
+        nn.Linear(WIDTH, NUM_CLASSES),
+        pair[0],
+        loss=lambda output, batch: output.mean(),
+        optimizer=sgd,
+    )
     before = {name: tensor.clone() for name, tensor in other.full_state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"cannot be loaded \(give another folder.*no tensor 'model/weight'.*another model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot be loaded \(give another folder.*no tensor 'model/weight'.*another model",
+    ):
         other.load(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         other.load(tmp_path / "step_00000001")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.full_state_dict().items()) and other.step_count == 0
+    assert (
+        all(torch.equal(tensor, before[name]) for name, tensor in other.full_state_dict().items())
+        and other.step_count == 0
+    )
 
 
 def test_the_loader_says_what_it_needs_and_what_it_is_for() -> None:
@@ -209,7 +290,10 @@ def test_the_loader_says_what_it_needs_and_what_it_is_for() -> None:
     x = x_and_y()[0]
     engine = wh.parallelize(Masked(), x, loss=lambda output, batch: output.mean(), optimizer=sgd)
     endless: Any = iter([x])
-    with pytest.raises(ValueError, match=r"needs a data set with __getitem__ and __len__, which list_iterator has not"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs a data set with __getitem__ and __len__, which list_iterator has not",
+    ):
         engine.loader(endless, 2)
     with pytest.raises(ValueError, match=r"engine.evaluate takes whole batches.*use a DataLoader"):
         engine.evaluate(next(iter(engine.loader(torch.utils.data.TensorDataset(x), 2))))
@@ -233,7 +317,9 @@ def test_a_failed_capture_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> 
 def test_an_argument_of_the_forward_goes_there_with_a_loss_too() -> None:
     x = x_and_y()[0]
     model = Masked()
-    expected = run_loss(model, (x, x), lambda output, batch: output.mean()).item()  # local training, which gives the model everything
+    expected = run_loss(
+        model, (x, x), lambda output, batch: output.mean()
+    ).item()  # local training, which gives the model everything
     wh.init()
     engine = wh.parallelize(model, (x, x), loss=lambda output, batch: output.mean(), optimizer=sgd)
     assert engine.step((x, x)).loss == pytest.approx(expected, rel=1e-5)

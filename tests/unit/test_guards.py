@@ -1,4 +1,6 @@
-"""What export drops is found and named; checkpoints run and are tagged; random branches of probability 0 or 1 are decided."""
+"""What export drops is found and named; checkpoints run and are tagged; random branches of
+probability 0 or 1 are decided.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,12 @@ class Net(nn.Module):
 
 def export(model: nn.Module, x: Tensor | None = None) -> ExportedProgram:
     with preserve_node_meta():
-        return torch.export.export(model, (torch.randn(4, 4) if x is None else x,), dynamic_shapes=({0: BATCH},), strict=False)
+        return torch.export.export(
+            model,
+            (torch.randn(4, 4) if x is None else x,),
+            dynamic_shapes=({0: BATCH},),
+            strict=False,
+        )
 
 
 def watched(model: nn.Module) -> Findings:
@@ -93,7 +100,9 @@ def watched(model: nn.Module) -> Findings:
 def line_of(text: str) -> int:
     """Line of this file that ends with the comment."""
     with open(__file__) as file:
-        return next(number for number, line in enumerate(file, 1) if line.rstrip().endswith("# " + text))
+        return next(
+            number for number, line in enumerate(file, 1) if line.rstrip().endswith("# " + text)
+        )
 
 
 def gradient(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
@@ -119,7 +128,9 @@ def double(grad: Tensor) -> Tensor:  # double
         (scaled_by_hook, "tensor hook", "double", "hook"),
     ],
 )
-def test_found_in_the_forward_and_refused_by_name(step: Any, kind: str, name: str, line: str) -> None:
+def test_found_in_the_forward_and_refused_by_name(
+    step: Any, kind: str, name: str, line: str
+) -> None:
     torch.manual_seed(0)
     model, x = Net(step), torch.randn(4, 4)
     with watch(model) as findings:
@@ -131,16 +142,24 @@ def test_found_in_the_forward_and_refused_by_name(step: Any, kind: str, name: st
     (change,) = findings.gradient_changes()
     assert (change.kind, change.name.split(".")[-1]) == (kind, name)
     assert change.place == f"test_guards.py:{line_of(line)}"
-    with pytest.raises(ValueError, match=f"(?s){kind}.*{name}.*test_guards.py:{line_of(line)}.*register_autograd"):
+    with pytest.raises(
+        ValueError, match=f"(?s){kind}.*{name}.*test_guards.py:{line_of(line)}.*register_autograd"
+    ):
         refuse(findings)
 
 
 def test_backward_hooks_of_modules_of_all_kinds() -> None:
     model = Net()
-    model.layers[1].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))  # full
-    model.layers[2].register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 2,))  # pre
+    model.layers[1].register_full_backward_hook(
+        lambda module, grad_in, grad_out: (grad_in[0] * 2,)
+    )  # full
+    model.layers[2].register_full_backward_pre_hook(
+        lambda module, grad_out: (grad_out[0] * 2,)
+    )  # pre
     findings = watched(model)
-    assert [(entry.kind, entry.name.split(":")[0], entry.place) for entry in findings.gradient_changes()] == [
+    assert [
+        (entry.kind, entry.name.split(":")[0], entry.place) for entry in findings.gradient_changes()
+    ] == [
         ("module hook", "layers.1", f"test_guards.py:{line_of('full')}"),
         ("module hook", "layers.2", f"test_guards.py:{line_of('pre')}"),
     ]
@@ -149,7 +168,9 @@ def test_backward_hooks_of_modules_of_all_kinds() -> None:
 
 
 def test_backward_hook_for_all_modules() -> None:
-    handle = torch.nn.modules.module.register_module_full_backward_hook(lambda module, grad_in, grad_out: None)
+    handle = torch.nn.modules.module.register_module_full_backward_hook(
+        lambda module, grad_in, grad_out: None
+    )
     try:
         findings = watched(Net())
     finally:
@@ -160,7 +181,9 @@ def test_backward_hook_for_all_modules() -> None:
 
 def test_backward_hook_that_comes_and_goes_in_the_forward() -> None:
     def step(model: Net, x: Tensor) -> Tensor:
-        handle = model.linear.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
+        handle = model.linear.register_full_backward_hook(
+            lambda module, grad_in, grad_out: (grad_in[0] * 2,)
+        )
         x = model.linear(x)
         handle.remove()
         return x
@@ -174,7 +197,10 @@ def test_hooks_on_parameters() -> None:
     model.linear.weight.register_hook(double)
     model.linear.bias.register_post_accumulate_grad_hook(lambda parameter: None)
     changes = watched(model).gradient_changes()
-    assert sorted(change.name.split(":")[0] for change in changes) == ["linear.bias", "linear.weight"]
+    assert sorted(change.name.split(":")[0] for change in changes) == [
+        "linear.bias",
+        "linear.weight",
+    ]
     assert f"test_guards.py:{line_of('double')}" in [change.place for change in changes]
 
 
@@ -189,10 +215,14 @@ def test_hooks_over_several_gradients() -> None:
 
 def test_saved_tensor_hooks() -> None:
     def step(model: Net, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: saved.half(), lambda packed: packed.float()
+        ):
             return x * x
 
-    assert [change.kind for change in watched(Net(step)).gradient_changes()] == ["saved tensor hook"]
+    assert [change.kind for change in watched(Net(step)).gradient_changes()] == [
+        "saved tensor hook"
+    ]
 
 
 def test_custom_op_and_plain_models_are_not_accused() -> None:
@@ -223,8 +253,17 @@ def test_checkpoints_run_and_are_recorded_and_tagged() -> None:
     with watch(model) as findings:
         program = export(model, x)
     assert findings.gradient_changes() == []
-    assert [entry.name for entry in findings.checkpoints()] == ["linear", "linear", "layers.0", "layers.1"]
-    tags = [(node.meta.get("custom") or {}).get(RECOMPUTE_TAG) for node in program.graph.nodes if node.op == "call_function"]
+    assert [entry.name for entry in findings.checkpoints()] == [
+        "linear",
+        "linear",
+        "layers.0",
+        "layers.1",
+    ]
+    tags = [
+        (node.meta.get("custom") or {}).get(RECOMPUTE_TAG)
+        for node in program.graph.nodes
+        if node.op == "call_function"
+    ]
     # linear | linear | linear | linear, relu | linear | four layers and the sum
     assert tags == [None, 0, 1, 2, 2, 3, None, None, None, None, None]
     assert torch.equal(program.module()(x), model(x))
@@ -238,10 +277,18 @@ def test_checkpoint_sequential(reentrant: bool) -> None:
 
 def test_selective_checkpoint_and_keyword_arguments() -> None:
     def contexts() -> Any:
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(
+            [torch.ops.aten.mm.default]
+        )
 
     def step(model: Net, x: Tensor) -> Tensor:
-        return checkpoint(lambda y, scale: model.linear(y) * scale, x, use_reentrant=False, context_fn=contexts, scale=3.0)
+        return checkpoint(
+            lambda y, scale: model.linear(y) * scale,
+            x,
+            use_reentrant=False,
+            context_fn=contexts,
+            scale=3.0,
+        )
 
     model, x = Net(step), torch.randn(4, 4)
     with watch(model) as findings:
@@ -257,7 +304,9 @@ def test_forward_context_of_a_checkpoint_is_kept() -> None:
             yield
 
     def step(model: Net, x: Tensor) -> Tensor:
-        y = checkpoint(model.linear, x, use_reentrant=False, context_fn=lambda: (bfloat16(), bfloat16()))
+        y = checkpoint(
+            model.linear, x, use_reentrant=False, context_fn=lambda: (bfloat16(), bfloat16())
+        )
         assert y.dtype == torch.bfloat16
         return y.float()
 
@@ -272,7 +321,10 @@ def test_hugging_face_gradient_checkpointing(options: dict[str, bool]) -> None:
     gpt2.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     with watch(gpt2) as findings:
         export(LossOf(gpt2), torch.randint(0, 50, (4, 8)))
-    assert [entry.name for entry in findings.checkpoints()] == ["transformer.h.0", "transformer.h.1"]
+    assert [entry.name for entry in findings.checkpoints()] == [
+        "transformer.h.0",
+        "transformer.h.1",
+    ]
     assert findings.gradient_changes() == []
 
 
@@ -287,7 +339,9 @@ class LossOf(nn.Module):
 
 def test_bloom_gelu_is_found_once() -> None:
     transformers = pytest.importorskip("transformers")
-    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=50)).train()
+    bloom = transformers.BloomForCausalLM(
+        transformers.BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=50)
+    ).train()
     with watch(bloom) as findings:
         export(LossOf(bloom), torch.randint(0, 50, (4, 8)))
     (change,) = findings.gradient_changes()
@@ -306,7 +360,10 @@ def test_nothing_stays_patched_after_an_exception() -> None:
     before = [(function.__code__, function.__kwdefaults__) for function in patched]
     draws = random.uniform, np.random.rand
     with pytest.raises(KeyError), watch(Net()), random_branches():
-        assert all(function.__code__ is not code for function, (code, _) in zip(patched, before, strict=True))
+        assert all(
+            function.__code__ is not code
+            for function, (code, _) in zip(patched, before, strict=True)
+        )
         raise KeyError
     assert [(function.__code__, function.__kwdefaults__) for function in patched] == before
     assert (random.uniform, np.random.rand) == draws
@@ -315,7 +372,8 @@ def test_nothing_stays_patched_after_an_exception() -> None:
     assert torch.equal(x.grad, -x.detach().cos())
 
 
-# --- random branches -----------------------------------------------------------------------------------------------------------
+# --- random branches
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_decide_agrees_with_draws() -> None:
@@ -328,7 +386,9 @@ def test_decide_agrees_with_draws() -> None:
             assert decide(name, p) == (outcomes.pop() if len(outcomes) == 1 else None), (name, p)
 
 
-def drop_after(draw: Callable[[], Any], p: float, keep: bool = False) -> Callable[[Net, Tensor], Tensor]:
+def drop_after(
+    draw: Callable[[], Any], p: float, keep: bool = False
+) -> Callable[[Net, Tensor], Tensor]:
     def step(model: Net, x: Tensor) -> Tensor:
         r = draw()
         skip = model.training and (r >= p if keep else r < p)
@@ -358,7 +418,12 @@ def test_branches_without_chance_are_decided(draw: Callable[[], Any]) -> None:
         return sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes)
 
     # linear and four layers; the branch that is not skipped adds one
-    assert [linears(0.0, False), linears(1.0, False), linears(0.0, True), linears(1.0, True)] == [6, 5, 5, 6]
+    assert [linears(0.0, False), linears(1.0, False), linears(0.0, True), linears(1.0, True)] == [
+        6,
+        5,
+        5,
+        6,
+    ]
 
 
 def test_branches_with_chance_are_refused_with_the_line() -> None:
@@ -366,7 +431,11 @@ def test_branches_with_chance_are_refused_with_the_line() -> None:
     with pytest.raises(ValueError, match=r"0\.1") as caught, random_branches(model):
         export(model)
     message = str(caught.value)
-    assert f"test_guards.py:{line_of('branch')}" in message and "the model itself (Net)" in message and "layerdrop = 0.0" in message
+    assert (
+        f"test_guards.py:{line_of('branch')}" in message
+        and "the model itself (Net)" in message
+        and "layerdrop = 0.0" in message
+    )
 
 
 def test_draws_that_are_not_branches_stay_operations() -> None:
@@ -411,13 +480,26 @@ def test_python_draws_without_chance_are_not_noted() -> None:
 
 def test_layerdrop_of_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32}
-    config = transformers.OPTConfig(vocab_size=50, max_position_embeddings=16, layerdrop=0.0, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 32,
+    }
+    config = transformers.OPTConfig(
+        vocab_size=50, max_position_embeddings=16, layerdrop=0.0, **sizes
+    )
     with random_branches():
-        program = export(LossOf(transformers.OPTForCausalLM(config).train()), torch.randint(0, 50, (4, 8)))
+        program = export(
+            LossOf(transformers.OPTForCausalLM(config).train()), torch.randint(0, 50, (4, 8))
+        )
     # q, k, v, out, fc1, fc2 in both layers, and the head: no layer was dropped
     assert sum(node.target is torch.ops.aten.linear.default for node in program.graph.nodes) == 13
     config.layerdrop = 0.5
     model = transformers.OPTForCausalLM(config).train()
-    with pytest.raises(ValueError, match=r"model\.decoder.*modeling_opt\.py"), random_branches(model):
+    with (
+        pytest.raises(ValueError, match=r"model\.decoder.*modeling_opt\.py"),
+        random_branches(model),
+    ):
         export(LossOf(model), torch.randint(0, 50, (4, 8)))

@@ -1,4 +1,6 @@
-"""What a forward keeps from one call to the next: buffers in every form train as locally, Python state is refused."""
+"""What a forward keeps from one call to the next: buffers in every form train as locally, Python
+state is refused.
+"""
 
 from __future__ import annotations
 
@@ -97,10 +99,17 @@ def test_buffers_train_as_locally(build: Callable[[], nn.Module]) -> None:
     losses, gradients = [], {}
     for each in data:
         losses.append(engine.step(each).loss)
-        gradients = gradients or {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        gradients = gradients or {
+            name: gradient.clone() for name, gradient in engine.gradients().items()
+        }
     state = engine.full_state_dict()
     buffers = {name: state[name] for name, _ in model.named_buffers()}
-    compare(reference, Trace(losses, gradients, {name: state[name] for name, _ in model.named_parameters()}, buffers))
+    compare(
+        reference,
+        Trace(
+            losses, gradients, {name: state[name] for name, _ in model.named_parameters()}, buffers
+        ),
+    )
 
 
 def test_an_assigned_buffer_of_the_users_model_stays_as_it_was() -> None:
@@ -144,10 +153,14 @@ class PlainTensor(Net):
         return self.head(x * self.scale, labels)
 
 
-@pytest.mark.parametrize(("build", "name"), [(PythonCount, "num_calls"), (GrowingList, "seen"), (PlainTensor, "scale")])
+@pytest.mark.parametrize(
+    ("build", "name"), [(PythonCount, "num_calls"), (GrowingList, "seen"), (PlainTensor, "scale")]
+)
 def test_state_in_python_is_refused_by_name(build: Callable[[], nn.Module], name: str) -> None:
     wh.init()
-    with pytest.raises(ValueError, match=rf"forward keeps state in Python \(`{name}`\).*register_buffer"):
+    with pytest.raises(
+        ValueError, match=rf"forward keeps state in Python \(`{name}`\).*register_buffer"
+    ):
         wh.parallelize(built(build), batch(0), optimizer=sgd)
 
 
@@ -162,7 +175,9 @@ class ActivationsKept(Net):
 def test_state_that_changes_nothing_is_not_refused() -> None:
     wh.init()
     engine = wh.parallelize(built(ActivationsKept), batch(0), optimizer=sgd)
-    assert engine.step(batch(0)).loss == pytest.approx(float(built(ActivationsKept)(**batch(0)).detach()), rel=1e-12)
+    assert engine.step(batch(0)).loss == pytest.approx(
+        float(built(ActivationsKept)(**batch(0)).detach()), rel=1e-12
+    )
 
 
 class AssignedGradient(Net):
@@ -220,11 +235,16 @@ class Logits(Net):
 def test_weights_of_the_loss_are_refused_unless_frozen() -> None:
     wh.init()
     loss = Scale()
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) that are no parameters of the model \(shapes: \[4\]\).*requires_grad_\(False\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 tensor\(s\) that are no parameters of the model \(shapes: \[4\]\).*requires_grad_\(False\)",
+    ):
         wh.parallelize(built(Logits), batch(0), loss=loss, optimizer=sgd)
     loss.requires_grad_(False)
     engine = wh.parallelize(built(Logits), batch(0), loss=loss, optimizer=sgd)
-    assert engine.step(batch(0)).loss == pytest.approx(float(loss(built(Logits)(**batch(0)), batch(0)).detach()), rel=1e-12)
+    assert engine.step(batch(0)).loss == pytest.approx(
+        float(loss(built(Logits)(**batch(0)), batch(0)).detach()), rel=1e-12
+    )
 
 
 class AsksForGradient(Net):
@@ -240,4 +260,6 @@ class AsksForGradient(Net):
 def test_a_leaf_that_forward_makes_is_not_taken_for_a_weight() -> None:
     wh.init()
     engine = wh.parallelize(built(AsksForGradient), batch(0), optimizer=sgd)
-    assert engine.step(batch(0)).loss == pytest.approx(float(built(AsksForGradient)(**batch(0)).detach()), rel=1e-12)
+    assert engine.step(batch(0)).loss == pytest.approx(
+        float(built(AsksForGradient)(**batch(0)).detach()), rel=1e-12
+    )

@@ -1,4 +1,6 @@
-"""Kinds of values. Also `export_graph`, the test helper that makes a `CapturedGraph` of a module without the passes of `capture`."""
+"""Kinds of values. Also `export_graph`, the test helper that makes a `CapturedGraph` of a module
+without the passes of `capture`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ BATCH = torch.export.Dim("batch", min=2, max=1 << 20)
 class WithBatch(nn.Module):
     """Calls `loss(model, batch)`, so that every test states its loss as one function."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    ) -> None:
         super().__init__()
         self.model, self.loss = model, loss
 
@@ -26,15 +30,26 @@ class WithBatch(nn.Module):
         return self.loss(self.model, batch)
 
 
-def export_graph(model: nn.Module, batch: dict[str, Tensor], loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> CapturedGraph:
-    """Exports with a symbolic batch; parameters, buffers and constants become `get_attr` nodes. In-place operations stay."""
+def export_graph(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+) -> CapturedGraph:
+    """Exports with a symbolic batch; parameters, buffers and constants become `get_attr` nodes.
+    In-place operations stay.
+    """
     size = max(tensor.shape[0] for tensor in batch.values() if tensor.dim())
     batched = {key: tensor.dim() > 0 and tensor.shape[0] == size for key, tensor in batch.items()}
     shapes = ({key: {0: BATCH} if batched[key] else None for key in batch},)
-    program = torch.export.export(WithBatch(model, loss), (batch,), dynamic_shapes=shapes, strict=False)
+    program = torch.export.export(
+        WithBatch(model, loss), (batch,), dynamic_shapes=shapes, strict=False
+    )
     inline_regions(program.graph_module)
     graph = program.graph_module.graph
-    names = {spec.arg.name: (spec.kind.name.lower(), spec.target) for spec in program.graph_signature.input_specs}
+    names = {
+        spec.arg.name: (spec.kind.name.lower(), spec.target)
+        for spec in program.graph_signature.input_specs
+    }
     state, constants, symbol = {}, {}, None
     for node in list(graph.nodes):
         if node.op == "call_function" and "_assert" in str(node.target):
@@ -45,9 +60,15 @@ def export_graph(model: nn.Module, batch: dict[str, Tensor], loss: Callable[[nn.
                 dims = [size for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
                 symbol = dims[0].node.expr if dims else symbol
                 continue
-            value = program.constants[name] if kind == "constant_tensor" else program.state_dict.get(name, program.constants.get(name))
+            value = (
+                program.constants[name]
+                if kind == "constant_tensor"
+                else program.state_dict.get(name, program.constants.get(name))
+            )
             kind = {"constant_tensor": "constant"}.get(kind, kind)
-            state[name] = StateTensor(name, kind, tuple(value.shape), value.dtype, kind == "parameter")
+            state[name] = StateTensor(
+                name, kind, tuple(value.shape), value.dtype, kind == "parameter"
+            )
             if kind == "constant":
                 constants[name] = value
             first = next(one for one in graph.nodes if one.op != "placeholder")
@@ -56,7 +77,10 @@ def export_graph(model: nn.Module, batch: dict[str, Tensor], loss: Callable[[nn.
             attribute.meta.update(node.meta)
             node.replace_all_uses_with(attribute)
             graph.erase_node(node)
-    inputs = tuple(BatchTensor(f"[{key!r}]", tuple(value.shape), value.dtype, batched[key]) for key, value in batch.items())
+    inputs = tuple(
+        BatchTensor(f"[{key!r}]", tuple(value.shape), value.dtype, batched[key])
+        for key, value in batch.items()
+    )
     return CapturedGraph(graph, inputs, state, constants, symbol, size)
 
 
@@ -105,11 +129,19 @@ def test_a_buffer_that_the_graph_updates_belongs_to_its_stage() -> None:
         return (batch["x"] * model.table).sum() + model.norm(batch["x"]).sum()
 
     captured = export_graph(Small(), {"x": torch.randn(3, 4)}, loss)
-    kinds = {str(node.target): kind for node, kind in value_kinds(captured).items() if node.op == "get_attr"}
+    kinds = {
+        str(node.target): kind
+        for node, kind in value_kinds(captured).items()
+        if node.op == "get_attr"
+    }
     assert kinds["model.table"] is Kind.CONSTANT
     assert kinds["model.norm.running_mean"] is Kind.ACTIVATION
     captured.buffer_updates["model.table"] = find(captured, "mul")
-    kinds = {str(node.target): kind for node, kind in value_kinds(captured).items() if node.op == "get_attr"}
+    kinds = {
+        str(node.target): kind
+        for node, kind in value_kinds(captured).items()
+        if node.op == "get_attr"
+    }
     assert kinds["model.table"] is Kind.ACTIVATION
 
 
@@ -119,7 +151,9 @@ def test_random_values_are_activations() -> None:
         off = nn.functional.dropout(x, 0.0, True)
         evaluating = nn.functional.dropout(off, 0.5, False)
         on = nn.functional.dropout(evaluating, 0.5, True)
-        return (on + torch.rand_like(x) + torch.randn(4) + torch.bernoulli(x.sigmoid())).sum() + model.layer.weight.sum()
+        return (
+            on + torch.rand_like(x) + torch.randn(4) + torch.bernoulli(x.sigmoid())
+        ).sum() + model.layer.weight.sum()
 
     captured = export_graph(Small(), {"x": torch.randn(3, 4)}, loss)
     dropouts = [is_random(node) for node in captured.graph.nodes if op_name(node) == "dropout"]
@@ -137,5 +171,9 @@ def test_attention_is_random_only_with_dropout() -> None:
         return attend(x, x, x).sum() + attend(x, x, x, dropout_p=0.5).sum() + model.layer.bias.sum()
 
     captured = export_graph(Small(), {"x": torch.randn(3, 4)}, loss)
-    found = [is_random(node) for node in captured.graph.nodes if op_name(node) == "scaled_dot_product_attention"]
+    found = [
+        is_random(node)
+        for node in captured.graph.nodes
+        if op_name(node) == "scaled_dot_product_attention"
+    ]
     assert found == [False, True]

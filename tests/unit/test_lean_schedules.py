@@ -1,4 +1,6 @@
-"""Schedules that are made for their costs stay within the memory of the devices: where 1F1B fits, they do, and often where it does not."""
+"""Schedules that are made for their costs stay within the memory of the devices: where 1F1B fits,
+they do, and often where it does not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PLENTY = 10**10
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2 * NUM_DEVICES)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2 * NUM_DEVICES))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -37,7 +41,9 @@ class Net(nn.Module):
 def devices(num_bytes: float) -> Cluster:
     """So slow that the time of the runtime's actions makes no difference."""
     kind = DeviceKind("k", 1e8, int(num_bytes), 1e12)
-    return Cluster(tuple(Device(i, "h", i, kind) for i in range(NUM_DEVICES)), Link(1e12, 0.0), Link(1e12, 0.0))
+    return Cluster(
+        tuple(Device(i, "h", i, kind) for i in range(NUM_DEVICES)), Link(1e12, 0.0), Link(1e12, 0.0)
+    )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -45,9 +51,16 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plan_of(num_bytes: float, cluster: Cluster | None = None, **config: object) -> wh.Plan:
-    config = {"num_task_graph": NUM_DEVICES, "num_micro_batch": NUM_MICRO_BATCH, "recompute": False, **config}
+    config = {
+        "num_task_graph": NUM_DEVICES,
+        "num_micro_batch": NUM_MICRO_BATCH,
+        "recompute": False,
+        **config,
+    }
     batch = torch.randn(2 * NUM_MICRO_BATCH, NUM_TOKENS, WIDTH)
-    return wh.plan(Net(), batch, cluster=cluster or devices(num_bytes), config=config, optimizer=sgd)
+    return wh.plan(
+        Net(), batch, cluster=cluster or devices(num_bytes), config=config, optimizer=sgd
+    )
 
 
 def predicted(num_bytes: float, **config: object) -> tuple[float, float]:
@@ -62,7 +75,9 @@ def plain() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["zero-bubble", "auto"])
-def test_a_schedule_keeps_no_more_than_there_is_room_for(name: str, plain: tuple[float, float]) -> None:
+def test_a_schedule_keeps_no_more_than_there_is_room_for(
+    name: str, plain: tuple[float, float]
+) -> None:
     """Without a limit they take 1.13 (zero-bubble) and 1.53 (auto) times the memory of 1F1B."""
     plain_s, plain_bytes = plain
     step_s, peak_bytes = predicted(1.02 * plain_bytes, schedule=name)
@@ -71,7 +86,9 @@ def test_a_schedule_keeps_no_more_than_there_is_room_for(name: str, plain: tuple
 
 
 def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, float]) -> None:
-    """The last mini-batch of an epoch is smaller and gets a schedule of its own. Without the caps: 2.07 times the memory of 1F1B."""
+    """The last mini-batch of an epoch is smaller and gets a schedule of its own. Without the caps:
+    2.07 times the memory of 1F1B.
+    """
     count, room = NUM_MICRO_BATCH - 4, 1.02 * plain[1]
     plan = plan_of(room, schedule="zero-bubble")
     graph = Schedule.from_json(plan.schedule).stage_graph
@@ -82,10 +99,22 @@ def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, flo
 
 
 def plan_of_linears(cluster: Cluster, name: str) -> wh.Plan:
-    """Between its two parts a split backward of the last one keeps its input and a gradient, twice of what a whole one has kept."""
-    model, batch = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES))), torch.randn(16, 64 * NUM_TOKENS, WIDTH)
-    config = {"num_task_graph": NUM_DEVICES, "num_micro_batch": 8, "recompute": False, "schedule": name}
-    return wh.plan(model, batch, loss=lambda output, batch: output.sum(), cluster=cluster, config=config)
+    """Between its two parts a split backward of the last one keeps its input and a gradient, twice
+    of what a whole one has kept.
+    """
+    model, batch = (
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES))),
+        torch.randn(16, 64 * NUM_TOKENS, WIDTH),
+    )
+    config = {
+        "num_task_graph": NUM_DEVICES,
+        "num_micro_batch": 8,
+        "recompute": False,
+        "schedule": name,
+    }
+    return wh.plan(
+        model, batch, loss=lambda output, batch: output.sum(), cluster=cluster, config=config
+    )
 
 
 def test_the_planner_counts_split_backwards_as_the_simulation_does() -> None:
@@ -110,26 +139,39 @@ def test_with_less_memory_than_1f1b_needs_fewer_are_in_flight(plain: tuple[float
     assert "in flight on a stage, as memory is short" in plan.decisions[0].why
 
 
-def test_the_shortest_step_decides_between_recomputing_and_waiting(plain: tuple[float, float]) -> None:
-    waiting, recomputing = (predicted(0.86 * plain[1], schedule="zero-bubble", recompute=wanted)[0] for wanted in (False, "auto"))
+def test_the_shortest_step_decides_between_recomputing_and_waiting(
+    plain: tuple[float, float],
+) -> None:
+    waiting, recomputing = (
+        predicted(0.86 * plain[1], schedule="zero-bubble", recompute=wanted)[0]
+        for wanted in (False, "auto")
+    )
     assert recomputing < waiting
 
 
-def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(plain: tuple[float, float]) -> None:
-    """A fifth device is not enough for 1F1B, and it is for an order that keeps fewer micro-batches."""
+def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(
+    plain: tuple[float, float],
+) -> None:
+    """A fifth device is not enough for 1F1B, and it is for an order that keeps fewer
+    micro-batches.
+    """
     room, offer = 0.7 * plain[1], 'like rank 0 (k) and "num_task_graph": 5'
     for name in ("1f1b", "zero-bubble"):
         with pytest.raises(ValueError, match="What would fit") as error:
             plan_of(room, schedule=name)
         assert (offer in str(error.value)) is (name == "zero-bubble"), str(error.value)
     cluster = devices(room)
-    plan_of(room, with_more(cluster, cluster.devices[0], 1), schedule="zero-bubble", num_task_graph=5)
+    plan_of(
+        room, with_more(cluster, cluster.devices[0], 1), schedule="zero-bubble", num_task_graph=5
+    )
 
 
 def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
     plain: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without the bound below which they are looked at; a bound of 0 leaves out nothing."""
+    """With and without the bound below which they are looked at; a bound of 0 leaves out
+    nothing.
+    """
     looked_at: list[int] = []
     price = Drafter._price
 
@@ -150,23 +192,42 @@ def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(256),
+            nn.Linear(256, 1024),
+            nn.Linear(1024, 256),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
         return out
 
 
-def test_where_1f1b_fits_by_computing_again_so_does_a_schedule_that_is_made_for_the_memory() -> None:
-    """Its own order keeps other numbers in flight than 1F1B, and stages that compute again for these did not fit."""
-    kinds = (DeviceKind("small", 2e12, 30 * 10**6, 5e10), DeviceKind("large", 4e12, 40 * 10**6, 9e10))
+def test_where_1f1b_fits_by_computing_again_so_does_a_schedule_that_is_made_for_the_memory() -> (
+    None
+):
+    """Its own order keeps other numbers in flight than 1F1B, and stages that compute again for
+    these did not fit.
+    """
+    kinds = (
+        DeviceKind("small", 2e12, 30 * 10**6, 5e10),
+        DeviceKind("large", 4e12, 40 * 10**6, 9e10),
+    )
     devices = tuple(Device(rank, "hg"[rank // 2], rank % 2, kinds[rank // 2]) for rank in range(4))
     cluster = Cluster(devices, Link(12e9, 1e-5), Link(6.25e9, 3e-5))
     model = nn.Sequential(nn.Linear(20, 256), *(Residual() for _ in range(8)), nn.Linear(256, 10))
 
     def timeline(name: str) -> wh.Timeline:
         config = {"num_task_graph": 4, "num_micro_batch": 8, "schedule": name}
-        return wh.simulate(wh.plan(model, torch.randn(64, 64, 20), loss=lambda out, _: out.square().mean(), cluster=cluster, config=config))
+        return wh.simulate(
+            wh.plan(
+                model,
+                torch.randn(64, 64, 20),
+                loss=lambda out, _: out.square().mean(),
+                cluster=cluster,
+                config=config,
+            )
+        )
 
     plain, made = timeline("1f1b"), timeline("zero-bubble")
     assert made.step_s <= 1.01 * plain.step_s
@@ -179,18 +240,30 @@ def test_memory_too_small_for_one_micro_batch_is_refused(plain: tuple[float, flo
 
 
 def plan_of_unlike_layers(num_bytes: float, name: str) -> wh.Plan:
-    """Weights of 3, 3, 1 and 1 units: two stages have 3 and 5 of them at best, two devices with two chunks each 4 and 4."""
+    """Weights of 3, 3, 1 and 1 units: two stages have 3 and 5 of them at best, two devices with two
+    chunks each 4 and 4.
+    """
     kind = DeviceKind("k", 1e8, int(num_bytes), 1e12)
-    cluster = Cluster(tuple(Device(i, "h", i, kind) for i in range(2)), Link(1e12, 0.0), Link(1e12, 0.0))
+    cluster = Cluster(
+        tuple(Device(i, "h", i, kind) for i in range(2)), Link(1e12, 0.0), Link(1e12, 0.0)
+    )
     sizes = (WIDTH, 3 * WIDTH, WIDTH, WIDTH, WIDTH)
     model = nn.Sequential(*(nn.Linear(here, there, bias=False) for here, there in pairwise(sizes)))
     config = {"num_task_graph": 2, "num_micro_batch": 2, "schedule": name}
-    return wh.plan(model, torch.randn(4, WIDTH), loss=lambda output, batch: output.square().mean(), cluster=cluster, config=config)
+    return wh.plan(
+        model,
+        torch.randn(4, WIDTH),
+        loss=lambda output, batch: output.square().mean(),
+        cluster=cluster,
+        config=config,
+    )
 
 
 @pytest.mark.parametrize("name", ["wave", "interleaved", "auto"])
 def test_chunks_that_fit_are_found_where_one_stage_a_device_does_not(name: str) -> None:
-    room = 1.01 * max(memory.total_bytes(2) for memory in plan_of_unlike_layers(PLENTY, "wave").memory)
+    room = 1.01 * max(
+        memory.total_bytes(2) for memory in plan_of_unlike_layers(PLENTY, "wave").memory
+    )
     with pytest.raises(ValueError, match=r"no cut into 2 stages fits|does not fit"):
         plan_of_unlike_layers(room, "1f1b")
     plan = plan_of_unlike_layers(room, name)
@@ -199,17 +272,40 @@ def test_chunks_that_fit_are_found_where_one_stage_a_device_does_not(name: str) 
 
 
 def test_before_a_schedule_is_made_only_gpipe_is_taken_to_keep_everything() -> None:
-    found = {name: [in_flight(name, stage, 3, 8) for stage in range(3)] for name in ("gpipe", "1f1b", "zero-bubble", "auto")}
-    assert found == {"gpipe": [8, 8, 8], "1f1b": [3, 2, 1], "zero-bubble": [3, 2, 1], "auto": [3, 2, 1]}
+    found = {
+        name: [in_flight(name, stage, 3, 8) for stage in range(3)]
+        for name in ("gpipe", "1f1b", "zero-bubble", "auto")
+    }
+    assert found == {
+        "gpipe": [8, 8, 8],
+        "1f1b": [3, 2, 1],
+        "zero-bubble": [3, 2, 1],
+        "auto": [3, 2, 1],
+    }
 
 
 def test_cuts_of_chunks_are_not_moved_to_where_they_do_not_fit() -> None:
-    """A device is three times as fast. With much memory cuts are moved to give the slow one half more than it had before."""
+    """A device is three times as fast. With much memory cuts are moved to give the slow one half
+    more than it had before.
+    """
 
     def plan_on(*memory: float) -> wh.Plan:
-        kinds = [DeviceKind(f"k{i}", rate, int(room), 1e12) for i, (rate, room) in enumerate(zip((3e8, 1e8), memory, strict=True))]
-        cluster = Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e12, 0.0), Link(1e12, 0.0))
-        config = {"num_task_graph": 2, "num_micro_batch": 4, "schedule": "interleaved", "num_waves": 2, "recompute": False}
+        kinds = [
+            DeviceKind(f"k{i}", rate, int(room), 1e12)
+            for i, (rate, room) in enumerate(zip((3e8, 1e8), memory, strict=True))
+        ]
+        cluster = Cluster(
+            tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)),
+            Link(1e12, 0.0),
+            Link(1e12, 0.0),
+        )
+        config = {
+            "num_task_graph": 2,
+            "num_micro_batch": 4,
+            "schedule": "interleaved",
+            "num_waves": 2,
+            "recompute": False,
+        }
         return wh.plan(Net(), torch.randn(8, NUM_TOKENS, WIDTH), cluster=cluster, config=config)
 
     free = [memory.total_bytes(2) for memory in plan_on(PLENTY, PLENTY).memory]

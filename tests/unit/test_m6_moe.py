@@ -18,7 +18,9 @@ def config(**changes: object) -> M6MoEConfig:
 
 
 def one_by_one(mixture: Mixture, x_TD: Tensor) -> Tensor:
-    """One sample: first choices in the order of the tokens, then second choices, each while its expert has room."""
+    """One sample: first choices in the order of the tokens, then second choices, each while its
+    expert has room.
+    """
     wish_TE = mixture.gate(x_TD).softmax(-1)
     chosen = wish_TE.topk(2).indices.tolist()
     room = [mixture.config.capacity(len(x_TD))] * mixture.config.num_experts
@@ -28,7 +30,9 @@ def one_by_one(mixture: Mixture, x_TD: Tensor) -> Tensor:
             expert = experts[choice]
             room[expert] -= 1
             if room[expert] >= 0:
-                hidden = F.gelu(x_TD[token] @ mixture.experts.up[expert]) @ mixture.experts.down[expert]
+                hidden = (
+                    F.gelu(x_TD[token] @ mixture.experts.up[expert]) @ mixture.experts.down[expert]
+                )
                 result[token] += hidden * wish_TE[token, expert] / wish_TE[token, experts].sum()
     return result
 
@@ -45,25 +49,36 @@ def test_tokens_visit_their_two_best_experts_while_there_is_room(factor: float) 
 
 
 def test_equal_experts_are_balanced() -> None:
-    """All tokens to one expert: as unbalanced as can be, the number of experts times the share that wanted it."""
+    """All tokens to one expert: as unbalanced as can be, the number of experts times the share that
+    wanted it.
+    """
     mixture = Mixture(config())
     torch.nn.init.zeros_(mixture.gate.weight)
     balance: list[Tensor] = []
-    mixture(torch.randn(1, 8, 16), balance)  # equal wishes: the mean wish of the chosen expert is 1 / E
+    mixture(
+        torch.randn(1, 8, 16), balance
+    )  # equal wishes: the mean wish of the chosen expert is 1 / E
     torch.testing.assert_close(balance[0], torch.ones(1))
 
 
 def test_samples_do_not_look_at_each_other() -> None:
     model, batch = M6MoE(config(capacity_factor=0.7)).double(), Drawings(20).batch(range(6))
-    batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    batch = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
     labels = batch.pop("labels")
     together = model(**batch)
-    alone = torch.cat([model(**{name: value[i : i + 1] for name, value in batch.items()}) for i in range(6)])
+    alone = torch.cat(
+        [model(**{name: value[i : i + 1] for name, value in batch.items()}) for i in range(6)]
+    )
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     assert model(**batch, labels=labels).ndim == 0
 
 
-@pytest.mark.parametrize(("name", "billions"), [("m6_moe_100b", 103.3), ("m6_moe_1t", 1002.8), ("m6_moe_10t", 10115.1)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("m6_moe_100b", 103.3), ("m6_moe_1t", 1002.8), ("m6_moe_10t", 10115.1)]
+)
 def test_giants_have_the_size_of_their_names(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = M6MoE(getattr(M6MoEConfig, name)())

@@ -24,6 +24,11 @@ class Layers(nn.Module):
 def test_a_mark_on_a_list_of_modules_is_its_members() -> None:
     model = wh.annotate(Layers(), {"blocks": wh.replicate(1), "heads": wh.replicate(1)})
     marks = marks_by_module(model)
-    assert marks["blocks.0"] is marks["blocks.1"] is marks["blocks"] and marks["heads.a"] is marks["heads"]
+    assert (
+        marks["blocks.0"] is marks["blocks.1"] is marks["blocks"]
+        and marks["heads.a"] is marks["heads"]
+    )
     plan = wh.plan(model, torch.randn(4, 4), cluster=2, config={"num_micro_batch": 2})
-    assert [graph.num_operations > 0 for graph in plan.task_graphs] == [True, True] and len(plan.stages) == 2
+    assert [graph.num_operations > 0 for graph in plan.task_graphs] == [True, True] and len(
+        plan.stages
+    ) == 2

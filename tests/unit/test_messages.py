@@ -1,4 +1,6 @@
-"""Messages: packed without loss, not copied where one tensor goes alone, and with tags that tell steps, edges and shapes apart."""
+"""Messages: packed without loss, not copied where one tensor goes alone, and with tags that tell
+steps, edges and shapes apart.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from whale.runtime.messages import MOST_MESSAGES, NUM_SHAPES, Message, Piece, ta
 from whale.runtime.transport import NUM_EPOCHS
 
 
-def message(tensors: list[Tensor], rows: list[tuple[int, int, int] | None] | None = None) -> Message:
+def message(
+    tensors: list[Tensor], rows: list[tuple[int, int, int] | None] | None = None
+) -> Message:
     pieces = [
         Piece(index, cut, tuple(tensor.shape), tensor.dtype)
-        for index, (tensor, cut) in enumerate(zip(tensors, rows or [None] * len(tensors), strict=True))
+        for index, (tensor, cut) in enumerate(
+            zip(tensors, rows or [None] * len(tensors), strict=True)
+        )
     ]
     return Message(1, 0, tuple(pieces))
 
@@ -38,7 +44,9 @@ def test_unlike_tensors_come_out_of_one_message_to_the_bit() -> None:
     got = sent.unpack(landed)
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in tensors]
     assert all(torch.equal(a, b) for a, b in zip(tensors, got, strict=True))
-    assert {tensor.untyped_storage().data_ptr() for tensor in got if tensor.numel()} == {landed.data_ptr()}  # read in place
+    assert {tensor.untyped_storage().data_ptr() for tensor in got if tensor.numel()} == {
+        landed.data_ptr()
+    }  # read in place
 
 
 def test_a_tensor_that_goes_alone_is_not_copied() -> None:
@@ -46,7 +54,9 @@ def test_a_tensor_that_goes_alone_is_not_copied() -> None:
     packed = message([tensor]).pack([tensor])
     assert packed.data_ptr() == tensor.data_ptr() and not packed.requires_grad
     rows = message([tensor], [(0, 1, 2)])
-    assert rows.pack([tensor]).data_ptr() == tensor[1:].data_ptr()  # rows are contiguous as they are
+    assert (
+        rows.pack([tensor]).data_ptr() == tensor[1:].data_ptr()
+    )  # rows are contiguous as they are
     assert torch.equal(rows.pack([tensor]), tensor[1:3])
     columns = message([tensor], [(1, 1, 2)])
     assert torch.equal(columns.pack([tensor]), tensor[:, 1:3]) and columns.num_bytes == 4 * 2 * 4

@@ -1,4 +1,6 @@
-"""Pretrained safetensors in every layout, read by name and slice, and the export of a trained model."""
+"""Pretrained safetensors in every layout, read by name and slice, and the export of a trained
+model.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from whale.checkpoint import (
 
 
 def pretrained_tensors() -> dict[str, Tensor]:
-    return {f"h.{i}.weight": torch.full((64, 32), float(i)) for i in range(6)} | {"wte.weight": torch.randn(100, 32)}
+    return {f"h.{i}.weight": torch.full((64, 32), float(i)) for i in range(6)} | {
+        "wte.weight": torch.randn(100, 32)
+    }
 
 
 def write_sharded(folder: Path, tensors: dict[str, Tensor], num_shards: int) -> Path:
@@ -34,7 +38,9 @@ def write_sharded(folder: Path, tensors: dict[str, Tensor], num_shards: int) -> 
         some = dict(list(tensors.items())[shard::num_shards])
         safetensors.torch.save_file(some, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(some, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -65,7 +71,9 @@ def test_pretrained_weights_are_read_by_name_and_slice(pretrained: Path) -> None
     whole = reader.read("wte.weight")
     assert_same(reader.read("wte.weight", ((10, 20), (0, 32))), whole[10:20])
     assert_same(reader.read("wte.weight", ((3, 90), (5, 9))), whole[3:90, 5:9])
-    with pytest.raises(CheckpointError, match=r"no tensor 'wte\.wieght'\. Did you mean 'wte\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensor 'wte\.wieght'\. Did you mean 'wte\.weight'"
+    ):
         reader.read("wte.wieght")
     with pytest.raises(CheckpointError, match=r"has shape \[100, 32\]"):
         reader.read("wte.weight", ((0, 101), (0, 32)))
@@ -75,7 +83,11 @@ def test_pretrained_weights_are_read_by_name_and_slice(pretrained: Path) -> None
 def test_pretrained_reads_only_what_a_rank_needs(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.randn(512, 1024) for i in range(6)}
     folder = write_sharded(tmp_path / "sharded", tensors, 2)
-    for box in (((0, 512), (0, 1024)), ((100, 200), (0, 1024)), ((0, 512), (256, 512))):  # whole, rows, columns
+    for box in (
+        ((0, 512), (0, 1024)),
+        ((100, 200), (0, 1024)),
+        ((0, 512), (256, 512)),
+    ):  # whole, rows, columns
         reader = PretrainedReader(folder)
         for name in ("w1", "w2"):
             assert_same(reader.read(name, box), tensors[name][tuple(slice(*r) for r in box)])
@@ -89,14 +101,26 @@ def test_pretrained_reads_only_what_a_rank_needs(tmp_path: Path) -> None:
     [
         (["h.0.w", "wte.w"], ["h.0.w", "wte.w"], ""),
         (["transformer.h.0.w", "transformer.wte.w"], ["h.0.w", "wte.w"], "without 'transformer.'"),
-        (["h.0.w", "wte.w"], ["transformer.h.0.w", "transformer.wte.w", "lm_head.w"], "with 'transformer.'"),
-        (["transformer.wte.w", "lm_head.w"], ["wte.w"], "without 'transformer.'"),  # lm_head is tied
+        (
+            ["h.0.w", "wte.w"],
+            ["transformer.h.0.w", "transformer.wte.w", "lm_head.w"],
+            "with 'transformer.'",
+        ),
+        (
+            ["transformer.wte.w", "lm_head.w"],
+            ["wte.w"],
+            "without 'transformer.'",
+        ),  # lm_head is tied
         (["transformer.wte.w", "score.w"], ["wte.w", "score.w"], "without 'transformer.'"),
         (["wte.w", "score.w"], ["transformer.wte.w", "score.w"], "with 'transformer.'"),
     ],
 )
-def test_names_match_with_a_prefix_more_or_less(tmp_path: Path, wanted: list[str], stored: list[str], how: str) -> None:
-    safetensors.torch.save_file({name: torch.ones(2) for name in stored}, tmp_path / "model.safetensors")
+def test_names_match_with_a_prefix_more_or_less(
+    tmp_path: Path, wanted: list[str], stored: list[str], how: str
+) -> None:
+    safetensors.torch.save_file(
+        {name: torch.ones(2) for name in stored}, tmp_path / "model.safetensors"
+    )
     aliases = {name: ("transformer.wte.w" if name == "lm_head.w" else name) for name in wanted}
     match = PretrainedReader(tmp_path).match(wanted, aliases)
     assert match.how == how
@@ -108,9 +132,14 @@ def test_names_match_with_a_prefix_more_or_less(tmp_path: Path, wanted: list[str
 
 
 def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
-    safetensors.torch.save_file({name: torch.ones(2) for name in ("a.x", "b.x")}, tmp_path / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: torch.ones(2) for name in ("a.x", "b.x")}, tmp_path / "model.safetensors"
+    )
     reader = PretrainedReader(tmp_path)
-    with pytest.raises(CheckpointError, match=r"lacks 2 of the 3 tensors that the model needs, the first are c\.x, d\.x\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks 2 of the 3 tensors that the model needs, the first are c\.x, d\.x\.",
+    ):
         reader.match(["a.x", "c.x", "d.x"])
     with pytest.raises(CheckpointError, match="in more than one way"):
         reader.match(["x"])
@@ -131,7 +160,10 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
         PretrainedReader(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("shard", ["../other/model.safetensors", "/tmp/x.safetensors", "a/b.safetensors", "model.bin", 5, ".."])
+@pytest.mark.parametrize(
+    "shard",
+    ["../other/model.safetensors", "/tmp/x.safetensors", "a/b.safetensors", "model.bin", 5, ".."],
+)
 def test_an_index_of_shards_cannot_lead_out_of_the_folder(tmp_path: Path, shard: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(CheckpointError, match=r"only \.safetensors files beside it"):
@@ -153,20 +185,29 @@ def test_export_is_read_by_safetensors_and_ties_are_written_once(tmp_path: Path)
         assert set(opened.keys()) == state.keys() - {"lm_head.weight"}
         for name in opened.keys():  # noqa: SIM118
             assert_same(opened.get_tensor(name), state[name])
-    match = PretrainedReader(path).match(["wte.weight", "lm_head.weight"], {"lm_head.weight": "wte.weight", "wte.weight": "wte.weight"})
+    match = PretrainedReader(path).match(
+        ["wte.weight", "lm_head.weight"],
+        {"lm_head.weight": "wte.weight", "wte.weight": "wte.weight"},
+    )
     assert match.stored == {"wte.weight": "wte.weight", "lm_head.weight": "wte.weight"}
     export_safetensors(path, {"x": torch.ones(1)})  # replaces
-    assert list(safetensors.torch.load_file(path)) == ["x"] and [item.name for item in tmp_path.iterdir()] == ["model.safetensors"]
+    assert list(safetensors.torch.load_file(path)) == ["x"] and [
+        item.name for item in tmp_path.iterdir()
+    ] == ["model.safetensors"]
     with pytest.raises(ValueError, match=r"must end in \.safetensors"):
         export_safetensors(tmp_path / "model.bin", {})
 
 
 def test_a_hugging_face_model_both_ways(tmp_path: Path) -> None:
-    """`save_pretrained` in shards is read into a model of ours; our export is read by `from_pretrained`."""
+    """`save_pretrained` in shards is read into a model of ours; our export is read by
+    `from_pretrained`.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+    ).eval()
     batch = torch.arange(8)[None]
     expected = model(batch).logits
     model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
@@ -176,14 +217,18 @@ def test_a_hugging_face_model_both_ways(tmp_path: Path) -> None:
         other = GPT2LMHeadModel(model.config).eval()
         reader = PretrainedReader(tmp_path / folder)
         state = other.state_dict()
-        match = reader.match(state, {"lm_head.weight": "transformer.wte.weight"}, [other.base_model_prefix])
+        match = reader.match(
+            state, {"lm_head.weight": "transformer.wte.weight"}, [other.base_model_prefix]
+        )
         assert match.unexpected == ()
         other.load_state_dict({name: reader.read(stored) for name, stored in match.stored.items()})
         assert torch.equal(other(batch).logits, expected)
     (tmp_path / "ours").mkdir()
     export_safetensors(tmp_path / "ours" / "model.safetensors", model.state_dict())
     model.config.save_pretrained(tmp_path / "ours")
-    assert torch.equal(GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()(batch).logits, expected)
+    assert torch.equal(
+        GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()(batch).logits, expected
+    )
 
 
 class Normed(torch.nn.Module):
@@ -200,7 +245,9 @@ class Normed(torch.nn.Module):
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_running_statistics_come_with_the_weights(tmp_path: Path, prefix: str) -> None:
-    """A fine-tune that started from the statistics of a new model would evaluate wrongly without a word."""
+    """A fine-tune that started from the statistics of a new model would evaluate wrongly without a
+    word.
+    """
     trained = Normed()
     for _ in range(3):
         trained(torch.randn(8, 4) * 3 + 5)
@@ -209,7 +256,10 @@ def test_running_statistics_come_with_the_weights(tmp_path: Path, prefix: str) -
     wh.init()
     batch = torch.randn(8, 4)
     engine = wh.parallelize(
-        Normed(), batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), weights=tmp_path / "model.safetensors"
+        Normed(),
+        batch,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        weights=tmp_path / "model.safetensors",
     )
     for name, tensor in engine.full_state_dict().items():
         assert torch.equal(tensor, trained.state_dict()[name]), name

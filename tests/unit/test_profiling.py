@@ -1,4 +1,6 @@
-"""Costs of nodes: FLOPs against torch's own counter on the eager model, bytes against arithmetic by hand."""
+"""Costs of nodes: FLOPs against torch's own counter on the eager model, bytes against arithmetic by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
 from whale.planning.assignment import carries_gradient
 from whale.planning.workload import INSIDE_OPERATIONS
-from whale.profiling.costs import NodeCost, backward_factors, concrete_shape, node_costs, seconds, value_bytes
+from whale.profiling.costs import (
+    NodeCost,
+    backward_factors,
+    concrete_shape,
+    node_costs,
+    seconds,
+    value_bytes,
+)
 
 SAMPLE_BATCH, OTHER_BATCH = 4, 7
 
@@ -36,18 +45,31 @@ class Function(nn.Module):
 
 
 def capture(model: nn.Module, *tensors: Tensor) -> CapturedGraph:
-    """The model's graph with a symbolic batch; parameters are placeholders here, which costs the same as `get_attr`."""
+    """The model's graph with a symbolic batch; parameters are placeholders here, which costs the
+    same as `get_attr`.
+    """
     batch = torch.export.Dim("batch", min=2, max=4096)
     dynamic_shapes = tuple({0: batch} for _ in tensors)
-    shapes = (dynamic_shapes,) if isinstance(model, Function) else dynamic_shapes  # `*tensors` is one argument for export
+    shapes = (
+        (dynamic_shapes,) if isinstance(model, Function) else dynamic_shapes
+    )  # `*tensors` is one argument for export
     graph = torch.export.export(model, tensors, dynamic_shapes=shapes, strict=False).graph
-    symbol = next(iter(next(node for node in graph.nodes if _symbolic(node)).meta["val"].shape[0].node.expr.free_symbols))
+    symbol = next(
+        iter(
+            next(node for node in graph.nodes if _symbolic(node))
+            .meta["val"]
+            .shape[0]
+            .node.expr.free_symbols
+        )
+    )
     return CapturedGraph(graph, (), {}, {}, symbol, SAMPLE_BATCH)
 
 
 def _symbolic(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
+    return (
+        isinstance(value, Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
+    )
 
 
 def flop_of(captured: CapturedGraph, batch_size: int) -> float:
@@ -55,8 +77,14 @@ def flop_of(captured: CapturedGraph, batch_size: int) -> float:
 
 
 def eager_flop(model: nn.Module, *tensors: Tensor) -> int:
-    """What torch counts; attention and LSTM in their plain form, since torch has no formula for the fused ones of the CPU."""
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
+    """What torch counts; attention and LSTM in their plain form, since torch has no formula for the
+    fused ones of the CPU.
+    """
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.mkldnn.flags(enabled=False),
+    ):
         model(*tensors)
     return counter.get_total_flops()
 
@@ -92,27 +120,77 @@ def floats(*shape: int) -> Callable[[int], Tensor]:
 
 # name -> the model, and what makes each of its inputs for a batch size
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[Callable[[int], Tensor]]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3, bias=False)), [floats(5, 8)]),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3, bias=False)),
+        [floats(5, 8)],
+    ),
     "attention": (lambda: Attention(24, 3), [floats(6, 24)]),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 50)), [tokens]),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), [floats(6, 16)]),
-    "conv": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)), [floats(4, 12, 10)]),
-    "conv 1d, 3d": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.Unflatten(2, (2, 2, 2)), nn.Conv3d(6, 3, 2)), [floats(4, 10)]),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 50)),
+        [tokens],
+    ),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        [floats(6, 16)],
+    ),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)
+        ),
+        [floats(4, 12, 10)],
+    ),
+    "conv 1d, 3d": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.Unflatten(2, (2, 2, 2)), nn.Conv3d(6, 3, 2)),
+        [floats(4, 10)],
+    ),
     "padding by name": (lambda: nn.Conv2d(4, 6, 3, padding="same"), [floats(4, 8, 8)]),
     "transposed conv": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), [floats(4, 5, 5)]),
-    "lstm": (lambda: Recurrent(nn.LSTM(5, 7, num_layers=2, bidirectional=True, batch_first=True)), [floats(6, 5)]),
+    "lstm": (
+        lambda: Recurrent(nn.LSTM(5, 7, num_layers=2, bidirectional=True, batch_first=True)),
+        [floats(6, 5)],
+    ),
     "gru": (lambda: Recurrent(nn.GRU(5, 7, batch_first=True)), [floats(6, 5)]),
     "matmul": (lambda: Function(lambda a, b: a @ b), [floats(3, 5, 4), floats(1, 4, 6)]),
-    "addmm": (lambda: Function(lambda a: torch.addmm(a.new_zeros(6), a, a.new_ones(8, 6))), [floats(8)]),
-    "baddbmm": (lambda: Function(lambda a, b, c: torch.baddbmm(a, b, c)), [floats(3, 5), floats(3, 4), floats(4, 5)]),
-    "tensordot": (lambda: Function(lambda a: torch.tensordot(a, a.new_ones(4, 3, 5), dims=([2, 1], [0, 1]))), [floats(3, 4)]),
-    "einsum": (lambda: Function(lambda a, b: torch.einsum("bik, bjk -> bij", a, b)), [floats(3, 5), floats(4, 5)]),
-    "einsum implicit": (lambda: Function(lambda a, b: torch.einsum("bik,kj", a, b[0])), [floats(3, 5), floats(5, 2)]),
-    "einsum dots": (lambda: Function(lambda a, b: torch.einsum("...ik,...kj->...ij", a, b)), [floats(3, 4, 5), floats(1, 5, 6)]),
-    "einsum of three": (lambda: Function(lambda a, b, c: torch.einsum("bi,bij,bj->b", a, b, c)), [floats(3), floats(3, 4), floats(4)]),
-    "einsum, sum of one": (lambda: Function(lambda a, b: torch.einsum("bik,bkj->bi", a, b)), [floats(3, 5), floats(5, 4)]),
-    "einsum, broadcast sum": (lambda: Function(lambda a, b: torch.einsum("bkl,bklj->bj", a, b)), [floats(1, 3), floats(5, 3, 4)]),
-    "einsum elementwise": (lambda: Function(lambda a, b: torch.einsum("bi,bj->bij", a, b)), [floats(3), floats(4)]),
+    "addmm": (
+        lambda: Function(lambda a: torch.addmm(a.new_zeros(6), a, a.new_ones(8, 6))),
+        [floats(8)],
+    ),
+    "baddbmm": (
+        lambda: Function(lambda a, b, c: torch.baddbmm(a, b, c)),
+        [floats(3, 5), floats(3, 4), floats(4, 5)],
+    ),
+    "tensordot": (
+        lambda: Function(lambda a: torch.tensordot(a, a.new_ones(4, 3, 5), dims=([2, 1], [0, 1]))),
+        [floats(3, 4)],
+    ),
+    "einsum": (
+        lambda: Function(lambda a, b: torch.einsum("bik, bjk -> bij", a, b)),
+        [floats(3, 5), floats(4, 5)],
+    ),
+    "einsum implicit": (
+        lambda: Function(lambda a, b: torch.einsum("bik,kj", a, b[0])),
+        [floats(3, 5), floats(5, 2)],
+    ),
+    "einsum dots": (
+        lambda: Function(lambda a, b: torch.einsum("...ik,...kj->...ij", a, b)),
+        [floats(3, 4, 5), floats(1, 5, 6)],
+    ),
+    "einsum of three": (
+        lambda: Function(lambda a, b, c: torch.einsum("bi,bij,bj->b", a, b, c)),
+        [floats(3), floats(3, 4), floats(4)],
+    ),
+    "einsum, sum of one": (
+        lambda: Function(lambda a, b: torch.einsum("bik,bkj->bi", a, b)),
+        [floats(3, 5), floats(5, 4)],
+    ),
+    "einsum, broadcast sum": (
+        lambda: Function(lambda a, b: torch.einsum("bkl,bklj->bj", a, b)),
+        [floats(1, 3), floats(5, 3, 4)],
+    ),
+    "einsum elementwise": (
+        lambda: Function(lambda a, b: torch.einsum("bi,bj->bij", a, b)),
+        [floats(3), floats(4)],
+    ),
 }
 
 
@@ -128,17 +206,32 @@ def test_flop_equal_torch(name: str) -> None:
 
 
 def test_attention_with_few_key_heads() -> None:
-    """Eager repeats the keys and values for the heads that share them; the product has the queries' heads."""
+    """Eager repeats the keys and values for the heads that share them; the product has the queries'
+    heads.
+    """
     function = Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     inputs = floats(6, 5, 8), floats(2, 9, 8), floats(2, 9, 4)
     captured = capture(function, *(make(SAMPLE_BATCH) for make in inputs))
-    assert flop_of(captured, 3) == eager_flop(function, *(make(3) for make in inputs)) == 2 * 3 * 6 * 5 * 9 * (8 + 4)
+    assert (
+        flop_of(captured, 3)
+        == eager_flop(function, *(make(3) for make in inputs))
+        == 2 * 3 * 6 * 5 * 9 * (8 + 4)
+    )
 
 
 def test_products_that_torch_does_not_count() -> None:
-    """By hand: every token meets one expert of 8 x 16; a matrix times a vector; a bilinear form as two steps."""
-    experts = Function(lambda x: F.grouped_mm(x, x.new_ones(2, 8, 16), offs=torch.tensor([1, 4], dtype=torch.int32)))
-    assert flop_of(capture(experts, torch.ones(SAMPLE_BATCH, 8, dtype=torch.bfloat16)), 4) == 2 * 4 * 8 * 16
+    """By hand: every token meets one expert of 8 x 16; a matrix times a vector; a bilinear form as
+    two steps.
+    """
+    experts = Function(
+        lambda x: F.grouped_mm(
+            x, x.new_ones(2, 8, 16), offs=torch.tensor([1, 4], dtype=torch.int32)
+        )
+    )
+    assert (
+        flop_of(capture(experts, torch.ones(SAMPLE_BATCH, 8, dtype=torch.bfloat16)), 4)
+        == 2 * 4 * 8 * 16
+    )
     vector = Function(lambda x: x @ x.new_ones(8))
     assert flop_of(capture(vector, torch.ones(SAMPLE_BATCH, 8)), 5) == 2 * 5 * 8
     bilinear = Function(lambda x: F.bilinear(x, x[:, :3], x.new_ones(7, 8, 3)))
@@ -146,11 +239,19 @@ def test_products_that_torch_does_not_count() -> None:
 
 
 def cost_by_operation(captured: CapturedGraph, batch_size: int) -> dict[str, NodeCost]:
-    return {str(node.target): cost for node, cost in node_costs(captured, batch_size).items() if node.op == "call_function"}
+    return {
+        str(node.target): cost
+        for node, cost in node_costs(captured, batch_size).items()
+        if node.op == "call_function"
+    }
 
 
 def test_elementwise_operations_read_and_write() -> None:
-    captured = capture(Function(lambda a, b: torch.relu(a + b).to(torch.float64)), torch.ones(SAMPLE_BATCH, 6), torch.ones(SAMPLE_BATCH, 6))
+    captured = capture(
+        Function(lambda a, b: torch.relu(a + b).to(torch.float64)),
+        torch.ones(SAMPLE_BATCH, 6),
+        torch.ones(SAMPLE_BATCH, 6),
+    )
     costs = cost_by_operation(captured, 5)
     num_bytes = 5 * 6 * 4
     assert costs["aten.add.Tensor"] == NodeCost(0.0, 3 * num_bytes, num_bytes, "aten.add")
@@ -160,7 +261,15 @@ def test_elementwise_operations_read_and_write() -> None:
 
 def test_views_are_free() -> None:
     def views(a: Tensor) -> Tensor:
-        first, _ = a.view(a.shape[0] * 2, 3).reshape(-1, 6).transpose(0, 1).t().unsqueeze(1).expand(-1, 4, -1)[:, 1:].split(3, dim=2)
+        first, _ = (
+            a.view(a.shape[0] * 2, 3)
+            .reshape(-1, 6)
+            .transpose(0, 1)
+            .t()
+            .unsqueeze(1)
+            .expand(-1, 4, -1)[:, 1:]
+            .split(3, dim=2)
+        )
         return first.to(torch.float32).squeeze().detach().permute(2, 0, 1).select(0, 1)
 
     costs = node_costs(capture(Function(views), torch.ones(SAMPLE_BATCH, 6)), 5)
@@ -171,26 +280,43 @@ def test_views_are_free() -> None:
 def test_an_embedding_reads_only_its_rows() -> None:
     costs = cost_by_operation(capture(nn.Embedding(100_000, 8), tokens(SAMPLE_BATCH)), 5)
     ids_bytes, rows_bytes = 5 * 6 * 8, 5 * 6 * 8 * 4
-    assert costs["aten.embedding.default"] == NodeCost(0.0, ids_bytes + 2 * rows_bytes, rows_bytes, "aten.embedding")
+    assert costs["aten.embedding.default"] == NodeCost(
+        0.0, ids_bytes + 2 * rows_bytes, rows_bytes, "aten.embedding"
+    )
 
 
 def test_a_product_also_moves_its_weights() -> None:
-    cost = cost_by_operation(capture(nn.Linear(8, 16), torch.ones(SAMPLE_BATCH, 8)), 5)["aten.linear.default"]
-    assert cost == NodeCost(2 * 5 * 8 * 16, 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16), 4 * 5 * 16, "aten.linear")
+    cost = cost_by_operation(capture(nn.Linear(8, 16), torch.ones(SAMPLE_BATCH, 8)), 5)[
+        "aten.linear.default"
+    ]
+    assert cost == NodeCost(
+        2 * 5 * 8 * 16, 4 * (5 * 8 + 8 * 16 + 16 + 5 * 16), 4 * 5 * 16, "aten.linear"
+    )
 
 
 def test_value_bytes_of_tensors_tuples_and_sizes() -> None:
-    captured = capture(Function(lambda a: torch.topk(a.repeat(a.shape[0], 1), 2)[0]), torch.ones(SAMPLE_BATCH, 6))
-    sizes = {str(node.target): value_bytes(node, captured.batch_symbol, 5) for node in captured.graph.nodes}
+    captured = capture(
+        Function(lambda a: torch.topk(a.repeat(a.shape[0], 1), 2)[0]), torch.ones(SAMPLE_BATCH, 6)
+    )
+    sizes = {
+        str(node.target): value_bytes(node, captured.batch_symbol, 5)
+        for node in captured.graph.nodes
+    }
     assert sizes["aten.sym_size.int"] == 0
     assert sizes["aten.repeat.default"] == 25 * 6 * 4
     assert sizes["aten.topk.default"] == 25 * 2 * (4 + 8)  # values and int64 indices
 
 
 def test_concrete_shape() -> None:
-    captured = capture(Function(lambda a: a.reshape(-1, 3)[::2].float()), torch.ones(SAMPLE_BATCH, 6))
+    captured = capture(
+        Function(lambda a: a.reshape(-1, 3)[::2].float()), torch.ones(SAMPLE_BATCH, 6)
+    )
     shape = captured.output.args[0][0].meta["val"].shape  # type: ignore[index, union-attr]
-    assert [concrete_shape(shape, captured.batch_symbol, size) for size in (1, 5, 6)] == [(1, 3), (5, 3), (6, 3)]
+    assert [concrete_shape(shape, captured.batch_symbol, size) for size in (1, 5, 6)] == [
+        (1, 3),
+        (5, 3),
+        (6, 3),
+    ]
     stranger = type(captured.batch_symbol)("s1", integer=True)
     with pytest.raises(ValueError, match="and not only on the batch symbol s1"):
         concrete_shape(shape, stranger, 5)
@@ -203,14 +329,24 @@ def test_the_cost_model() -> None:
 
 
 def test_a_backward_is_one_product_for_each_operand_that_gets_a_gradient() -> None:
-    """The first layer needs no gradient of the batch; the bias is no operand; whatever is no product counts twice."""
+    """The first layer needs no gradient of the batch; the bias is no operand; whatever is no
+    product counts twice.
+    """
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
     layout, tensors = read_batch(torch.ones(SAMPLE_BATCH, 6))
-    captured = capture_training(model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)).captured
+    captured = capture_training(
+        model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)
+    ).captured
     gradients, costs = carries_gradient(captured), node_costs(captured, OTHER_BATCH)
-    found = [backward_factors(node, costs[node], gradients) for node in captured.compute_nodes() if costs[node].moved_bytes]
+    found = [
+        backward_factors(node, costs[node], gradients)
+        for node in captured.compute_nodes()
+        if costs[node].moved_bytes
+    ]
     assert found[:3] == [(0.0, 1.0), (2.0, 0.0), (1.0, 1.0)]
-    assert backward_factors(next(iter(captured.compute_nodes())), NodeCost(1.0, 1.0, 1), frozenset()) == (0.0, 0.0)
+    assert backward_factors(
+        next(iter(captured.compute_nodes())), NodeCost(1.0, 1.0, 1), frozenset()
+    ) == (0.0, 0.0)
 
 
 def test_a_graph_of_8000_nodes() -> None:
@@ -228,11 +364,20 @@ def test_a_graph_of_8000_nodes() -> None:
 
 
 def test_gradients_that_came_in_stay_until_the_backward_is_over() -> None:
-    """The widest product works on two gradients of 64 numbers. The 8 numbers that the tanh behind it has kept are gone by then, but not
-    the gradient of as many that came back for them."""
+    """The widest product works on two gradients of 64 numbers. The 8 numbers that the tanh behind
+    it has kept are gone by then, but not the gradient of as many that came back for them."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8))
     marked = wh.annotate(model, {"[0-2]": wh.replicate(1), "3": wh.replicate(1)})
-    plan = wh.plan(marked, torch.randn(4, 8), loss=lambda output, batch: output.sum(), cluster=2, config={"recompute": False})
+    plan = wh.plan(
+        marked,
+        torch.randn(4, 8),
+        loss=lambda output, batch: output.sum(),
+        cluster=2,
+        config={"recompute": False},
+    )
     assert plan.figures is not None
     stage = plan.figures.stages[0]
-    assert stage.working_sample_bytes - INSIDE_OPERATIONS * stage.kept_sample_bytes == pytest.approx(2 * 64 * 4)
+    assert (
+        stage.working_sample_bytes - INSIDE_OPERATIONS * stage.kept_sample_bytes
+        == pytest.approx(2 * 64 * 4)
+    )

@@ -120,7 +120,9 @@ def test_one_rank() -> None:
 
 def test_an_exception_is_shown_and_ends_the_others() -> None:
     start_s = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)Rank 1 of 3 failed.*fail_on_rank_1.*KeyError: 'the lost weight'") as caught:
+    with pytest.raises(
+        RankError, match=r"(?s)Rank 1 of 3 failed.*fail_on_rank_1.*KeyError: 'the lost weight'"
+    ) as caught:
         run_ranks(fail_on_rank_1, 3, timeout_s=60)
     assert caught.value.rank == 1 and isinstance(caught.value.original, KeyError)
     assert time.monotonic() - start_s < 30, "the other ranks stood in a barrier and were not ended"
@@ -134,7 +136,10 @@ def test_a_hang_is_ended_and_its_stack_shown() -> None:
 
 
 def test_a_rank_inside_gloo_shows_its_stack() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 0, 1 of 2.*rank 0 stood at.*in wait_for_rank_1.*rank 1 stood at.*in wait_for_rank_1"):
+    with pytest.raises(
+        RankError,
+        match=r"(?s)rank 0, 1 of 2.*rank 0 stood at.*in wait_for_rank_1.*rank 1 stood at.*in wait_for_rank_1",
+    ):
         run_ranks(wait_for_rank_1, 2, timeout_s=2)
 
 
@@ -183,7 +188,9 @@ def test_run_local_has_no_process_group(server: ModelServer) -> None:
 
 
 def test_a_failure_to_prepare_is_shown() -> None:
-    with pytest.raises(RankError, match=r"(?s)prepare\(\).*fail_to_prepare.*ValueError: no such model") as caught:
+    with pytest.raises(
+        RankError, match=r"(?s)prepare\(\).*fail_to_prepare.*ValueError: no such model"
+    ) as caught:
         ModelServer(fail_to_prepare)
     assert isinstance(caught.value.original, ValueError)
 

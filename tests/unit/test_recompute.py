@@ -1,4 +1,6 @@
-"""Which activations are computed again in backward: only where memory asks for it, exactly, and with its cost in the plan."""
+"""Which activations are computed again in backward: only where memory asks for it, exactly, and
+with its cost in the plan.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ WIDTH, NUM_LAYERS, BATCH_SIZE = 16, 8, 16
 class Layer(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.wide, self.narrow, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+        self.wide, self.narrow, self.dropout = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.narrow(torch.tanh(self.wide(x)).square()))
@@ -51,16 +57,27 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
 
 def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:
     """Devices of so many bytes; nothing to read or send, so that FLOP alone count."""
-    kinds = [DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18) for i, memory in enumerate(memories)]
-    return Cluster(tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)), Link(1e18, 0.0), Link(1e18, 0.0))
+    kinds = [
+        DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18)
+        for i, memory in enumerate(memories)
+    ]
+    return Cluster(
+        tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)),
+        Link(1e18, 0.0),
+        Link(1e18, 0.0),
+    )
 
 
 def plan_of(cluster: Cluster | int, **config: object) -> Plan:
-    return wh.plan(Net(), torch.randn(BATCH_SIZE, WIDTH), cluster=cluster, config=dict(config), optimizer=sgd)
+    return wh.plan(
+        Net(), torch.randn(BATCH_SIZE, WIDTH), cluster=cluster, config=dict(config), optimizer=sgd
+    )
 
 
 def room_for(num_samples: float, num_devices: int = 1) -> int:
-    """Bytes of one of so many devices on which so many samples fit when nothing is computed again."""
+    """Bytes of one of so many devices on which so many samples fit when nothing is
+    computed again.
+    """
     memory = plan_of(num_devices, recompute=False).memory[0]
     return math.ceil(memory.static_bytes + num_samples * memory.sample_bytes)
 
@@ -81,9 +98,17 @@ def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> Non
     plan, free = plan_of(tight), plan_of(devices(room_for(BATCH_SIZE)))
     assert 0 < plan.stages[0].num_recomputed <= plan.stages[0].num_regions
     assert plan.memory[0].total_bytes(BATCH_SIZE) <= tight.devices[0].kind.memory_bytes
-    assert free.device_seconds[0] < plan.device_seconds[0] <= 4 / 3 * free.device_seconds[0] * (1 + 1e-9)
+    assert (
+        free.device_seconds[0]
+        < plan.device_seconds[0]
+        <= 4 / 3 * free.device_seconds[0] * (1 + 1e-9)
+    )
     text = why(plan)
-    assert text is not None and text.startswith("memory asks for it: saves up to ") and "more work" in text
+    assert (
+        text is not None
+        and text.startswith("memory asks for it: saves up to ")
+        and "more work" in text
+    )
 
 
 def test_as_little_as_memory_asks_for_is_computed_again() -> None:
@@ -93,12 +118,16 @@ def test_as_little_as_memory_asks_for_is_computed_again() -> None:
 
 
 def test_what_fits_with_nothing_is_refused_with_numbers() -> None:
-    with pytest.raises(ValueError, match=r"fit, even with all activations computed again in backward: rank 0 \(k0\) has room for \d+ "):
+    with pytest.raises(
+        ValueError,
+        match=r"fit, even with all activations computed again in backward: rank 0 \(k0\) has room for \d+ ",
+    ):
         plan_of(devices(room_for(0.1)))
 
 
 def test_the_faster_of_moving_samples_and_computing_again_is_taken() -> None:
-    # a device three times as fast with room for 9 of its 12 samples: computing some again (at most 4/3 of the work) beats 7 on the slow one
+    # a device three times as fast with room for 9 of its 12 samples: computing some again (at most
+    # 4/3 of the work) beats 7 on the slow one
     fast = plan_of(devices(room_for(9.5, 2), 10**9, rates=(3e12, 1e12)))
     assert fast.stages[0].num_recomputed > 0
     # with room for 7 of 8 one sample moves, which costs less than computing even one region again
@@ -116,43 +145,61 @@ def test_only_the_stages_that_are_short_of_memory_compute_again() -> None:
 def test_forced_and_forbidden_and_by_name() -> None:
     forced = plan_of(devices(10**9), recompute=True).stages[0]
     assert forced.num_recomputed == forced.num_regions > 0
-    none, named = plan_of(devices(10**9), recompute=False), plan_of(devices(10**9), recompute=["layers.[0-3]"])
+    none, named = (
+        plan_of(devices(10**9), recompute=False),
+        plan_of(devices(10**9), recompute=["layers.[0-3]"]),
+    )
     assert named.memory[0].sample_bytes < none.memory[0].sample_bytes
     # half of the layers run their forward twice: 3 parts of work become 3.5
     assert named.device_seconds[0] / none.device_seconds[0] == pytest.approx(3.5 / 3, rel=0.02)
     with pytest.raises(ValueError, match=r"""'layer\.\*' matches no module of the model"""):
         plan_of(devices(10**9), recompute=["layer.*"])
-    with pytest.raises(ValueError, match="'recompute' must be 'auto', True, False or a list of module names, not 'yes'"):
+    with pytest.raises(
+        ValueError,
+        match="'recompute' must be 'auto', True, False or a list of module names, not 'yes'",
+    ):
         wh.Config(recompute="yes")
 
 
-def step_losses(config: dict[str, object], dropout: float = 0.0) -> tuple[list[float], dict[str, Tensor]]:
+def step_losses(
+    config: dict[str, object], dropout: float = 0.0
+) -> tuple[list[float], dict[str, Tensor]]:
     wh.init(wh.Config(config))
     torch.manual_seed(1)
     data = [torch.randn(BATCH_SIZE, WIDTH) for _ in range(3)]
     engine = wh.parallelize(Net(dropout), data[0], optimizer=sgd)
-    assert any("recomputed" in name for name, _ in engine._shapes.first.chunks[0].module_for(1).named_modules()) is bool(
-        config.get("recompute")
-    )
+    assert any(
+        "recomputed" in name
+        for name, _ in engine._shapes.first.chunks[0].module_for(1).named_modules()
+    ) is bool(config.get("recompute"))
     return [engine.step(batch).loss for batch in data], engine.full_state_dict()
 
 
 @pytest.mark.parametrize("recompute", [True, ["layers.[1-4]"]], ids=str)
 def test_dropout_draws_the_same_numbers_again(recompute: object) -> None:
     with Float64Mode():
-        kept, again = (step_losses({"num_micro_batch": 2, "recompute": each}, dropout=0.3) for each in (False, recompute))
+        kept, again = (
+            step_losses({"num_micro_batch": 2, "recompute": each}, dropout=0.3)
+            for each in (False, recompute)
+        )
     assert kept[0] == again[0]
     for name, weight in kept[1].items():
         assert torch.equal(weight, again[1][name]), name
 
 
 class Counted(nn.Module):
-    """Batch norm between layers: running statistics and the count of batches must be updated once."""
+    """Batch norm between layers: running statistics and the count of batches must be
+    updated once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.second = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.norm, self.second = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.norm(torch.tanh(self.first(x))))).square().mean()
@@ -175,13 +222,21 @@ def test_buffers_are_never_updated_twice() -> None:
 
 
 @pytest.mark.parametrize("num_micro_batch", [1, 2])
-def test_the_plan_says_what_batch_norm_means_with_several_micro_batches(num_micro_batch: int) -> None:
+def test_the_plan_says_what_batch_norm_means_with_several_micro_batches(
+    num_micro_batch: int,
+) -> None:
     """And local training in such micro-batches really is what it says."""
     with Float64Mode():
         wh.init(wh.Config({"num_micro_batch": num_micro_batch}))
         batch = torch.randn(BATCH_SIZE, WIDTH)
         engine = wh.parallelize(Counted(), batch, optimizer=sgd)
-        expected = sum(Counted()(part).item() / num_micro_batch for part in batch.chunk(num_micro_batch))
+        expected = sum(
+            Counted()(part).item() / num_micro_batch for part in batch.chunk(num_micro_batch)
+        )
         assert engine.step(batch).loss == pytest.approx(expected, rel=1e-12)
-        said = [note for note in engine.plan.notes if "over each of the 2 micro-batches, not over the whole mini-batch" in note]
+        said = [
+            note
+            for note in engine.plan.notes
+            if "over each of the 2 micro-batches, not over the whole mini-batch" in note
+        ]
         assert len(said) == num_micro_batch - 1 and all("self.norm(" in note for note in said)

@@ -1,4 +1,6 @@
-"""What a plan looks like in the terminal, and plan files: a hand-made plan with numbers worked out by hand."""
+"""What a plan looks like in the terminal, and plan files: a hand-made plan with numbers worked out
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from rich.console import Console
 
 from whale import scheduling
 from whale.names import listed
-from whale.planning.plan import PLAN_FORMAT, Crossing, Decision, LossTerm, Plan, Stage, TaskGraph, diff
+from whale.planning.plan import (
+    PLAN_FORMAT,
+    Crossing,
+    Decision,
+    LossTerm,
+    Plan,
+    Stage,
+    TaskGraph,
+    diff,
+)
 from whale.planning.virtual_devices import VirtualDevice
 from whale.report import print_plan, render_plan, summary
 from whale.report.device_table import memory_table
@@ -26,7 +37,9 @@ from whale.simulation.timeline import DeviceTimeline, Timeline
 
 
 def hand_made() -> Plan:
-    """2 model replicas of [2 devices, 1 device]; stages 0 and 2 on the two devices, stage 1 on the one: 6 devices."""
+    """2 model replicas of [2 devices, 1 device]; stages 0 and 2 on the two devices, stage 1 on the
+    one: 6 devices.
+    """
     graph = scheduling.StageGraph((0, 1, 0), ((0, 1), (1, 2)), ((0, 1),))
     return Plan(
         format=PLAN_FORMAT,
@@ -69,14 +82,19 @@ def text_of(plan: Plan, width: int = 130) -> str:
 
 def row(text: str, *starts: str) -> str:
     """The only line whose first words are these, its words joined by one space."""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.split()[: len(starts)] == list(starts)]
+    found = [
+        " ".join(line.split())
+        for line in text.splitlines()
+        if line.split()[: len(starts)] == list(starts)
+    ]
     assert len(found) == 1, f"{len(found)} lines start with {starts}"
     return found[0]
 
 
 def test_one_line() -> None:
     assert summary(hand_made()) == (
-        "6 devices (4 x V100-32GB, 2 x P100): 3 stages x 2 model replicas, batch 20 in 3 micro-batches, schedule 1f1b"
+        "6 devices (4 x V100-32GB, 2 x P100): 3 stages x 2 model replicas, batch 20 in 3 "
+        "micro-batches, schedule 1f1b"
     )
 
 
@@ -87,10 +105,15 @@ def test_task_graphs_have_their_numbers() -> None:
 
 
 def test_each_device_has_its_part() -> None:
-    """Micro-batches of 7, 7 and 6 samples; replicas get 4+3, 4+3 and 3+3 of them; two devices cut 4 as 2+2 and 3 as 2+1."""
+    """Micro-batches of 7, 7 and 6 samples; replicas get 4+3, 4+3 and 3+3 of them; two devices cut 4
+    as 2+2 and 3 as 2+1.
+    """
     text = text_of(hand_made())
     # stages 0 and 2: 4.8 GFLOP over 4 devices, 8 MB + 4 MB, 12.5 ms + 2.5 ms
-    assert row(text, "0", "0,", "2") == "0 0, 2 0 0-1 V100-32GB 2 each (2x), 2+1 (1x) 1.20 GFLOP 12.0 MB 15.0 ms"
+    assert (
+        row(text, "0", "0,", "2")
+        == "0 0, 2 0 0-1 V100-32GB 2 each (2x), 2+1 (1x) 1.20 GFLOP 12.0 MB 15.0 ms"
+    )
     assert row(text, "1", "3-4") == "1 3-4 V100-32GB 2+1"
     assert row(text, "1", "1") == "1 1 0 2 P100 4 (2x), 3 (1x) 1.25 TFLOP 999 B 1.50 s"
     assert row(text, "1", "5") == "1 5 P100 3"
@@ -99,7 +122,9 @@ def test_each_device_has_its_part() -> None:
 
 def test_crossings_count_bytes_of_the_mini_batch() -> None:
     text = text_of(hand_made())
-    assert row(text, "hidden") == "hidden 0 -> 1 4.10 KB 81.9 KB yes net.py:7: x = h[..., red]"  # 20 samples of 4096
+    assert (
+        row(text, "hidden") == "hidden 0 -> 1 4.10 KB 81.9 KB yes net.py:7: x = h[..., red]"
+    )  # 20 samples of 4096
     # 512 bytes to each of the 4 devices of stage 2, for each of 3 micro-batches
     assert row(text, "bias") == "bias 1 -> 2 no samples 6.14 KB no net.py:9: bias()"
 
@@ -113,7 +138,9 @@ def test_the_rest_is_there() -> None:
     assert "a note on aten.sort" in text
     picture = scheduling.draw(scheduling.Schedule.from_json(hand_made().schedule), width=130)
     assert all(line in text for line in picture.splitlines())
-    assert "drawn with backward = 2 x forward" in text  # its bubble is another than that of the predicted step
+    assert (
+        "drawn with backward = 2 x forward" in text
+    )  # its bubble is another than that of the predicted step
 
 
 def test_a_parameter_of_two_stages_on_one_device_is_no_exact_sum() -> None:
@@ -124,17 +151,24 @@ def test_a_parameter_of_two_stages_on_one_device_is_no_exact_sum() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 def test_every_width(width: int) -> None:
-    """Nothing is wider than the terminal (but the picture, which says itself where it is clipped), and no number is cut off."""
+    """Nothing is wider than the terminal (but the picture, which says itself where it is clipped),
+    and no number is cut off.
+    """
     text = text_of(hand_made(), width)
     assert max(map(len, text.splitlines())) <= max(width, 60)
-    assert width < 80 or all(number in text for number in ("1.20 GFLOP", "1.25 TFLOP", "15.0 ms", "81.9 KB"))
+    assert width < 80 or all(
+        number in text for number in ("1.20 GFLOP", "1.25 TFLOP", "15.0 ms", "81.9 KB")
+    )
 
 
 def test_a_large_plan_stays_short() -> None:
     """1,024 devices, 512 replicas, 200 crossings: lists are cut and say by how much."""
     plan = hand_made()
     many = tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, 1e-5, "net.py:1: x") for i in range(200))
-    devices = (VirtualDevice(0, tuple((2 * r,) for r in range(512))), VirtualDevice(1, tuple((2 * r + 1,) for r in range(512))))
+    devices = (
+        VirtualDevice(0, tuple((2 * r,) for r in range(512))),
+        VirtualDevice(1, tuple((2 * r + 1,) for r in range(512))),
+    )
     large = replace(
         plan,
         num_devices=1024,
@@ -154,15 +188,22 @@ def test_a_large_plan_stays_short() -> None:
 
 @pytest.mark.parametrize("num_replicas", [5, 6])
 def test_a_row_is_never_left_out_for_a_line_about_it(num_replicas: int) -> None:
-    """Tables stop at 4 replicas, 24 crossings, 12 notes and 16 devices. One row more is shown; of two more, each table says so."""
+    """Tables stop at 4 replicas, 24 crossings, 12 notes and 16 devices. One row more is shown; of
+    two more, each table says so.
+    """
     more = num_replicas - 4
     ranks = tuple((rank,) for rank in range(num_replicas))
     plan = replace(
         hand_made(),
         num_devices=2 * num_replicas,
         num_replicas=num_replicas,
-        virtual_devices=(VirtualDevice(0, ranks), VirtualDevice(1, tuple((rank + num_replicas,) for (rank,) in ranks))),
-        crossings=tuple(Crossing(f"v{i}", 0, 1, 1000, True, True, 1e-5, "net.py:1: x") for i in range(24 + more)),
+        virtual_devices=(
+            VirtualDevice(0, ranks),
+            VirtualDevice(1, tuple((rank + num_replicas,) for (rank,) in ranks)),
+        ),
+        crossings=tuple(
+            Crossing(f"v{i}", 0, 1, 1000, True, True, 1e-5, "net.py:1: x") for i in range(24 + more)
+        ),
         notes=tuple(f"note {i}" for i in range(12 + more)),
         device_seconds=(1.0,) * 2 * num_replicas,
         device_kinds=("P100",) * 2 * num_replicas,
@@ -171,10 +212,15 @@ def test_a_row_is_never_left_out_for_a_line_about_it(num_replicas: int) -> None:
     assert text.count("2 more") == (4 if more == 2 else 0)
     assert " 1 more" not in text
     assert ("v24" in text and "note 12" in text) is (more == 1)
-    devices = tuple(DeviceTimeline(rank, "P100", "h", (), (), dict.fromkeys(CLASSES, 0.0), 0) for rank in range(16 + more))
+    devices = tuple(
+        DeviceTimeline(rank, "P100", "h", (), (), dict.fromkeys(CLASSES, 0.0), 0)
+        for rank in range(16 + more)
+    )
     drawn = Console(file=(output := io.StringIO()), width=130)
     drawn.print(memory_table(Timeline(devices, (), 1.0, 1.0, 1)))
-    assert len(output.getvalue().splitlines()) == 2 + 1 + 17  # heading and line, rows, and either the 17th or what is said of it
+    assert (
+        len(output.getvalue().splitlines()) == 2 + 1 + 17
+    )  # heading and line, rows, and either the 17th or what is said of it
     assert ("... 2 more" in output.getvalue()) is (more == 2)
 
 
@@ -225,8 +271,13 @@ def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
 def test_diff_names_what_changed() -> None:
     plan = hand_made()
     assert diff(plan, hand_made()) == []
-    changed = replace(plan, batch_size=24, stages=(replace(plan.stages[0], parameter_bytes=9), *plan.stages[1:]))
-    assert diff(plan, changed) == ["batch_size: 20 -> 24", "stages[0].parameter_bytes: 8000000 -> 9"]
+    changed = replace(
+        plan, batch_size=24, stages=(replace(plan.stages[0], parameter_bytes=9), *plan.stages[1:])
+    )
+    assert diff(plan, changed) == [
+        "batch_size: 20 -> 24",
+        "stages[0].parameter_bytes: 8000000 -> 9",
+    ]
 
 
 def broken(**changes: Any) -> str:
@@ -240,15 +291,29 @@ def broken(**changes: Any) -> str:
         ("", "is not a plan"),
         ("[1, 2]", "is not a plan"),
         (b"\xff\xfe\x00".decode("latin-1"), "is not a plan"),
-        (broken(format=PLAN_FORMAT + 1), f"has plan format {PLAN_FORMAT + 1}, this Whale reads {PLAN_FORMAT}"),
+        (
+            broken(format=PLAN_FORMAT + 1),
+            f"has plan format {PLAN_FORMAT + 1}, this Whale reads {PLAN_FORMAT}",
+        ),
         (broken(num_devices="many"), "num_devices"),
         (broken(num_devices=None), "num_devices"),
         (broken(stages=[{"index": 0}]), "stages.0"),
         (broken(holders={"w": ["first"]}), "holders.w.0"),
-        (json.dumps({key: value for key, value in json.loads(hand_made().to_json()).items() if key != "crossings"}), "crossings"),
+        (
+            json.dumps(
+                {
+                    key: value
+                    for key, value in json.loads(hand_made().to_json()).items()
+                    if key != "crossings"
+                }
+            ),
+            "crossings",
+        ),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path, content: str, named: str) -> None:
+def test_a_file_that_is_no_plan_is_refused_by_name(
+    tmp_path: Path, content: str, named: str
+) -> None:
     file = tmp_path / "some.json"
     file.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"some\.json") as refused:

@@ -1,4 +1,6 @@
-"""Where the batch is, and which operations mix samples: what must be found, and what must not be."""
+"""Where the batch is, and which operations mix samples: what must be found, and what must
+not be.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ class Net(nn.Module):
 
 
 def mixings(body: Callable[[nn.Module, Tensor, Batch], Tensor]) -> list[Mixing]:
-    """What is found in `body(model, hidden state (samples, 6, 4), batch)`, whose result is summed to a loss."""
-    batch = {"x": torch.randn(5, 6, 4), "mask": torch.ones(5, 6), "ids": torch.randint(0, 4, (5, 6))}
+    """What is found in `body(model, hidden state (samples, 6, 4), batch)`, whose result is summed
+    to a loss.
+    """
+    batch = {
+        "x": torch.randn(5, 6, 4),
+        "mask": torch.ones(5, 6),
+        "ids": torch.randint(0, 4, (5, 6)),
+    }
     captured = export_graph(Net(), batch, lambda m, b: body(m, m.layer(b["x"]), b).sum())
     return find_mixing(captured)
 
@@ -48,7 +56,10 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
     "softmax": ("softmax", lambda m, h, b: h.softmax(0)),
     "softmax, negative dim": ("softmax", lambda m, h, b: h.softmax(-3)),
     "softmax after a transpose": ("softmax", lambda m, h, b: h.transpose(0, 1).softmax(1)),
-    "log_softmax of flattened tokens": ("log_softmax", lambda m, h, b: h.flatten(0, 1).log_softmax(0)),
+    "log_softmax of flattened tokens": (
+        "log_softmax",
+        lambda m, h, b: h.flatten(0, 1).log_softmax(0),
+    ),
     "cumsum": ("cumsum", lambda m, h, b: h.cumsum(0)),
     "sort": ("sort", lambda m, h, b: h.sort(0).values),
     "topk": ("topk", lambda m, h, b: h.transpose(0, 2).topk(2).values),
@@ -57,7 +68,10 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
     "roll of everything": ("roll", lambda m, h, b: h * h.roll(1)),
     "max": ("max", lambda m, h, b: h / h.max()),
     "standard deviation": ("std", lambda m, h, b: h / h.std(0)),
-    "layer norm over samples": ("layer_norm", lambda m, h, b: F.layer_norm(h.permute(1, 2, 0), (b["x"].shape[0],))),
+    "layer norm over samples": (
+        "layer_norm",
+        lambda m, h, b: F.layer_norm(h.permute(1, 2, 0), (b["x"].shape[0],)),
+    ),
     "gram": ("mm", lambda m, h, b: torch.mm(h[:, 0], h[:, 0].t()) ** 2),
     "distances": ("sub", lambda m, h, b: (h[:, None] - h[None]) ** 2),
     "matmul over samples": ("matmul", lambda m, h, b: h @ (h[:, 0].t() @ h[:, 1])),
@@ -69,17 +83,29 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
     "one sample": ("select", lambda m, h, b: h * h[0]),
     "fourier transform over samples": ("fft_fft", lambda m, h, b: torch.fft.fft(h, dim=0).real),
     "rows added": ("pad", lambda m, h, b: F.pad(h, (0, 0, 0, 0, 0, 1))),
-    "filled in batch order": ("masked_scatter", lambda m, h, b: h.masked_scatter(b["mask"][..., None] > 0, h.tanh())),
+    "filled in batch order": (
+        "masked_scatter",
+        lambda m, h, b: h.masked_scatter(b["mask"][..., None] > 0, h.tanh()),
+    ),
     "index into the batch": ("index", lambda m, h, b: h[b["ids"][:, 0]]),
-    "index_select on the batch": ("index_select", lambda m, h, b: h.index_select(0, b["ids"][:, 0])),
-    "gather over the batch": ("gather", lambda m, h, b: h.gather(0, b["ids"][:, :, None].expand(-1, -1, 4))),
+    "index_select on the batch": (
+        "index_select",
+        lambda m, h, b: h.index_select(0, b["ids"][:, 0]),
+    ),
+    "gather over the batch": (
+        "gather",
+        lambda m, h, b: h.gather(0, b["ids"][:, :, None].expand(-1, -1, 4)),
+    ),
     "shuffled": ("index", lambda m, h, b: h[torch.randperm(h.shape[0])]),
     "table by position": ("index", lambda m, h, b: h + m.layer.weight[rows(b) % 4][:, None]),
     "next sample": ("index", lambda m, h, b: h[rows(b) + 1]),
     "sample at a distance": ("index", lambda m, h, b: h[rows(b) + b["ids"][:, 0]]),
     "first rows of flattened tokens": ("index", lambda m, h, b: h.view(-1, 4)[rows(b)]),
     "rows of the next sample": ("index", lambda m, h, b: h.view(-1, 4)[rows(b) * 6 + 6]),
-    "samples as a matrix": ("linalg_svd", lambda m, h, b: torch.linalg.svd(h[:, 0], full_matrices=False)[0]),
+    "samples as a matrix": (
+        "linalg_svd",
+        lambda m, h, b: torch.linalg.svd(h[:, 0], full_matrices=False)[0],
+    ),
     "mean given back": ("expand", lambda m, h, b: h[:, 0, 0].mean().expand(b["x"].shape[0])),
     "scaled by position": ("mul", lambda m, h, b: h * rows(b)[:, None, None]),
     "inputs softmax": ("softmax", lambda m, h, b: h * b["mask"].softmax(0)[..., None]),
@@ -93,7 +119,10 @@ def test_found(name: str) -> None:
     operation, body = MIXES[name]
     found = [mixing for mixing in mixings(body) if mixing.kind == "samples"]
     assert found, "not found"
-    if name not in ("scaled by position", "table by position"):  # found where the position is used as a value
+    if name not in (
+        "scaled by position",
+        "table by position",
+    ):  # found where the position is used as a value
         assert op_name(found[0].node) == operation
     assert found[0].line and found[0].reason
 
@@ -102,12 +131,18 @@ FINE: dict[str, Callable[[nn.Module, Tensor, Batch], Tensor]] = {
     "softmax over classes": lambda m, h, b: h.softmax(-1) + h.softmax(1) + h.log_softmax(2),
     "samples in the middle": lambda m, h, b: h.transpose(0, 1).softmax(0).permute(1, 2, 0),
     "flattened and back": lambda m, h, b: m.layer(h.view(-1, 4)).view(-1, 6, 4) * h,
-    "heads": lambda m, h, b: h.view(-1, 6, 2, 2).transpose(1, 2).reshape(-1, 6, 2).softmax(1).view(-1, 2, 6, 2),
+    "heads": lambda m, h, b: (
+        h.view(-1, 6, 2, 2).transpose(1, 2).reshape(-1, 6, 2).softmax(1).view(-1, 2, 6, 2)
+    ),
     "windows": lambda m, h, b: h.view(-1, 2, 3, 4).permute(0, 2, 1, 3).reshape(-1, 2, 4).mean(1),
-    "attention": lambda m, h, b: F.scaled_dot_product_attention(h, h, h, b["mask"][:, None, :].bool()),
+    "attention": lambda m, h, b: F.scaled_dot_product_attention(
+        h, h, h, b["mask"][:, None, :].bool()
+    ),
     "rows by arange": lambda m, h, b: h[rows(b), b["ids"][:, 0]],
     "rows of flattened tokens": lambda m, h, b: h.view(-1, 4)[rows(b) * 6 + b["ids"][:, 0]],
-    "last tokens of flattened tokens": lambda m, h, b: h.view(-1, 4)[torch.arange(b["x"].shape[0]) * 6 + 5],
+    "last tokens of flattened tokens": lambda m, h, b: h.view(-1, 4)[
+        torch.arange(b["x"].shape[0]) * 6 + 5
+    ],
     "recurrent": lambda m, h, b: nn.GRU(4, 4, batch_first=True)(h)[0],
     "recurrent, time first": lambda m, h, b: nn.GRU(4, 4)(h.transpose(0, 1))[0],
     "one matrix for each sample": lambda m, h, b: torch.linalg.svd(h, full_matrices=False)[1],
@@ -126,7 +161,9 @@ FINE: dict[str, Callable[[nn.Module, Tensor, Batch], Tensor]] = {
     "cumulative inside a sample": lambda m, h, b: h.cumsum(1) * b["ids"].cumsum(-1)[..., None],
     "split heads": lambda m, h, b: torch.stack([part.tanh() for part in h.split(2, -1)], 0).sum(0),
     "conv": lambda m, h, b: F.conv1d(h.transpose(1, 2), m.layer.weight[:, :, None]),
-    "shape only": lambda m, h, b: h + torch.zeros_like(h) + h.new_ones(h.shape[0], 1, 1) + torch.rand(h.shape[0], 1, 4),
+    "shape only": lambda m, h, b: (
+        h + torch.zeros_like(h) + h.new_ones(h.shape[0], 1, 1) + torch.rand(h.shape[0], 1, 4)
+    ),
 }
 
 
@@ -150,7 +187,10 @@ def test_batch_norm_in_eval_mode_does_not_mix() -> None:
 
 def test_values_of_all_inputs_used_by_the_model_are_reported() -> None:
     found = mixings(lambda m, h, b: h * b["mask"].any() + h / b["ids"].max())
-    assert [(mixing.kind, op_name(mixing.node)) for mixing in found] == [("whole input", "any"), ("whole input", "max")]
+    assert [(mixing.kind, op_name(mixing.node)) for mixing in found] == [
+        ("whole input", "any"),
+        ("whole input", "max"),
+    ]
 
 
 def test_denominators_of_the_loss_are_not_reported() -> None:
@@ -173,7 +213,11 @@ def test_what_does_not_reach_the_loss_is_not_reported() -> None:
 
 
 def test_batch_dim_of_values() -> None:
-    captured = export_graph(Net(), {"x": torch.randn(5, 6, 4)}, lambda m, b: (m.layer(b["x"]).transpose(0, 1).tanh().sum(0) * 1).sum())
+    captured = export_graph(
+        Net(),
+        {"x": torch.randn(5, 6, 4)},
+        lambda m, b: (m.layer(b["x"]).transpose(0, 1).tanh().sum(0) * 1).sum(),
+    )
     assert batch_dim(find(captured, "linear"), captured.batch_symbol) == 0
     assert batch_dim(find(captured, "tanh"), captured.batch_symbol) == 1
     assert batch_dim(find(captured, "sum"), captured.batch_symbol) == 0
@@ -181,16 +225,62 @@ def test_batch_dim_of_values() -> None:
     assert batch_dim(find(captured, "linear").meta["val"], sympy.Symbol("other")) is None
 
 
-# --------------------------------------------------------------------------------------------------------------- real models
+# ---------------------------------------------------------------------------------------------------------------
+# real models
 
 V = 99
-TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": V}
-IMAGE = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"image_size": 32, "patch_size": 8, "num_labels": 5}
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_labels": 5}
-GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": V, "num_labels": 5, "pad_token_id": 0, "use_cache": False}
-T5 = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "vocab_size": V, "d_ff": 64, "decoder_start_token_id": 0}
-OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": V, "word_embed_proj_dim": 32}
-BART = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": V,
+}
+IMAGE = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 5,
+}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "num_labels": 5,
+}
+GPT2 = {
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 4,
+    "vocab_size": V,
+    "num_labels": 5,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+T5 = {
+    "num_layers": 2,
+    "d_model": 32,
+    "num_heads": 4,
+    "d_kv": 8,
+    "vocab_size": V,
+    "d_ff": 64,
+    "decoder_start_token_id": 0,
+}
+OPT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "vocab_size": V,
+    "word_embed_proj_dim": 32,
+}
+BART = {
+    f"{side}_{what}": n
+    for side in ("encoder", "decoder")
+    for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+}
 KV = {"num_key_value_heads": 2, "use_cache": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2LMHeadModel": ("GPT2Config", GPT2, "tokens"),
@@ -200,29 +290,66 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "LlamaForCausalLM": ("LlamaConfig", TEXT | KV, "tokens"),
     "MistralForCausalLM": ("MistralConfig", TEXT | KV | {"sliding_window": 8}, "tokens"),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", TEXT | {"use_cache": False}, "tokens"),
-    "BloomForCausalLM": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V, "use_cache": False}, "tokens"),
+    "BloomForCausalLM": (
+        "BloomConfig",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V, "use_cache": False},
+        "tokens",
+    ),
     "T5ForConditionalGeneration": ("T5Config", T5 | {"use_cache": False}, "tokens"),
     "OPTForCausalLM": ("OPTConfig", OPT | {"use_cache": False}, "tokens"),
-    "BartForConditionalGeneration": ("BartConfig", BART | {"d_model": 32, "vocab_size": V, "use_cache": False}, "tokens"),
-    "DistilBertForMaskedLM": ("DistilBertConfig", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": V}, "tokens"),
+    "BartForConditionalGeneration": (
+        "BartConfig",
+        BART | {"d_model": 32, "vocab_size": V, "use_cache": False},
+        "tokens",
+    ),
+    "DistilBertForMaskedLM": (
+        "DistilBertConfig",
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": V},
+        "tokens",
+    ),
     "ElectraForPreTraining": ("ElectraConfig", TEXT, "token bits"),
     "RobertaForMaskedLM": ("RobertaConfig", TEXT, "tokens"),
     "AlbertForMaskedLM": ("AlbertConfig", TEXT | {"embedding_size": 16}, "tokens"),
     "ViTForImageClassification": ("ViTConfig", IMAGE, "image classes"),
     "DeiTForImageClassification": ("DeiTConfig", IMAGE, "image classes"),
     "SwinForImageClassification": ("SwinConfig", SWIN, "image classes"),
-    "ResNetForImageClassification": ("ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, "image classes"),
-    "MambaForCausalLM": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": V, "use_cache": False}, "tokens"),
+    "ResNetForImageClassification": (
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        "image classes",
+    ),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": V, "use_cache": False},
+        "tokens",
+    ),
 }
-NEEDS_EVAL = {"OPTForCausalLM", "BartForConditionalGeneration"}  # a layer-drop branch on random data stops their export in training
+NEEDS_EVAL = {
+    "OPTForCausalLM",
+    "BartForConditionalGeneration",
+}  # a layer-drop branch on random data stops their export in training
 
 
 TRAINED = {
-    *("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification"),
-    *("MistralForCausalLM", "BloomForCausalLM", "OPTForCausalLM", "BartForConditionalGeneration", "RobertaForMaskedLM"),
+    *(
+        "GPT2LMHeadModel",
+        "BertForMaskedLM",
+        "LlamaForCausalLM",
+        "T5ForConditionalGeneration",
+        "ViTForImageClassification",
+    ),
+    *(
+        "MistralForCausalLM",
+        "BloomForCausalLM",
+        "OPTForCausalLM",
+        "BartForConditionalGeneration",
+        "RobertaForMaskedLM",
+    ),
     *("AlbertForMaskedLM", "ResNetForImageClassification"),
 }
-"""those that tests/integration trains in micro-batches every time: a false alarm would refuse them there"""
+"""those that tests/integration trains in micro-batches every time: a false alarm would refuse them
+there
+"""
 
 
 def sample_batch(task: str) -> Batch:
@@ -234,15 +361,27 @@ def sample_batch(task: str) -> Batch:
         "tokens": text | {"labels": ids.clone()},
         "token bits": text | {"labels": (ids > 50).long()},
         "text classes": text | {"labels": torch.randint(0, 2, (4,))},
-        "spans": text | {"start_positions": torch.randint(0, 9, (4,)), "end_positions": torch.randint(0, 9, (4,))},
-        "image classes": {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 2, (4,))},
+        "spans": text
+        | {
+            "start_positions": torch.randint(0, 9, (4,)),
+            "end_positions": torch.randint(0, 9, (4,)),
+        },
+        "image classes": {
+            "pixel_values": torch.randn(4, 3, 32, 32),
+            "labels": torch.randint(0, 2, (4,)),
+        },
     }[task]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED else []) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED else []) for name in FAMILIES],
+)
 def test_no_false_alarm_on_transformers(name: str) -> None:
     config, options, task = FAMILIES[name]
-    model = getattr(transformers, name)(getattr(transformers, config)(**options)).train(name not in NEEDS_EVAL)
+    model = getattr(transformers, name)(getattr(transformers, config)(**options)).train(
+        name not in NEEDS_EVAL
+    )
     captured = export_graph(model, sample_batch(task), lambda m, b: m(**b).loss)
     found = [mixing for mixing in find_mixing(captured) if mixing.kind != "batch statistics"]
     assert found == [], [(mixing.line, mixing.reason) for mixing in found]
@@ -265,9 +404,19 @@ def test_clip_contrastive_loss_is_found() -> None:
 
 
 def test_mixtral_auxiliary_loss_is_found() -> None:
-    options = TEXT | KV | {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "batched_mm"}
+    options = (
+        TEXT
+        | KV
+        | {
+            "num_local_experts": 4,
+            "output_router_logits": True,
+            "experts_implementation": "batched_mm",
+        }
+    )
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
     ids = torch.randint(5, V, (4, 16))
-    found = find_mixing(export_graph(model, {"input_ids": ids, "labels": ids.clone()}, lambda m, b: m(**b).loss))
+    found = find_mixing(
+        export_graph(model, {"input_ids": ids, "labels": ids.clone()}, lambda m, b: m(**b).loss)
+    )
     assert [mixing.kind for mixing in found] == ["samples"]
     assert "aux_loss" in found[0].line and "modeling_mixtral.py" in found[0].line

@@ -47,7 +47,9 @@ class Small(torch.nn.Module):
 
 
 def test_fp16_trains_and_skips_an_overflow() -> None:
-    """Huge inputs overflow in half precision: the step is skipped, the scale halves, the weights stay."""
+    """Huge inputs overflow in half precision: the step is skipped, the scale halves, the weights
+    stay.
+    """
     torch.manual_seed(0)
     wh.init({"precision": "fp16"})
     model = Small()
@@ -62,7 +64,9 @@ def test_fp16_trains_and_skips_an_overflow() -> None:
     result = engine.step(torch.full((8, 4), 100.0))
     assert result.skipped
     assert engine._updater.loss_scale.scale == scale / 2
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in engine.full_state_dict().items()
+    )
     wh.init()
 
 

@@ -36,7 +36,9 @@ def changed(schedule: Schedule, device: int, order: list[Action] | tuple[Action,
 
 @settings(max_examples=80, deadline=None)
 @given(stage_graphs(), st.integers(1, 4), st.data())
-def test_dropping_or_doubling_any_action_is_caught_by_name(graph: StageGraph, num_micro_batch: int, data: st.DataObject) -> None:
+def test_dropping_or_doubling_any_action_is_caught_by_name(
+    graph: StageGraph, num_micro_batch: int, data: st.DataObject
+) -> None:
     schedule = build("1f1b", graph, num_micro_batch)
     device = data.draw(st.integers(0, graph.num_devices - 1))
     order = schedule.orders[device]
@@ -52,13 +54,50 @@ def test_dropping_or_doubling_any_action_is_caught_by_name(graph: StageGraph, nu
 @pytest.mark.parametrize(
     ("device", "first", "second", "message"),
     [
-        (0, "F0.0", "send F 0>1.0", "`send F 0>1.0` on device 0 stands before `F0.0`: it sends what has not been computed"),
-        (1, "F1.0", "B1.0", "`B1.0` on device 1 stands before `F1.0`: a backward follows its forward"),
-        (1, "receive F 0>1.0", "F1.0", "`F1.0` on device 1 stands before `receive F 0>1.0`: the activation has not arrived"),
-        (0, "receive B 1>0.0", "B0.0", "`B0.0` on device 0 stands before `receive B 1>0.0`: the gradient has not arrived"),
-        (0, "F0.0", "F0.1", "`F0.1` on device 0 stands before `F0.0`: the micro-batches of a stage run in ascending order"),
-        (0, "B0.1", "synchronise 0.1", "`synchronise 0.1` on device 0 stands before `B0.1`: the gradients of the stage are not complete"),
-        (1, "synchronise 1.1", "update", "`synchronise 1.1` on device 1 stands after the update, which must be the last action"),
+        (
+            0,
+            "F0.0",
+            "send F 0>1.0",
+            "`send F 0>1.0` on device 0 stands before `F0.0`: it sends what has not been computed",
+        ),
+        (
+            1,
+            "F1.0",
+            "B1.0",
+            "`B1.0` on device 1 stands before `F1.0`: a backward follows its forward",
+        ),
+        (
+            1,
+            "receive F 0>1.0",
+            "F1.0",
+            "`F1.0` on device 1 stands before `receive F 0>1.0`: the activation has not arrived",
+        ),
+        (
+            0,
+            "receive B 1>0.0",
+            "B0.0",
+            "`B0.0` on device 0 stands before `receive B 1>0.0`: the gradient has not arrived",
+        ),
+        (
+            0,
+            "F0.0",
+            "F0.1",
+            "`F0.1` on device 0 stands before `F0.0`: the micro-batches of a stage run in "
+            "ascending order",
+        ),
+        (
+            0,
+            "B0.1",
+            "synchronise 0.1",
+            "`synchronise 0.1` on device 0 stands before `B0.1`: the gradients of the stage are "
+            "not complete",
+        ),
+        (
+            1,
+            "synchronise 1.1",
+            "update",
+            "`synchronise 1.1` on device 1 stands after the update, which must be the last action",
+        ),
     ],
 )
 def test_swapping_two_actions_is_caught(device: int, first: str, second: str, message: str) -> None:
@@ -73,27 +112,55 @@ def test_swapping_two_actions_is_caught(device: int, first: str, second: str, me
 
 def test_wrong_order_between_chunks_of_one_device_is_caught() -> None:
     graph = StageGraph.chain(2, (0, 0))
-    forwards = Schedule("x", graph, 1, (actions("F1.0, F0.0, B1.0, B0.0, synchronise 0.0, synchronise 1.0, update"),))
-    with pytest.raises(ScheduleError, match=r"`F1.0` on device 0 stands before `F0.0`: stage 1 reads the activation of stage 0"):
+    forwards = Schedule(
+        "x",
+        graph,
+        1,
+        (actions("F1.0, F0.0, B1.0, B0.0, synchronise 0.0, synchronise 1.0, update"),),
+    )
+    with pytest.raises(
+        ScheduleError,
+        match=r"`F1.0` on device 0 stands before `F0.0`: stage 1 reads the activation of stage 0",
+    ):
         check(forwards)
-    backwards = Schedule("x", graph, 1, (actions("F0.0, F1.0, B0.0, B1.0, synchronise 0.0, synchronise 1.0, update"),))
-    with pytest.raises(ScheduleError, match=r"`B0.0` on device 0 stands before `B1.0`: the gradient of stage 0 comes from stage 1"):
+    backwards = Schedule(
+        "x",
+        graph,
+        1,
+        (actions("F0.0, F1.0, B0.0, B1.0, synchronise 0.0, synchronise 1.0, update"),),
+    )
+    with pytest.raises(
+        ScheduleError,
+        match=r"`B0.0` on device 0 stands before `B1.0`: the gradient of stage 0 comes from stage 1",
+    ):
         check(backwards)
 
 
 def test_deadlock_circle_is_caught_and_told() -> None:
-    """Device 0 wants the gradient of micro-batch 0 before it sends activation 1; device 1 wants that before it sends the gradient."""
+    """Device 0 wants the gradient of micro-batch 0 before it sends activation 1; device 1 wants
+    that before it sends the gradient.
+    """
     schedule = build("gpipe", StageGraph.chain(2), 2)
-    first = actions("F0.0, send F 0>1.0, receive B 1>0.0, F0.1, send F 0>1.1, B0.0, receive B 1>0.1, B0.1, synchronise 0.1, update")
+    first = actions(
+        "F0.0, send F 0>1.0, receive B 1>0.0, F0.1, send F 0>1.1, B0.0, receive B 1>0.1, B0.1, "
+        "synchronise 0.1, update"
+    )
     with pytest.raises(ScheduleError) as error:
         check(changed(schedule, 0, first))
-    assert "deadlock: device 0 waits at `receive B 1>0.0`, device 1 waits at `receive F 0>1.1`, and so on in a circle" in str(error.value)
+    assert (
+        "deadlock: device 0 waits at `receive B 1>0.0`, device 1 waits at `receive F 0>1.1`, and "
+        "so on in a circle" in str(error.value)
+    )
 
 
 @settings(max_examples=150, deadline=None)
 @given(stage_graphs(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_checker_agrees_with_the_search_for_circles_on_shuffled_orders(graph: StageGraph, num_micro_batch: int, random: object) -> None:
-    """Orders that respect each device alone, merged at random: the checker refuses exactly those that hold a circle."""
+def test_checker_agrees_with_the_search_for_circles_on_shuffled_orders(
+    graph: StageGraph, num_micro_batch: int, random: object
+) -> None:
+    """Orders that respect each device alone, merged at random: the checker refuses exactly those
+    that hold a circle.
+    """
     shuffled: list[tuple[Action, ...]] = []
     for order in one_f_one_b(graph, num_micro_batch):
         lanes: dict[tuple[Kind, int], list[Action]] = {}
@@ -105,7 +172,11 @@ def test_checker_agrees_with_the_search_for_circles_on_shuffled_orders(graph: St
     orders = tuple(shuffled)
     circle = has_circle(graph, num_micro_batch, orders)
     try:
-        check(Schedule("shuffled", graph, num_micro_batch, add_messages(graph, num_micro_batch, orders)))
+        check(
+            Schedule(
+                "shuffled", graph, num_micro_batch, add_messages(graph, num_micro_batch, orders)
+            )
+        )
         refused = False
     except ScheduleError:
         refused = True
@@ -126,7 +197,9 @@ def test_checker_agrees_with_the_search_for_circles_on_shuffled_orders(graph: St
 )
 def test_foreign_actions_are_caught(extra: str, reason: str) -> None:
     schedule = build("1f1b", StageGraph((0, 1, 0), ((0, 1), (1, 2)), ((1, 2),)), 2)
-    with pytest.raises(ScheduleError, match=f"`{extra}` on device 0 does not belong there: {reason}"):
+    with pytest.raises(
+        ScheduleError, match=f"`{extra}` on device 0 does not belong there: {reason}"
+    ):
         check(changed(schedule, 0, (parse_action(extra), *schedule.orders[0])))
 
 
@@ -187,7 +260,10 @@ def test_text_that_is_no_action(written: str) -> None:
     ],
 )
 def test_stage_graphs_that_cannot_be(
-    device_of_stage: tuple[int, ...], edges: tuple[tuple[int, int], ...], gradient_edges: tuple[tuple[int, int], ...], message: str
+    device_of_stage: tuple[int, ...],
+    edges: tuple[tuple[int, int], ...],
+    gradient_edges: tuple[tuple[int, int], ...],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
         StageGraph(device_of_stage, edges, gradient_edges)
@@ -197,7 +273,11 @@ def test_stage_graph_neighbours() -> None:
     graph = StageGraph((0, 1, 0, 2), ((1, 3), (0, 1), (0, 3), (2, 3)), ((0, 3), (2, 3)))
     assert (graph.num_stages, graph.num_devices, graph.stages_of(0)) == (4, 3, (0, 2))
     assert (graph.producers(3), graph.gradient_producers(3)) == ((0, 1, 2), (0, 2))
-    assert (graph.consumers(0), graph.gradient_consumers(0), graph.consumers(3)) == ((1, 3), (3,), ())
+    assert (graph.consumers(0), graph.gradient_consumers(0), graph.consumers(3)) == (
+        (1, 3),
+        (3,),
+        (),
+    )
 
 
 # ---- pictures
@@ -241,5 +321,9 @@ def test_picture_keeps_the_ratio_of_times() -> None:
 def test_start_times_hand_worked() -> None:
     schedule = build("1f1b", StageGraph.chain(2), 2)
     starts = start_times(schedule, {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
-    for order, row, expected in zip(schedule.orders, starts, ([0.0, 1.0, 4.0, 7.0], [1.0, 2.0, 4.0, 5.0]), strict=True):
-        assert [start for action, start in zip(order, row, strict=True) if action.is_compute] == expected
+    for order, row, expected in zip(
+        schedule.orders, starts, ([0.0, 1.0, 4.0, 7.0], [1.0, 2.0, 4.0, 5.0]), strict=True
+    ):
+        assert [
+            start for action, start in zip(order, row, strict=True) if action.is_compute
+        ] == expected

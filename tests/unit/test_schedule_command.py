@@ -19,9 +19,14 @@ ARGUMENTS = ["schedule", "--devices", "4", "--micro-batches", "8", "--waves", "2
 def test_the_table_names_every_schedule_with_its_bubble_and_peak() -> None:
     result = CliRunner(env={"COLUMNS": "140"}).invoke(app, [*ARGUMENTS, "--draw", "1f1b"])
     assert result.exit_code == 0, result.output
-    found = re.findall(r"^ (\S.*?\S) +(\d+) +(\S+) +(\S+) +(\S+) +(\S+) +(\S+) +(\dx) *$", result.output, re.MULTILINE)
+    found = re.findall(
+        r"^ (\S.*?\S) +(\d+) +(\S+) +(\S+) +(\S+) +(\S+) +(\S+) +(\dx) *$",
+        result.output,
+        re.MULTILINE,
+    )
     cells = {name: rest for name, *rest in found}
-    # chunks, step, bubble %, lower bound, over it %, peak, weights: figures of the table of twelve schedules
+    # chunks, step, bubble %, lower bound, over it %, peak, weights: figures of the table of twelve
+    # schedules
     assert cells["1f1b"] == ["1", "33", "27.3", "33", "0.0", "4", "1x"]
     assert cells["interleaved"][2:3] + cells["interleaved"][5:6] == ["8.6", "4.75"]
     assert cells["wave (Hanayo)"][2:3] + cells["wave (Hanayo)"][5:6] == ["11.1", "8"]
@@ -41,7 +46,12 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
     root = ElementTree.parse(drawing).getroot()
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     rows = compare(Question(num_devices=4, num_micro_batch=8, num_waves=2, tries=60))
-    expected = sum(action.is_compute for row in rows for order in row.timeline.schedule.orders for action in order)
+    expected = sum(
+        action.is_compute
+        for row in rows
+        for order in row.timeline.schedule.orders
+        for action in order
+    )
     assert len(titles) == expected
     assert "F0.0 from 0 to 1" in titles
     text = page.read_text()
@@ -54,14 +64,38 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "4", "--micro-batches", "0"], "whale schedule: num_micro_batch is 0; it must be at least 1"),
-        (["--devices", "0", "--micro-batches", "4"], "whale schedule: 0 devices: at least 1 is needed"),
-        (["--devices", "4", "--micro-batches", "4", "--waves", "0"], "0 waves: at least 1 is needed"),
-        (["--devices", "4", "--micro-batches", "4", "--memory", "0.5"], "memory cap of 0.5, but one micro-batch alone keeps 1 there"),
-        (["--devices", "4", "--micro-batches", "4", "--draw", "waev"], "there is no schedule 'waev' to draw; did you mean"),
-        (["--devices", "4", "--micro-batches", "4", "--svg", "no/such/folder/a.svg"], "there is no folder no/such/folder"),
-        (["--devices", "4", "--micro-batches", "4", "--forward", "nan"], "forward is nan; a finite number is needed"),
-        (["--devices", "4", "--micro-batches", "4", "--input-share", "2"], "input_share is 2.0; the input part is between 0 and 1"),
+        (
+            ["--devices", "4", "--micro-batches", "0"],
+            "whale schedule: num_micro_batch is 0; it must be at least 1",
+        ),
+        (
+            ["--devices", "0", "--micro-batches", "4"],
+            "whale schedule: 0 devices: at least 1 is needed",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--waves", "0"],
+            "0 waves: at least 1 is needed",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--memory", "0.5"],
+            "memory cap of 0.5, but one micro-batch alone keeps 1 there",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--draw", "waev"],
+            "there is no schedule 'waev' to draw; did you mean",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--svg", "no/such/folder/a.svg"],
+            "there is no folder no/such/folder",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--forward", "nan"],
+            "forward is nan; a finite number is needed",
+        ),
+        (
+            ["--devices", "4", "--micro-batches", "4", "--input-share", "2"],
+            "input_share is 2.0; the input part is between 0 and 1",
+        ),
     ],
 )
 def test_bad_input_is_told(arguments: list[str], message: str) -> None:

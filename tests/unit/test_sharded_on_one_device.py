@@ -1,4 +1,6 @@
-"""Operations of `split` that contain communication, as one device sees them: what they refuse, and their precision."""
+"""Operations of `split` that contain communication, as one device sees them: what they refuse, and
+their precision.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,17 @@ FIRST, HERE, NUM_CLASSES = 2, 3, 7
 
 
 def _loss(labels: list[int]) -> Tensor:
-    return cross_entropy(torch.randn(len(labels), HERE), torch.tensor(labels), None, SUM, -100, 0.0, NUM_CLASSES, FIRST, ALONE)
+    return cross_entropy(
+        torch.randn(len(labels), HERE),
+        torch.tensor(labels),
+        None,
+        SUM,
+        -100,
+        0.0,
+        NUM_CLASSES,
+        FIRST,
+        ALONE,
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1, 7, 100])
@@ -49,7 +61,10 @@ def test_a_linear_layer_under_autocast(keep: bool) -> None:
     layout = layout_of((), {})
     nothing = ExchangePlan(layout, layout, (), ())
     plan = LinearPlan(nothing, nothing, nothing, keep=keep)
-    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True) for shape in ((5, 6), (7, 6), (7,))]
+    tensors = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        for shape in ((5, 6), (7, 6), (7,))
+    ]
     results = []
     for run in (F.linear, lambda x, weight, bias: sharded_linear(x, weight, bias, plan, {})):
         with torch.autocast("cpu", torch.bfloat16):
@@ -81,21 +96,30 @@ def test_norms_and_softmax_have_the_type_that_autocast_gives_there(name: str, de
         torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, torch.bfloat16)
         with fake_mode():
-            node.meta["val"] = operation(torch.empty(x.shape, dtype=x.dtype, device=device), *arguments)
+            node.meta["val"] = operation(
+                torch.empty(x.shape, dtype=x.dtype, device=device), *arguments
+            )
     finally:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
     layout = whole([Cut(5), Cut(NUM_CLASSES)])
     special = Special("softmax" if "softmax" in name else "norm", node, (), (layout,), (layout,), 0)
     found = RealCommunication(Grid(1, 1, 1), 0, {}, {}, "gloo").operation(special)(x)
-    assert found.dtype == node.meta["val"].dtype == (torch.float32 if device == "cuda" else torch.bfloat16)
+    assert (
+        found.dtype
+        == node.meta["val"].dtype
+        == (torch.float32 if device == "cuda" else torch.bfloat16)
+    )
     torch.testing.assert_close(found, operation(x.to(found.dtype), *arguments))
 
 
 def test_a_loss_is_not_rounded_under_autocast() -> None:
     """A sum over many rows in bfloat16 has two digits."""
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(1000, NUM_CLASSES, generator=generator), torch.randint(0, NUM_CLASSES, (1000,), generator=generator)
+    logits, labels = (
+        torch.randn(1000, NUM_CLASSES, generator=generator),
+        torch.randint(0, NUM_CLASSES, (1000,), generator=generator),
+    )
     results = []
     for run in (
         lambda x: F.cross_entropy(x, labels, reduction="sum"),
@@ -110,7 +134,9 @@ def test_a_loss_is_not_rounded_under_autocast() -> None:
 
 
 def test_a_mean_loss_divides_by_what_its_tensors_give_together() -> None:
-    """A target wider than the input: a sum on each device, divided by the number of all differences."""
+    """A target wider than the input: a sum on each device, divided by the number of all
+    differences.
+    """
     x, y = torch.randn(4, 1), torch.randn(4, 6)
     captured, local = Graph(), Graph()
     sources = captured.placeholder("x"), captured.placeholder("y")

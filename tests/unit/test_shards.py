@@ -1,4 +1,6 @@
-"""Plans with grids as data: who holds which part of a tensor, which samples enter a device, and that files of such plans are checked."""
+"""Plans with grids as data: who holds which part of a tensor, which samples enter a device, and
+that files of such plans are checked.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ FUSED = Layout((Cut(count=2, segments=3), Cut(WIDTH)), (("y",), ("x",)))
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """2 model replicas; stage 0 on two devices with half of the samples each, stage 1 on a grid 2 x 2 x 1 that shards second.weight."""
+    """2 model replicas; stage 0 on two devices with half of the samples each, stage 1 on a grid 2 x
+    2 x 1 that shards second.weight.
+    """
     model = wh.annotate(TwoLayers(), {"first": wh.replicate(2), "second": wh.replicate(4)})
     made = wh.plan(model, torch.randn(24, WIDTH), cluster=12, config={"num_micro_batch": 2})
     grid = Grid(2, 2, 1, work={"x": (1.0, 3.0)})
@@ -54,9 +58,17 @@ def plan() -> Plan:
 
 
 def test_holders_are_the_same_place_of_all_replicas_along_axes_that_do_not_cut(plan: Plan) -> None:
-    assert [device.ranks for device in plan.virtual_devices] == [((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9, 10, 11))]
+    assert [device.ranks for device in plan.virtual_devices] == [
+        ((0, 1), (6, 7)),
+        ((2, 3, 4, 5), (8, 9, 10, 11)),
+    ]
     shards = Shards(plan)
-    assert [shard.ranks for shard in shards.of("second.weight")] == [(2, 8), (3, 9), (4, 10), (5, 11)]
+    assert [shard.ranks for shard in shards.of("second.weight")] == [
+        (2, 8),
+        (3, 9),
+        (4, 10),
+        (5, 11),
+    ]
     assert [shard.ranks for shard in shards.of("second.bias")] == [(2, 3, 4, 5, 8, 9, 10, 11)]
     assert shards.of("first.weight")[0].ranges is None
 
@@ -66,20 +78,36 @@ def test_parts_put_together_give_the_whole(plan: Plan) -> None:
     again = torch.full_like(whole, torch.nan)
     for shard in Shards(plan).of("second.weight"):
         part = shard.take(whole)
-        assert isinstance(part, nn.Parameter) and tuple(part.shape) == shard.shape and part.is_contiguous()
+        assert (
+            isinstance(part, nn.Parameter)
+            and tuple(part.shape) == shard.shape
+            and part.is_contiguous()
+        )
         with torch.no_grad():
             shard.put(part, again)
     assert torch.equal(again, whole)
-    last = Shards(plan).on("second.weight", 11)  # the second head of q, k and v; the columns after the first two of six
+    last = Shards(plan).on(
+        "second.weight", 11
+    )  # the second head of q, k and v; the columns after the first two of six
     assert torch.equal(last.take(whole), whole[[1, 3, 5]][:, 2:])
-    assert [box for box, _ in last.boxes(whole.shape)] == [((row, row + 1), (2, 6)) for row in (1, 3, 5)]
+    assert [box for box, _ in last.boxes(whole.shape)] == [
+        ((row, row + 1), (2, 6)) for row in (1, 3, 5)
+    ]
 
 
 def test_a_weight_that_lies_whole_on_a_grid_is_summed_with_its_other_holders(plan: Plan) -> None:
-    """`first.bias` used by the stage without a grid and by the one on the grid, which holds it whole."""
+    """`first.bias` used by the stage without a grid and by the one on the grid, which holds it
+    whole.
+    """
     stored = {**plan.shardings[0].stored, "first.bias": StoredLayout(((WIDTH, 1, 1),), ("",))}
-    tied = replace(plan, holders={**plan.holders, "first.bias": (0, 1)}, shardings=(replace(plan.shardings[0], stored=stored),))
-    assert [(shard.ranks, shard.ranges) for shard in Shards(tied).of("first.bias")] == [(tuple(range(12)), None)]
+    tied = replace(
+        plan,
+        holders={**plan.holders, "first.bias": (0, 1)},
+        shardings=(replace(plan.shardings[0], stored=stored),),
+    )
+    assert [(shard.ranks, shard.ranges) for shard in Shards(tied).of("first.bias")] == [
+        (tuple(range(12)), None)
+    ]
 
 
 def test_an_empty_part_meets_nobody() -> None:
@@ -87,7 +115,13 @@ def test_an_empty_part_meets_nobody() -> None:
     made = wh.plan(model, torch.randn(8, WIDTH), cluster=4)
     layout = Layout((Cut(2, 3), Cut(WIDTH)), (("y",), ()))  # two granules over four devices
     device = replace(made.virtual_devices[0], grid=Grid(1, 4, 1))
-    shards = Shards(replace(made, virtual_devices=(device,), shardings=(StageSharding(0, {"second.weight": StoredLayout.of(layout)}),)))
+    shards = Shards(
+        replace(
+            made,
+            virtual_devices=(device,),
+            shardings=(StageSharding(0, {"second.weight": StoredLayout.of(layout)}),),
+        )
+    )
     assert [(shard.ranks, shard.shape) for shard in shards.of("second.weight")] == [
         ((0,), (3, WIDTH)),
         ((1,), (3, WIDTH)),
@@ -98,7 +132,9 @@ def test_an_empty_part_meets_nobody() -> None:
 
 
 def test_a_grid_runs_on_the_samples_of_its_replica_and_cuts_what_enters(plan: Plan) -> None:
-    """12 samples in a micro-batch, 6 for a replica; a grid 2 x 2 whose x devices have speeds 1 and 3 cuts 3 + 3 into 1 + 2 (0.75, 2.25)."""
+    """12 samples in a micro-batch, 6 for a replica; a grid 2 x 2 whose x devices have speeds 1 and
+    3 cuts 3 + 3 into 1 + 2 (0.75, 2.25).
+    """
     samples = SampleMap(plan, 24, 2)
     assert samples.replicas(1) == ((12, 18), (18, 24))
     assert samples.devices(1, 1, 0) == ((18, 21), (21, 24)) == samples.runs(1, 1, 0)
@@ -109,12 +145,16 @@ def test_a_grid_runs_on_the_samples_of_its_replica_and_cuts_what_enters(plan: Pl
 def test_a_grid_needs_one_sample_for_each_replica_only(plan: Plan) -> None:
     alone = replace(
         plan,
-        virtual_devices=(replace(plan.virtual_devices[1], index=0, ranks=((0, 1, 2, 3), (4, 5, 6, 7))),),
+        virtual_devices=(
+            replace(plan.virtual_devices[1], index=0, ranks=((0, 1, 2, 3), (4, 5, 6, 7))),
+        ),
         device_seconds=(1.0,) * 8,
         device_fixed_seconds=(0.0,) * 8,
         memory=(),
     )
-    assert [SampleMap(replace(alone, num_devices=8), 2, 1).devices(0, replica, 0) for replica in (0, 1)] == [
+    assert [
+        SampleMap(replace(alone, num_devices=8), 2, 1).devices(0, replica, 0) for replica in (0, 1)
+    ] == [
         ((0, 0), (0, 1), (1, 1), (1, 1)),
         ((1, 1), (1, 2), (2, 2), (2, 2)),
     ]
@@ -132,27 +172,52 @@ def test_replicas_share_samples_by_the_slowest_device_of_their_grid(plan: Plan) 
 
 def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -> None:
     why = "next best is row over y: 2 ms more"
-    operations = [ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6, why=why) for n in range(2)]
-    operations.append(ShardedOperation(2, "model: cross_entropy_loss", "by classes over x", 0.0, 2e6, "the only way"))
+    operations = [
+        ShardedOperation(n, f"blocks.{n}.up: linear", "column over y", 3e6, why=why)
+        for n in range(2)
+    ]
+    operations.append(
+        ShardedOperation(
+            2, "model: cross_entropy_loss", "by classes over x", 0.0, 2e6, "the only way"
+        )
+    )
     sharding = replace(
-        plan.shardings[0], operations=tuple(operations), sent_bytes=6e6, num_samples=6, replicated=("blocks.0: sort", "blocks.1: sort")
+        plan.shardings[0],
+        operations=tuple(operations),
+        sent_bytes=6e6,
+        num_samples=6,
+        replicated=("blocks.0: sort", "blocks.1: sort"),
     )
     console = Console(width=160, record=True, file=io.StringIO())
     print_plan(replace(plan, shardings=(sharding,), figures=None), console)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; 8.00 MB in all)" in lines
+    assert (
+        "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; "
+        "8.00 MB in all)" in lines
+    )
     assert f"blocks.*.up: linear 2 column over y 3.00 MB {why}" in lines
-    assert "model: cross_entropy_loss 1 by classes over x 2.00 MB the only way" in lines  # what it tells others is sent, too
-    assert "on every device whole, for want of a rule: blocks.*: sort" in lines and "1 of 1 parameters are cut" in lines
+    assert (
+        "model: cross_entropy_loss 1 by classes over x 2.00 MB the only way" in lines
+    )  # what it tells others is sent, too
+    assert (
+        "on every device whole, for want of a rule: blocks.*: sort" in lines
+        and "1 of 1 parameters are cut" in lines
+    )
     assert any("6 together" in line for line in lines)
 
 
 def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    other = replace(plan.shardings[0], stored={"second.weight": StoredLayout.of(replace(FUSED, axes=(("x",), ("y",))))})
+    other = replace(
+        plan.shardings[0],
+        stored={"second.weight": StoredLayout.of(replace(FUSED, axes=(("x",), ("y",))))},
+    )
     lines = diff(plan, replace(plan, shardings=(other,)))
-    assert lines == ["shardings[0].stored.second.weight.axes[0]: y -> x", "shardings[0].stored.second.weight.axes[1]: x -> y"]
+    assert lines == [
+        "shardings[0].stored.second.weight.axes[0]: y -> x",
+        "shardings[0].stored.second.weight.axes[1]: x -> y",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,22 +225,41 @@ def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: P
     [
         (lambda plan: replace(plan, shardings=()), r"stages \[\] are sharded, on grids are \[1\]"),
         (
-            lambda plan: replace(plan, shardings=(replace(plan.shardings[0], stored={"first.weight": StoredLayout.of(FUSED)}),)),
+            lambda plan: replace(
+                plan,
+                shardings=(
+                    replace(plan.shardings[0], stored={"first.weight": StoredLayout.of(FUSED)}),
+                ),
+            ),
             "first.weight is cut on stage 1, which does not hold it",
         ),
         (
-            lambda plan: replace(plan, virtual_devices=(plan.virtual_devices[0], replace(plan.virtual_devices[1], grid=Grid(3, 1, 1)))),
+            lambda plan: replace(
+                plan,
+                virtual_devices=(
+                    plan.virtual_devices[0],
+                    replace(plan.virtual_devices[1], grid=Grid(3, 1, 1)),
+                ),
+            ),
             "grid of 3 x 1 x 1 devices and 4 ranks",
         ),
         (
             lambda plan: replace(
-                plan, shardings=(replace(plan.shardings[0], stored={"second.weight": StoredLayout(((6, 1, 1),) * 2, ("x", "x"))}),)
+                plan,
+                shardings=(
+                    replace(
+                        plan.shardings[0],
+                        stored={"second.weight": StoredLayout(((6, 1, 1),) * 2, ("x", "x"))},
+                    ),
+                ),
             ),
             "an axis may be used once",
         ),
     ],
 )
-def test_a_plan_file_that_contradicts_itself_is_refused(plan: Plan, tmp_path: Path, change, words: str) -> None:
+def test_a_plan_file_that_contradicts_itself_is_refused(
+    plan: Plan, tmp_path: Path, change, words: str
+) -> None:
     change(plan).save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match=words):
         Plan.load(tmp_path / "plan.json")
@@ -188,20 +272,36 @@ def on_grid(plan: Plan, grid: Grid, layout: Layout) -> Shards:
     device = VirtualDevice(0, ranks, grid)
     stored = {"second.weight": StoredLayout.of(layout)}
     shardings = (StageSharding(0, stored),)
-    return Shards(replace(plan, stages=(stage,), virtual_devices=(device,), holders={"second.weight": (0,)}, shardings=shardings))
+    return Shards(
+        replace(
+            plan,
+            stages=(stage,),
+            virtual_devices=(device,),
+            holders={"second.weight": (0,)},
+            shardings=shardings,
+        )
+    )
 
 
 GRIDS = {
     "fused, 2 x 2": (Grid(2, 2, 1), FUSED),
-    "rows over 3, the first with nothing": (Grid(3, 1, 1, work={"x": (0.0, 1.0, 3.0)}), Layout((Cut(WIDTH), Cut(WIDTH)), (("x",), ()))),
-    "columns over 2, stored over 2": (Grid(1, 2, 2), Layout((Cut(3, 2), Cut(WIDTH)), (("z",), ("y",)), stored=frozenset("z"))),
+    "rows over 3, the first with nothing": (
+        Grid(3, 1, 1, work={"x": (0.0, 1.0, 3.0)}),
+        Layout((Cut(WIDTH), Cut(WIDTH)), (("x",), ())),
+    ),
+    "columns over 2, stored over 2": (
+        Grid(1, 2, 2),
+        Layout((Cut(3, 2), Cut(WIDTH)), (("z",), ("y",)), stored=frozenset("z")),
+    ),
     "whole": (Grid(1, 1, 1), Layout((Cut(WIDTH), Cut(WIDTH)), ((), ()))),
 }
 
 
 @pytest.mark.parametrize("source", GRIDS)
 def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: str) -> None:
-    """Weight, a moment of the same shape, and a step: each rank writes its own; every other grid reads its parts of all."""
+    """Weight, a moment of the same shape, and a step: each rank writes its own; every other grid
+    reads its parts of all.
+    """
     whole, moment = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
     shards = on_grid(plan, *GRIDS[source])
     parts = shards.of("second.weight")
@@ -211,15 +311,28 @@ def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: s
         is_first = shard is shards.first("second.weight")
         written = [pieces("w", shard.take(whole), shard, shape)]
         state = {"o/m": shard.take(moment), "o/t": torch.tensor(7)}
-        written += [state_pieces(key, value, shard, shape, is_first) for key, value in state.items()]
+        written += [
+            state_pieces(key, value, shard, shape, is_first) for key, value in state.items()
+        ]
         tensors = {key: value for each, _ in written for key, value in each.items()}
-        write_rank(target, rank, take_snapshot(tensors, {}, {key: part for _, each in written for key, part in each.items()}))
+        write_rank(
+            target,
+            rank,
+            take_snapshot(
+                tensors, {}, {key: part for _, each in written for key, part in each.items()}
+            ),
+        )
     finish(target, len(parts), {})
     with Reader(tmp_path) as reader:
         for grid, layout in GRIDS.values():
             for shard in on_grid(plan, grid, layout).of("second.weight"):
-                assert torch.equal(read_shard(reader.read, "w", shard, shape, whole.dtype), shard.take(whole))
-                assert torch.equal(read_state(reader.read, reader.shapes(), "o/m", shard, shape), shard.take(moment))
+                assert torch.equal(
+                    read_shard(reader.read, "w", shard, shape, whole.dtype), shard.take(whole)
+                )
+                assert torch.equal(
+                    read_state(reader.read, reader.shapes(), "o/m", shard, shape),
+                    shard.take(moment),
+                )
                 assert read_state(reader.read, reader.shapes(), "o/t", shard, shape).item() == 7
 
 
@@ -228,12 +341,20 @@ def test_state_of_another_shape_fits_its_own_part_only(plan: Plan, tmp_path: Pat
     shape = (WIDTH, WIDTH)
     target = Target(tmp_path, 3, "job_1")
     for rank, shard in enumerate(shards.of("second.weight")):
-        tensors, parts = state_pieces("o/row", torch.full((3, 1), float(rank)), shard, shape, rank == 0)
+        tensors, parts = state_pieces(
+            "o/row", torch.full((3, 1), float(rank)), shard, shape, rank == 0
+        )
         write_rank(target, rank, take_snapshot(tensors, {}, parts))
     finish(target, 4, {})
     with Reader(tmp_path) as reader:
         for rank, shard in enumerate(shards.of("second.weight")):
-            assert torch.equal(read_state(reader.read, reader.shapes(), "o/row", shard, shape), torch.full((3, 1), float(rank)))
+            assert torch.equal(
+                read_state(reader.read, reader.shapes(), "o/row", shard, shape),
+                torch.full((3, 1), float(rank)),
+            )
         other = on_grid(plan, *GRIDS["columns over 2, stored over 2"]).of("second.weight")[0]
-        with pytest.raises(CheckpointError, match=r"'o/row' belongs to another part .* the grid and the number of devices"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"'o/row' belongs to another part .* the grid and the number of devices",
+        ):
             read_state(reader.read, reader.shapes(), "o/row", other, shape)

@@ -68,16 +68,27 @@ def test_fair_shares_equal_brute_force(total: int, seconds: list[float]) -> None
 
 def slowest_of(shares: tuple[int, ...], loads: list[Load]) -> float:
     """Line (2) of the module, from its definition."""
-    return max(load.fixed_s + share * load.sample_s if share else 0.0 for share, load in zip(shares, loads, strict=True))
+    return max(
+        load.fixed_s + share * load.sample_s if share else 0.0
+        for share, load in zip(shares, loads, strict=True)
+    )
 
 
 # small whole numbers: ties and full memories are frequent, and sums are exact
-any_load = st.builds(Load, st.integers(0, 6).map(float), st.integers(0, 4).map(float), st.integers(0, 5))
+any_load = st.builds(
+    Load, st.integers(0, 6).map(float), st.integers(0, 4).map(float), st.integers(0, 5)
+)
 
 
 @settings(max_examples=many(3000))
-@given(total=st.integers(0, 9), loads=st.lists(any_load, min_size=1, max_size=4), least=st.integers(0, 1))
-def test_best_shares_equal_brute_force_under_memory(total: int, loads: list[Load], least: int) -> None:
+@given(
+    total=st.integers(0, 9),
+    loads=st.lists(any_load, min_size=1, max_size=4),
+    least=st.integers(0, 1),
+)
+def test_best_shares_equal_brute_force_under_memory(
+    total: int, loads: list[Load], least: int
+) -> None:
     allowed = [
         shares
         for shares in all_shares(total, len(loads))
@@ -100,15 +111,28 @@ any_replica = st.lists(st.lists(any_load, min_size=1, max_size=2), min_size=1, m
 
 @settings(max_examples=many(1000))
 @given(total=st.integers(1, 7), replicas=st.lists(any_replica, min_size=1, max_size=3))
-def test_shares_over_replicas_of_stages_equal_brute_force(total: int, replicas: list[list[list[Load]]]) -> None:
-    """A replica is a list of VirtualDevices: it takes as long as the slowest of them, each shared best inside."""
-    series = [[max(slowest_times(total, device)[m] for device in devices) for m in range(total + 1)] for devices in replicas]
+def test_shares_over_replicas_of_stages_equal_brute_force(
+    total: int, replicas: list[list[list[Load]]]
+) -> None:
+    """A replica is a list of VirtualDevices: it takes as long as the slowest of them, each shared
+    best inside.
+    """
+    series = [
+        [max(slowest_times(total, device)[m] for device in devices) for m in range(total + 1)]
+        for devices in replicas
+    ]
 
     def seconds(devices: list[list[Load]], samples: int) -> float:
         slowest = 0.0
         for loads in devices:
-            inner = [s for s in all_shares(samples, len(loads)) if all(x <= load.most for x, load in zip(s, loads, strict=True))]
-            slowest = max(slowest, min((slowest_of(shares, loads) for shares in inner), default=float("inf")))
+            inner = [
+                s
+                for s in all_shares(samples, len(loads))
+                if all(x <= load.most for x, load in zip(s, loads, strict=True))
+            ]
+            slowest = max(
+                slowest, min((slowest_of(shares, loads) for shares in inner), default=float("inf"))
+            )
         return slowest
 
     def slowest(shares: tuple[int, ...]) -> float:
@@ -127,10 +151,15 @@ def test_shares_over_replicas_of_stages_equal_brute_force(total: int, replicas: 
 def test_a_slow_device_may_get_nothing() -> None:
     assert best_shares(8, [Load(1.0), Load(1.0), Load(100.0)]) == (4, 4, 0)
     assert best_shares(8, [Load(1.0), Load(1.0), Load(100.0)], least=1) == (4, 3, 1)
-    assert best_shares(8, [Load(1.0, fixed_s=0.0), Load(1.0, fixed_s=50.0)]) == (8, 0)  # not even worth starting
+    assert best_shares(8, [Load(1.0, fixed_s=0.0), Load(1.0, fixed_s=50.0)]) == (
+        8,
+        0,
+    )  # not even worth starting
 
 
-@given(total=st.integers(0, 100), count=st.integers(1, 10), seconds=st.sampled_from([0.0, 0.5, 3.0]))
+@given(
+    total=st.integers(0, 100), count=st.integers(1, 10), seconds=st.sampled_from([0.0, 0.5, 3.0])
+)
 def test_equal_devices_get_even_shares(total: int, count: int, seconds: float) -> None:
     assert fair_shares(total, [seconds] * count) == even_shares(total, count)
 
@@ -145,9 +174,18 @@ def test_intervals() -> None:
     assert intervals((4, 0, 3)) == ((0, 4), (4, 4), (4, 7))
 
 
-@given(batch_size=st.integers(1, 60), num_micro_batch=st.integers(1, 12), num_replicas=st.integers(1, 4), num_devices=st.integers(1, 4))
-def test_check_batch_is_right(batch_size: int, num_micro_batch: int, num_replicas: int, num_devices: int) -> None:
-    """Refused exactly when some device gets no sample; the micro-batch is cut over replicas, then over devices."""
+@given(
+    batch_size=st.integers(1, 60),
+    num_micro_batch=st.integers(1, 12),
+    num_replicas=st.integers(1, 4),
+    num_devices=st.integers(1, 4),
+)
+def test_check_batch_is_right(
+    batch_size: int, num_micro_batch: int, num_replicas: int, num_devices: int
+) -> None:
+    """Refused exactly when some device gets no sample; the micro-batch is cut over replicas, then
+    over devices.
+    """
     shares = [
         share
         for size in even_shares(batch_size, num_micro_batch)
@@ -157,12 +195,17 @@ def test_check_batch_is_right(batch_size: int, num_micro_batch: int, num_replica
     if min(shares) > 0:
         check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
     else:
-        with pytest.raises(ValueError, match=f"batch size {batch_size} in {num_micro_batch} micro-batches"):
+        with pytest.raises(
+            ValueError, match=f"batch size {batch_size} in {num_micro_batch} micro-batches"
+        ):
             check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
 
 
 def test_check_batch_offers_what_works() -> None:
-    with pytest.raises(ValueError, match=r"over 3 devices; use a batch of at least 12, or num_micro_batch of at most 2$"):
+    with pytest.raises(
+        ValueError,
+        match=r"over 3 devices; use a batch of at least 12, or num_micro_batch of at most 2$",
+    ):
         check_batch(8, 4, 3)
     check_batch(12, 4, 3)
     check_batch(8, 2, 3)

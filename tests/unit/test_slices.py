@@ -14,7 +14,9 @@ from whale.planning.slices import Interval, Slice, bridge, whole
 
 @st.composite
 def two_cuts(draw: st.DrawFn) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """Two ways to cut the same samples, empty intervals included; the samples need not start at 0."""
+    """Two ways to cut the same samples, empty intervals included; the samples need not
+    start at 0.
+    """
     first = draw(st.integers(0, 5))
     total = draw(st.integers(0, 12))
 
@@ -27,7 +29,11 @@ def two_cuts(draw: st.DrawFn) -> tuple[tuple[Interval, ...], tuple[Interval, ...
 
 
 def test_one_to_three() -> None:
-    assert bridge([(0, 7)], [(0, 3), (3, 5), (5, 7)]) == (Slice(0, 0, 0, 3), Slice(0, 1, 3, 5), Slice(0, 2, 5, 7))
+    assert bridge([(0, 7)], [(0, 3), (3, 5), (5, 7)]) == (
+        Slice(0, 0, 0, 3),
+        Slice(0, 1, 3, 5),
+        Slice(0, 2, 5, 7),
+    )
 
 
 def test_two_to_one() -> None:
@@ -48,10 +54,14 @@ def test_an_empty_device_gets_nothing() -> None:
 
 
 @given(cuts=two_cuts())
-def test_every_sample_arrives_once_from_its_holder(cuts: tuple[tuple[Interval, ...], tuple[Interval, ...]]) -> None:
+def test_every_sample_arrives_once_from_its_holder(
+    cuts: tuple[tuple[Interval, ...], tuple[Interval, ...]],
+) -> None:
     source, destination = cuts
     arrived = [
-        (slice_.destination, slice_.source, sample) for slice_ in bridge(source, destination) for sample in range(slice_.start, slice_.stop)
+        (slice_.destination, slice_.source, sample)
+        for slice_ in bridge(source, destination)
+        for sample in range(slice_.start, slice_.stop)
     ]
     expected = [
         (j, i, sample)
@@ -64,12 +74,17 @@ def test_every_sample_arrives_once_from_its_holder(cuts: tuple[tuple[Interval, .
 
 
 @given(cuts=two_cuts())
-def test_rows_moved_by_local_offsets(cuts: tuple[tuple[Interval, ...], tuple[Interval, ...]]) -> None:
+def test_rows_moved_by_local_offsets(
+    cuts: tuple[tuple[Interval, ...], tuple[Interval, ...]],
+) -> None:
     source, destination = cuts
     held = [list(range(*interval)) for interval in source]
     received: list[list[int | None]] = [[None] * (stop - start) for start, stop in destination]
     for slice_ in bridge(source, destination):
-        take, put = slice_.within(source[slice_.source]), slice_.within(destination[slice_.destination])
+        take, put = (
+            slice_.within(source[slice_.source]),
+            slice_.within(destination[slice_.destination]),
+        )
         received[slice_.destination][slice(*put)] = held[slice_.source][slice(*take)]
     assert received == [list(range(*interval)) for interval in destination]
 
@@ -77,7 +92,9 @@ def test_rows_moved_by_local_offsets(cuts: tuple[tuple[Interval, ...], tuple[Int
 @given(cuts=two_cuts())
 def test_backward_is_the_transpose(cuts: tuple[tuple[Interval, ...], tuple[Interval, ...]]) -> None:
     source, destination = cuts
-    assert bridge(destination, source) == tuple(slice_.transposed() for slice_ in bridge(source, destination))
+    assert bridge(destination, source) == tuple(
+        slice_.transposed() for slice_ in bridge(source, destination)
+    )
 
 
 @given(cuts=two_cuts())
@@ -102,6 +119,8 @@ def test_whole_values() -> None:
         ([], [(0, 4)], "no device"),
     ],
 )
-def test_bad_intervals_are_refused(source: list[Interval], destination: list[Interval], message: str) -> None:
+def test_bad_intervals_are_refused(
+    source: list[Interval], destination: list[Interval], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         bridge(source, destination)

@@ -1,4 +1,6 @@
-"""A backward in two parts gives the gradients of a whole one, and really leaves the weight products to the second part."""
+"""A backward in two parts gives the gradients of a whole one, and really leaves the weight products
+to the second part.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,30 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.frozen, self.norm = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)
+        self.linear, self.frozen, self.norm = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8).requires_grad_(False),
+            nn.LayerNorm(8),
+        )
         self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-        self.image, self.sound = nn.Conv2d(2, 4, 3, padding=1, stride=2, groups=2), nn.Conv1d(4, 2, 2, dilation=2, bias=False)
+        self.image, self.sound = (
+            nn.Conv2d(2, 4, 3, padding=1, stride=2, groups=2),
+            nn.Conv1d(4, 2, 2, dilation=2, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = aten.linear.default(F.layer_norm(x, [8], self.norm.weight, self.norm.bias), self.linear.weight, self.linear.bias)
+        x = aten.linear.default(
+            F.layer_norm(x, [8], self.norm.weight, self.norm.bias),
+            self.linear.weight,
+            self.linear.bias,
+        )
         x = aten.linear.default(torch.tanh(x), self.frozen.weight, self.frozen.bias)
         x = aten.addmm.default(self.bias, x.reshape(-1, 8), self.weight).view_as(x)
         x = aten.matmul.default(x, self.weight)  # the same weight again, the other way to call it
         x = aten.linear.default(x, self.linear.weight * 2.0)  # computed: stays whole
-        x = aten.conv2d.default(x.reshape(-1, 2, 4, 4), self.image.weight, self.image.bias, [2, 2], [1, 1], [1, 1], 2)
+        x = aten.conv2d.default(
+            x.reshape(-1, 2, 4, 4), self.image.weight, self.image.bias, [2, 2], [1, 1], [1, 1], 2
+        )
         return aten.conv1d.default(x.flatten(2), self.sound.weight, None, [1], [0], [2])
 
 
@@ -64,7 +79,11 @@ def test_two_parts_give_the_gradients_of_a_whole_backward(model: Layers) -> None
     for x, wanted in zip(again, expected_inputs, strict=True):
         torch.testing.assert_close(x.grad, wanted, rtol=1e-12, atol=1e-12)
     assert all(len(each) == 5 for each in products)  # linear, addmm, matmul, 2 convolutions
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"norm.weight", "norm.bias", "linear.weight"}
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        "norm.weight",
+        "norm.bias",
+        "linear.weight",
+    }
     for each in (products[1], products[0], products[2]):  # in any order
         assert kept_bytes(each) > 0
         run_products(each)
@@ -102,12 +121,18 @@ class Unusual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-        self.vector, self.one, self.plain = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(8, 8))
+        self.vector, self.one, self.plain = (
+            nn.Parameter(torch.randn(8)),
+            nn.Parameter(torch.randn(1)),
+            nn.Parameter(torch.randn(8, 8)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = aten.addmm.default(self.bias, x.reshape(-1, 8), self.weight, beta=0.5, alpha=2.0)
         x = aten.addmm.default(self.one, x, self.weight)
-        x = x * aten.linear.default(x, self.vector).unsqueeze(-1) + aten.matmul.default(x, self.vector).unsqueeze(-1)
+        x = x * aten.linear.default(x, self.vector).unsqueeze(-1) + aten.matmul.default(
+            x, self.vector
+        ).unsqueeze(-1)
         return aten.linear.default(x, self.plain)
 
 
@@ -122,7 +147,9 @@ def test_layers_that_are_not_plain_stay_whole() -> None:
     result.square().sum().backward()  # type: ignore[attr-defined]
     assert len(products) == 1  # the last layer's
     run_products(products)
-    torch.testing.assert_close(gradients(model) | {"x": again.grad}, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(model) | {"x": again.grad}, expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_an_input_without_gradient_leaves_nothing_to_put_off() -> None:
@@ -164,7 +191,9 @@ def test_under_autocast_weight_gradients_have_the_type_of_the_weight() -> None:
     linear.zero_grad()
     deferred = Deferred()
     with torch.autocast("cpu", torch.bfloat16):
-        result = compile_chunk(symbolic_trace(Cast()), "stage 0", deferred)(x.detach().requires_grad_())
+        result = compile_chunk(symbolic_trace(Cast()), "stage 0", deferred)(
+            x.detach().requires_grad_()
+        )
         products = deferred.begin()
         result.float().square().sum().backward()  # type: ignore[attr-defined]
     run_products(products)

@@ -51,7 +51,8 @@ def test_parts_as_text(kind: Kind, written: str) -> None:
 def test_gradients_leave_after_the_input_part_and_synchronise_names_the_last_weight_part() -> None:
     schedule = by_hand()
     assert schedule.orders[1] == actions(
-        "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, I1.1, send B 1>0.1, W1.1, W1.0, synchronise 1.0, update"
+        "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, I1.1, send B 1>0.1, "
+        "W1.1, W1.0, synchronise 1.0, update"
     )
     proof = check(schedule, require_channel_order=True)
     assert proof.peak_in_flight == (2, 2)  # until the weight part
@@ -72,8 +73,14 @@ START = "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, "
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (START + "I1.1, send B 1>0.1, W1.1, synchronise 1.1, update", "`W1.0` is missing on device 1"),
-        (START + "send B 1>0.1, W1.1, W1.0, synchronise 1.0, update", "`I1.1` is missing on device 1"),
+        (
+            START + "I1.1, send B 1>0.1, W1.1, synchronise 1.1, update",
+            "`W1.0` is missing on device 1",
+        ),
+        (
+            START + "send B 1>0.1, W1.1, W1.0, synchronise 1.0, update",
+            "`I1.1` is missing on device 1",
+        ),
         (START + "send B 1>0.1, W1.0, synchronise 1.0, update", "`B1.1` is missing on device 1"),
         (
             START + "I1.1, send B 1>0.1, W1.1, W1.0, B1.0, synchronise 1.0, update",
@@ -89,14 +96,17 @@ START = "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, "
         ),
         (
             START + "I1.1, send B 1>0.1, W1.1, synchronise 1.0, W1.0, update",
-            "`synchronise 1.0` on device 1 stands before `W1.0`: the gradients of the stage are not complete",
+            "`synchronise 1.0` on device 1 stands before `W1.0`: the gradients of the stage are "
+            "not complete",
         ),
         (
             START + "I1.1, send B 1>0.1, W1.1, W1.0, synchronise 1.1, update",
-            "`synchronise 1.1` on device 1 does not belong there: the last backward is that of micro-batch 0",
+            "`synchronise 1.1` on device 1 does not belong there: the last backward is that of "
+            "micro-batch 0",
         ),
         (
-            "receive F 0>1.0, I1.0, F1.0, send B 1>0.0, receive F 0>1.1, F1.1, I1.1, send B 1>0.1, W1.1, W1.0, synchronise 1.0, update",
+            "receive F 0>1.0, I1.0, F1.0, send B 1>0.0, receive F 0>1.1, F1.1, I1.1, send B "
+            "1>0.1, W1.1, W1.0, synchronise 1.0, update",
             "`I1.0` on device 1 stands before `F1.0`: a backward follows its forward",
         ),
     ],
@@ -109,7 +119,10 @@ def test_broken_splits_are_refused_by_name(line: str, message: str) -> None:
 
 def test_channels_that_differ_are_refused_when_they_must_be_in_order() -> None:
     graph = StageGraph((0, 1, 1), ((0, 1), (0, 2)), ())
-    orders = (actions("F0.0, send F 0>1.0, send F 0>2.0"), actions("receive F 0>2.0, F2.0, receive F 0>1.0, F1.0"))
+    orders = (
+        actions("F0.0, send F 0>1.0, send F 0>2.0"),
+        actions("receive F 0>2.0, F2.0, receive F 0>1.0, F1.0"),
+    )
     schedule = Schedule("late", graph, 1, orders)
     message = r"message 0 from device 0 to device 1 is sent as `send F 0>1.0` but received as `receive F 0>2.0`"
     with pytest.raises(ScheduleError, match=message):
@@ -124,14 +137,21 @@ def test_memory_is_proved_against_the_cap() -> None:
     assert check(by_hand(), costs=costs).peak_memory == (4.0, 10.0)
     assert simulate(by_hand(), costs).peak_memory == (4.0, 10.0)
     check(by_hand(), costs=replace(costs, memory_cap=(4.0, 10.0)))
-    with pytest.raises(ScheduleError, match=r"device 1 keeps activations of 10 at its peak, but its memory cap is 9.5"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"device 1 keeps activations of 10 at its peak, but its memory cap is 9.5",
+    ):
         check(by_hand(), costs=replace(costs, memory_cap=(4.0, 9.5)))
-    with pytest.raises(ScheduleError, match="device 0 keeps activations of 3 at its peak, but its memory cap is 2"):
+    with pytest.raises(
+        ScheduleError, match="device 0 keeps activations of 3 at its peak, but its memory cap is 2"
+    ):
         build("gpipe", graph, 3, even_costs(graph, memory_cap=2))
 
 
 def test_parts_that_need_more_memory_than_the_forward_stay_within_the_cap() -> None:
-    """With recompute the weight part can keep more than the forward left: then backwards are whole where there is no room."""
+    """With recompute the weight part can keep more than the forward left: then backwards are whole
+    where there is no room.
+    """
     graph = StageGraph.chain(4, wave(2, 1))
     ones = (1.0,) * 4
     for cap in (2.0, 4.0, 9.0):
@@ -142,7 +162,10 @@ def test_parts_that_need_more_memory_than_the_forward_stay_within_the_cap() -> N
 @pytest.mark.parametrize("name", ["auto", "zero-bubble"])
 def test_memory_cap_below_one_micro_batch_is_refused(name: str) -> None:
     graph = StageGraph.chain(4, wave(2, 1))
-    with pytest.raises(ValueError, match=r"device 0 has a memory cap of 0.9, but one micro-batch alone keeps 1 there"):
+    with pytest.raises(
+        ValueError,
+        match=r"device 0 has a memory cap of 0.9, but one micro-batch alone keeps 1 there",
+    ):
         build(name, graph, 4, even_costs(graph, memory_cap=0.9))
 
 
@@ -155,7 +178,11 @@ def test_memory_cap_below_one_micro_batch_is_refused(name: str) -> None:
     ],
 )
 def test_bad_costs_are_refused(change: dict[str, object], message: str) -> None:
-    values: dict[str, object] = {"forward_s": (1.0, 1.0), "input_backward_s": (1.0, 1.0), "weight_backward_s": (1.0, 1.0)}
+    values: dict[str, object] = {
+        "forward_s": (1.0, 1.0),
+        "input_backward_s": (1.0, 1.0),
+        "weight_backward_s": (1.0, 1.0),
+    }
     with pytest.raises(ValueError, match=message):
         Costs(**{**values, **change})  # type: ignore[arg-type]
 
@@ -169,20 +196,37 @@ def test_costs_for_other_stages_are_refused() -> None:
 
 
 def test_times_worked_by_hand() -> None:
-    """F 1, I 2, W 3, a message 0.5, 0.25 for each action; device 1 then computes without a gap from 1.75 to 16.25."""
+    """F 1, I 2, W 3, a message 0.5, 0.25 for each action; device 1 then computes without a gap from
+    1.75 to 16.25.
+    """
     costs = Costs((1.0, 1.0), (2.0, 2.0), (3.0, 3.0), message_s={(0, 1): 0.5}, action_s=0.25)
     timeline = simulate(by_hand(), costs)
     started = [
         {str(action): start for action, start in zip(order, starts, strict=True)}
         for order, starts in zip(timeline.schedule.orders, timeline.starts, strict=True)
     ]
-    assert [started[1][name] for name in ("F1.0", "I1.0", "F1.1", "I1.1", "W1.1", "W1.0")] == [1.75, 3.0, 5.25, 6.5, 8.75, 12.0]
-    assert [started[0][name] for name in ("F0.0", "F0.1", "B0.0", "B0.1")] == [0.0, 1.25, 5.75, 11.0]
+    assert [started[1][name] for name in ("F1.0", "I1.0", "F1.1", "I1.1", "W1.1", "W1.0")] == [
+        1.75,
+        3.0,
+        5.25,
+        6.5,
+        8.75,
+        12.0,
+    ]
+    assert [started[0][name] for name in ("F0.0", "F0.1", "B0.0", "B0.1")] == [
+        0.0,
+        1.25,
+        5.75,
+        11.0,
+    ]
     assert timeline.step_s == 16.25
     assert timeline.busy_s == (2 * 1.25 + 2 * 5.25, 2 * 1.25 + 2 * 2.25 + 2 * 3.25)
     assert timeline.bubble == pytest.approx(1 - (13 + 13.5) / 32.5)
-    # device 1: 1.75 until its first forward, then its work, at least one action for each forward and backward
-    assert lower_bound(timeline.schedule.stage_graph, costs, 2) == pytest.approx(1.75 + 2 * (1.25 + 5.25))
+    # device 1: 1.75 until its first forward, then its work, at least one action for each forward
+    # and backward
+    assert lower_bound(timeline.schedule.stage_graph, costs, 2) == pytest.approx(
+        1.75 + 2 * (1.25 + 5.25)
+    )
 
 
 def test_picture_of_a_split_backward() -> None:

@@ -1,4 +1,6 @@
-"""The solver of `split`: the optimum of small problems by brute force, patterns and bytes as the formulas of tensor parallelism say."""
+"""The solver of `split`: the optimum of small problems by brute force, patterns and bytes as the
+formulas of tensor parallelism say.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
 
-BYTES_ONLY = GridCosts(latency_s=0.0, flop_per_s=1e30, memory_bytes_per_s=1e30, bytes_per_s=dict.fromkeys("xyz", 1.0), memory_price=1e-12)
+BYTES_ONLY = GridCosts(
+    latency_s=0.0,
+    flop_per_s=1e30,
+    memory_bytes_per_s=1e30,
+    bytes_per_s=dict.fromkeys("xyz", 1.0),
+    memory_price=1e-12,
+)
 WIDTH, HEADS, LENGTH, SAMPLES = 64, 16, 32, 64
 ITEM = 4
 """bytes of a number"""
@@ -45,14 +53,23 @@ def test_elimination_finds_the_optimum(data: st.DataObject) -> None:
     tables = Tables(sizes)
     generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     for _ in range(data.draw(st.integers(1, 8))):
-        chosen = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=3, unique=True))
-        tables.add(chosen, generator.integers(0, 9, [sizes[variable] for variable in chosen]).astype(float))
+        chosen = data.draw(
+            st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=3, unique=True)
+        )
+        tables.add(
+            chosen, generator.integers(0, 9, [sizes[variable] for variable in chosen]).astype(float)
+        )
 
     def cost(choice: tuple[int, ...]) -> float:
-        return sum(float(table.costs[tuple(choice[variable] for variable in table.variables)]) for table in tables.tables)
+        return sum(
+            float(table.costs[tuple(choice[variable] for variable in table.variables)])
+            for table in tables.tables
+        )
 
     found, total = tables.solve()
-    assert total == min(cost(choice) for choice in product(*map(range, sizes))) == cost(tuple(found))
+    assert (
+        total == min(cost(choice) for choice in product(*map(range, sizes))) == cost(tuple(found))
+    )
 
 
 class Block(nn.Module):
@@ -60,11 +77,19 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
 
@@ -85,7 +110,9 @@ class Blocks(nn.Module):
 @cache
 def space_of(num_blocks: int) -> Space:
     layout, tensors = read_batch(torch.zeros(2, LENGTH, WIDTH))
-    return Space(whole_program(api._prepare(Blocks(num_blocks), layout, tensors, None, wh.Config(), "cpu")))
+    return Space(
+        whole_program(api._prepare(Blocks(num_blocks), layout, tensors, None, wh.Config(), "cpu"))
+    )
 
 
 def sharded(num_blocks: int, shape: tuple[int, int, int]) -> Sharding:
@@ -94,12 +121,21 @@ def sharded(num_blocks: int, shape: tuple[int, int, int]) -> Sharding:
 
 
 def formula(shape: tuple[int, int, int]) -> float:
-    """research/tensor3d.md 1.1 for qkv (kind A), out (B), up (A), down (B); of both ways to lay the axes the better one."""
+    """research/tensor3d.md 1.1 for qkv (kind A), out (B), up (A), down (B); of both ways to lay the
+    axes the better one.
+    """
     rows = SAMPLES * LENGTH
 
     def sent(gx: int, gy: int, gz: int) -> float:
-        products = ((WIDTH, 3 * WIDTH, gx, gy), (WIDTH, WIDTH, gy, gx), (WIDTH, 4 * WIDTH, gx, gy), (4 * WIDTH, WIDTH, gy, gx))
-        elements = sum((b - 1) * rows * k + (gz - 1) * k * n + (a - 1) * rows * n for k, n, a, b in products)
+        products = (
+            (WIDTH, 3 * WIDTH, gx, gy),
+            (WIDTH, WIDTH, gy, gx),
+            (WIDTH, 4 * WIDTH, gx, gy),
+            (4 * WIDTH, WIDTH, gy, gx),
+        )
+        elements = sum(
+            (b - 1) * rows * k + (gz - 1) * k * n + (a - 1) * rows * n for k, n, a, b in products
+        )
         return 2 * elements / (gx * gy * gz) * ITEM
 
     gx, gy, gz = shape
@@ -108,7 +144,9 @@ def formula(shape: tuple[int, int, int]) -> float:
 
 @pytest.mark.parametrize("shape", [*grid_shapes(8), (4, 4, 4), (2, 8, 4), (8, 8, 1)], ids=str)
 def test_a_block_is_predicted_to_send_what_the_formula_says(shape: tuple[int, int, int]) -> None:
-    assert sharded(3, shape).sent_bytes - sharded(2, shape).sent_bytes == pytest.approx(formula(shape))
+    assert sharded(3, shape).sent_bytes - sharded(2, shape).sent_bytes == pytest.approx(
+        formula(shape)
+    )
 
 
 class Counted(Nothing):
@@ -127,8 +165,14 @@ class Counted(Nothing):
 def test_the_graphs_of_a_block_send_what_the_formula_says(shape: tuple[int, int, int]) -> None:
     counted = []
     for num_blocks in (2, 3):
-        space, sharding, count = space_of(num_blocks), sharded(num_blocks, shape), Counted(Grid(*shape))
-        weights = {str(node.target): torch.zeros(node.meta["val"].shape) for node in space.program.state}
+        space, sharding, count = (
+            space_of(num_blocks),
+            sharded(num_blocks, shape),
+            Counted(Grid(*shape)),
+        )
+        weights = {
+            str(node.target): torch.zeros(node.meta["val"].shape) for node in space.program.state
+        }
         emit(space, sharding, 0, SAMPLES, local_weights(space, sharding, 0, weights), count)
         counted.append(count.elements)
     assert (counted[1] - counted[0]) * ITEM == pytest.approx(formula(shape))
@@ -137,7 +181,11 @@ def test_the_graphs_of_a_block_send_what_the_formula_says(shape: tuple[int, int,
 def test_one_axis_is_column_then_row() -> None:
     space = space_of(2)
     names = [node.name for node in space.program.captured.graph.nodes]
-    choices = {names[index]: choice[1] for index, choice in sharded(2, (1, 4, 1)).choices.items() if names[index].startswith("linear")}
+    choices = {
+        names[index]: choice[1]
+        for index, choice in sharded(2, (1, 4, 1)).choices.items()
+        if names[index].startswith("linear")
+    }
     assert [choices[name] for name in list(choices)[1:]] == ["n", "k", "n", "k"] * 2
 
 
@@ -155,7 +203,9 @@ def test_readers_share_one_gather() -> None:
     class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+            self.first, self.q, self.k, self.v = (
+                nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.first(x))
@@ -173,25 +223,42 @@ class Layers(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.words, self.blocks, self.head = nn.Embedding(50, WIDTH), nn.ModuleList(Block() for _ in range(number)), nn.Linear(WIDTH, 50)
+        self.words, self.blocks, self.head = (
+            nn.Embedding(50, WIDTH),
+            nn.ModuleList(Block() for _ in range(number)),
+            nn.Linear(WIDTH, 50),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         x, means = self.words(words), []
         for block in self.blocks:
             x = block(x)
             means.append(x.mean(-1))
-        return F.cross_entropy(self.head(x).flatten(0, 1), words.flatten()) + torch.stack(means).square().mean()
+        return (
+            F.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+            + torch.stack(means).square().mean()
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1), (2, 2, 2), (1, 2, 4)])
 def test_three_of_many_equal_layers_say_it_all(shape: tuple[int, int, int]) -> None:
-    """As cheap as with all seven layers looked at, but for what layers at the ends could gain by themselves."""
+    """As cheap as with all seven layers looked at, but for what layers at the ends could gain by
+    themselves.
+    """
     space = layers_space()
     grid, costs = Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
-    quick, whole = (solve(space.program, grid, SAMPLES, costs, space=space, every_layer=every) for every in (False, True))
-    assert len(space.repeats(SAMPLES, {}, {}).alike) > 4 * 10, "four layers of more than ten operations are left out"
+    quick, whole = (
+        solve(space.program, grid, SAMPLES, costs, space=space, every_layer=every)
+        for every in (False, True)
+    )
+    assert len(space.repeats(SAMPLES, {}, {}).alike) > 4 * 10, (
+        "four layers of more than ten operations are left out"
+    )
     assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
-    assert quick.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.02) and quick.weight_bytes == whole.weight_bytes
+    assert (
+        quick.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.02)
+        and quick.weight_bytes == whole.weight_bytes
+    )
 
 
 @cache
@@ -201,11 +268,17 @@ def layers_space() -> Space:
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1)])
-def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(shape: tuple[int, int, int]) -> None:
-    """Against solving again with everything else as it was, for every other option of the operation."""
+def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(
+    shape: tuple[int, int, int],
+) -> None:
+    """Against solving again with everything else as it was, for every other option of the
+    operation.
+    """
     space, grid, costs = space_of(2), Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
     chosen = solve(space.program, grid, SAMPLES, costs, space=space, every_layer=True)
-    reasons = {each.node: each.why for each in with_reasons(space, chosen, SAMPLES, costs).operations}
+    reasons = {
+        each.node: each.why for each in with_reasons(space, chosen, SAMPLES, costs).operations
+    }
     nodes = list(space.program.captured.graph.nodes)
     compared = 0
     for index, why in reasons.items():
@@ -213,12 +286,19 @@ def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(shape: tupl
         if found is None or compared == 4:
             continue
         compared += 1
-        more = min(_pinned(space, chosen, nodes[index], names, grid, costs) for names in _one_axis_changed(space, chosen, index, grid))
-        assert float(found[2]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[3]] == pytest.approx(more - chosen.seconds, rel=0.01)
+        more = min(
+            _pinned(space, chosen, nodes[index], names, grid, costs)
+            for names in _one_axis_changed(space, chosen, index, grid)
+        )
+        assert float(found[2]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[3]] == pytest.approx(
+            more - chosen.seconds, rel=0.01
+        )
     assert compared == 4
 
 
-def _one_axis_changed(space: Space, chosen: Sharding, index: int, grid: Grid) -> list[tuple[str, str, str]]:
+def _one_axis_changed(
+    space: Space, chosen: Sharding, index: int, grid: Grid
+) -> list[tuple[str, str, str]]:
     names, node = chosen.choices[index], list(space.program.captured.graph.nodes)[index]
     return [
         (*names[:place], option.name, *names[place + 1 :])  # type: ignore[misc]
@@ -228,16 +308,30 @@ def _one_axis_changed(space: Space, chosen: Sharding, index: int, grid: Grid) ->
     ]
 
 
-def _pinned(space: Space, chosen: Sharding, node: Node, names: tuple[str, str, str], grid: Grid, costs: GridCosts) -> float:
+def _pinned(
+    space: Space,
+    chosen: Sharding,
+    node: Node,
+    names: tuple[str, str, str],
+    grid: Grid,
+    costs: GridCosts,
+) -> float:
     """Seconds of the stage when this operation does so and all others as chosen."""
     pinned = Space(space.program)
     nodes = list(space.program.captured.graph.nodes)
     wanted = {nodes[index]: choice for index, choice in chosen.choices.items()} | {node: names}
     pinned.joint_options = lambda each, axes, _: [  # type: ignore[method-assign]
-        tuple(next(o for o in pinned.options[each] if o.name == wanted[each]["xyz".index(axis)]) for axis in axes)
+        tuple(
+            next(o for o in pinned.options[each] if o.name == wanted[each]["xyz".index(axis)])
+            for axis in axes
+        )
     ]
     own = {each: number for number, each in enumerate(pinned.operations)}
     pinned.signatures = lambda *_: own  # type: ignore[method-assign]  # operations alike would all do as the first of them
-    if node in (each for each in space.operations if space.is_product(each)) and grid.gx > 1 and len(set(names[:2])) == 1:
+    if (
+        node in (each for each in space.operations if space.is_product(each))
+        and grid.gx > 1
+        and len(set(names[:2])) == 1
+    ):
         return float("inf")  # x and y cut different dims of a weight
     return solve(space.program, grid, SAMPLES, costs, space=pinned, every_layer=True).seconds

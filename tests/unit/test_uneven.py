@@ -23,27 +23,39 @@ def compositions(n: int, parts: int):
 
 
 def real_time(grid: Grid, order, speeds, counts) -> float:
-    """The slowest device's share of the work over its speed, from the layout of a tensor with one dim for each axis."""
+    """The slowest device's share of the work over its speed, from the layout of a tensor with one
+    dim for each axis.
+    """
     axes = list(counts)
     layout = Layout(tuple(Cut(counts[axis]) for axis in axes), tuple((axis,) for axis in axes))
     whole = prod(counts.values())
-    return max(layout.local_count(grid, place) / whole / speeds[order[place]] for place in range(grid.num_devices))
+    return max(
+        layout.local_count(grid, place) / whole / speeds[order[place]]
+        for place in range(grid.num_devices)
+    )
 
 
 @given(st.lists(speeds, min_size=2, max_size=4), st.integers(1, 9))
 @settings(max_examples=many(500), deadline=None)
 def test_one_axis_is_as_good_as_every_other_way(device_speeds, granules) -> None:
-    best = min(max(n / v for n, v in zip(way, device_speeds)) for way in compositions(granules, len(device_speeds)))
+    best = min(
+        max(n / v for n, v in zip(way, device_speeds))
+        for way in compositions(granules, len(device_speeds))
+    )
     assert max(n / v for n, v in zip(shares(granules, device_speeds), device_speeds)) == best
     found = arrange((1, 1, len(device_speeds)), device_speeds, {"z": [Dim(granules)]})
-    assert real_time(found.grid, found.order, device_speeds, {"z": granules}) == pytest.approx(best / granules)
+    assert real_time(found.grid, found.order, device_speeds, {"z": granules}) == pytest.approx(
+        best / granules
+    )
     assert found.time == pytest.approx(best / granules)
 
 
 @given(st.lists(speeds, min_size=4, max_size=4), st.integers(2, 5), st.integers(2, 5))
 @settings(max_examples=many(200), deadline=None)
 def test_two_axes_against_all_orders_and_shares(device_speeds, rows, columns) -> None:
-    """Never worse than even shards in the given order; the time that it reports is the real one, so at least the best of all ways."""
+    """Never worse than even shards in the given order; the time that it reports is the real one, so
+    at least the best of all ways.
+    """
     best = min(
         max(zs[p // 2] * ys[p % 2] / device_speeds[order[p]] for p in range(4)) / rows / columns
         for order in set(permutations(range(4)))
@@ -66,7 +78,9 @@ def test_two_kinds_of_devices_balance_exactly_along_z(kinds, random) -> None:
     device_speeds = [float(kind) for kind in kinds for _ in range(slice_size)]
     random.shuffle(device_speeds)
     samples = 12 * sum(kinds)
-    found = arrange((2, 2, len(kinds)), device_speeds, {"z": [Dim(samples)], "y": [Dim(8)], "x": [Dim(8)]})
+    found = arrange(
+        (2, 2, len(kinds)), device_speeds, {"z": [Dim(samples)], "y": [Dim(8)], "x": [Dim(8)]}
+    )
     assert found.time == pytest.approx(found.best)
     assert set(found.grid.work) <= {"x", "y", "z"}
 
@@ -74,7 +88,9 @@ def test_two_kinds_of_devices_balance_exactly_along_z(kinds, random) -> None:
 def test_four_v100_and_four_p100() -> None:
     """15.7 and 9.3 TFLOP/s: 16 samples go 10 : 6."""
     device_speeds = [15.7, 9.3] * 4
-    found = arrange((1, 4, 2), device_speeds, {"z": [Dim(16)], "y": [Dim(12)]}, memory=[32.0, 16.0] * 4)
+    found = arrange(
+        (1, 4, 2), device_speeds, {"z": [Dim(16)], "y": [Dim(12)]}, memory=[32.0, 16.0] * 4
+    )
     assert [device_speeds[device] for device in found.order] == [15.7] * 4 + [9.3] * 4
     assert found.grid.cut((0, 16), "z", 0) == (0, 10) and found.grid.memory["z"] == (32.0, 16.0)
     assert "order of speed along z; z cut 1.69 : 1" in found.reason
@@ -82,10 +98,15 @@ def test_four_v100_and_four_p100() -> None:
 
 
 def test_one_set_of_weights_serves_all_that_an_axis_cuts() -> None:
-    """3 heads and 1000 classes on two devices of speeds 2 and 1: heads 2 : 1 fit both; 4 heads would cost the classes something."""
+    """3 heads and 1000 classes on two devices of speeds 2 and 1: heads 2 : 1 fit both; 4 heads
+    would cost the classes something.
+    """
     assert axis_weights([2.0, 1.0], [Dim(3), Dim(1000)]) == (2.0, 1.0)
     dims = [Dim(4, work=1.0), Dim(1000, work=9.0)]
-    assert axis_weights([2.0, 1.0], dims) == (2.0, 1.0)  # 3 : 1 for both would be slower for the classes
+    assert axis_weights([2.0, 1.0], dims) == (
+        2.0,
+        1.0,
+    )  # 3 : 1 for both would be slower for the classes
 
 
 def test_wrong_speeds() -> None:

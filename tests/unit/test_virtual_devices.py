@@ -71,18 +71,27 @@ def test_every_rank_has_one_place(wanted: list[int], num_devices: int, colocate:
         placement = place(wanted, num_devices, colocate=colocate)
     except ValueError:
         return
-    seen = [rank for virtual_device in placement.virtual_devices for replica in virtual_device.ranks for rank in replica]
+    seen = [
+        rank
+        for virtual_device in placement.virtual_devices
+        for replica in virtual_device.ranks
+        for rank in replica
+    ]
     assert sorted(seen) == list(range(num_devices))
     for index, virtual_device in enumerate(placement.virtual_devices):
         assert virtual_device.index == index
         assert len(virtual_device.ranks) == placement.num_replicas
     if num_devices > 1:
-        assert [placement.virtual_devices[index].num_devices for index in placement.of_task_graph] == wanted
+        assert [
+            placement.virtual_devices[index].num_devices for index in placement.of_task_graph
+        ] == wanted
     assert str(num_devices) in placement.reason or num_devices == 1
 
 
 @given(wanted=counts, num_devices=st.integers(2, 40), colocate=st.booleans())
-def test_the_offered_counts_work_and_are_the_nearest(wanted: list[int], num_devices: int, colocate: bool) -> None:
+def test_the_offered_counts_work_and_are_the_nearest(
+    wanted: list[int], num_devices: int, colocate: bool
+) -> None:
     def works(count: int, share: bool = colocate) -> bool:
         try:
             place(wanted, count, colocate=share)
@@ -98,7 +107,10 @@ def test_the_offered_counts_work_and_are_the_nearest(wanted: list[int], num_devi
     if colocate and len(set(wanted)) > 1:
         assert "give all the same count" in message
         return
-    offered = {int(count) for count in re.search(r"use ([0-9 or]+) devices", message).group(1).split(" or ")}  # type: ignore[union-attr]
+    offered = {
+        int(count)
+        for count in re.search(r"use ([0-9 or]+) devices", message).group(1).split(" or ")
+    }  # type: ignore[union-attr]
     below = max(count for count in range(1, num_devices) if works(count))
     above = next(count for count in range(num_devices + 1, 1000) if works(count))
     assert offered == {below, above}
@@ -106,13 +118,20 @@ def test_the_offered_counts_work_and_are_the_nearest(wanted: list[int], num_devi
 
 
 def test_the_error_has_all_numbers() -> None:
-    with pytest.raises(ValueError, match=r"1 \+ 1 = 2 devices, which does not divide 3 devices; use 2 or 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"1 \+ 1 = 2 devices, which does not divide 3 devices; use 2 or 4 devices"
+    ):
         place([1, 1], 3)
 
 
 @pytest.mark.parametrize(
     ("wanted", "num_devices", "message"),
-    [([1, 0], 4, "TaskGraph 1 asks for 0"), ([-2], 1, "asks for -2"), ([], 4, "no TaskGraph"), ([1], 0, "got 0")],
+    [
+        ([1, 0], 4, "TaskGraph 1 asks for 0"),
+        ([-2], 1, "asks for -2"),
+        ([], 4, "no TaskGraph"),
+        ([1], 0, "got 0"),
+    ],
 )
 def test_bad_counts_are_refused(wanted: list[int], num_devices: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,6 @@
-"""The models of the tests, and the comparison itself: a comparison that cannot fail would prove nothing."""
+"""The models of the tests, and the comparison itself: a comparison that cannot fail would prove
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.exactness import EXACT_FLOAT64, Float64Mode, Trace, compare, local_training, micro_batches, run_loss
+from tests.exactness import (
+    EXACT_FLOAT64,
+    Float64Mode,
+    Trace,
+    compare,
+    local_training,
+    micro_batches,
+    run_loss,
+)
 from tests.ranks import ModelServer
 from tests.zoo import BREADTH, CASES, DEEP, MAIN, Case, layer_cuts
 from tests.zoo_models import IGNORED, NUM_CLASSES, uneven_batch
@@ -34,11 +44,14 @@ def train(case: Case, num_steps: int = 2, num_micro_batch: int = 1) -> Trace:
         return local_training(case.build(), batches, case.loss, sgd, num_micro_batch)
 
 
-# ---- the cases --------------------------------------------------------------------------------------------------------
+# ---- the cases
+# --------------------------------------------------------------------------------------------------------
 
 
 def check_case(case: Case) -> None:
-    """One step in float64 with a finite loss; no random numbers in the forward; no gradient on what is frozen."""
+    """One step in float64 with a finite loss; no random numbers in the forward; no gradient on what
+    is frozen.
+    """
     model = case.build()
     assert model.training and {item.dtype for item in model.parameters()} == {torch.float64}
     with Float64Mode():
@@ -47,7 +60,9 @@ def check_case(case: Case) -> None:
     assert loss.dtype == torch.float64 and loss.dim() == 0 and torch.isfinite(loss)
     assert torch.equal(loss, again), "dropout is on somewhere"
     loss.backward()
-    gradients = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+    gradients = {
+        name: item.grad for name, item in model.named_parameters() if item.grad is not None
+    }
     assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients.values())
     assert all(dict(model.named_parameters())[name].requires_grad for name in gradients)
 
@@ -65,7 +80,9 @@ def test_a_breadth_case_trains(case: Case) -> None:
 
 def test_there_are_enough_families() -> None:
     assert len(CASES) == len(MAIN) + len(BREADTH) + len(DEEP), "two cases have the same name"
-    assert sum(not case.layer_drop for case in BREADTH) >= 16 and any(case.layer_drop for case in BREADTH)
+    assert sum(not case.layer_drop for case in BREADTH) >= 16 and any(
+        case.layer_drop for case in BREADTH
+    )
 
 
 @by_name(MAIN)
@@ -94,8 +111,12 @@ def check_cuts(case: Case) -> None:
                 assert matches, f"{case.name}: {glob} matches no module"
                 for match in matches:
                     assert any(True for _ in modules[match].parameters())
-                    inside = {name for name in modules if name == match or name.startswith(match + ".")}
-                    assert all(owner.setdefault(name, stage) == stage for name in inside), f"{case.name}: {match} is in two stages"
+                    inside = {
+                        name for name in modules if name == match or name.startswith(match + ".")
+                    }
+                    assert all(owner.setdefault(name, stage) == stage for name in inside), (
+                        f"{case.name}: {match} is in two stages"
+                    )
 
 
 def test_layer_cuts_by_hand() -> None:
@@ -116,13 +137,17 @@ def test_weights_are_the_same_with_and_without_the_mode(name: str) -> None:
     outside = CASES[name].build().state_dict()
     with Float64Mode():
         inside = CASES[name].build().state_dict()
-    assert outside.keys() == inside.keys() and all(torch.equal(outside[key], inside[key]) for key in outside)
+    assert outside.keys() == inside.keys() and all(
+        torch.equal(outside[key], inside[key]) for key in outside
+    )
 
 
 def weight_sum(prepared: None, name: str) -> tuple[float, float]:
     case = CASES[name]
     batch = case.batch(3, 4)
-    return sum(item.sum().item() for item in case.build().parameters()), float(sum(item.sum() for item in batch.values()))
+    return sum(item.sum().item() for item in case.build().parameters()), float(
+        sum(item.sum() for item in batch.values())
+    )
 
 
 def nothing() -> None:
@@ -150,11 +175,14 @@ def test_uneven_batch_has_samples_without_labels() -> None:
 def test_tied_and_frozen_parameters() -> None:
     tied = CASES["tied"].build()
     assert tied.head.weight is tied.embedding.weight
-    trained = [name for name, item in CASES["lora"].build().named_parameters() if item.requires_grad]
+    trained = [
+        name for name, item in CASES["lora"].build().named_parameters() if item.requires_grad
+    ]
     assert len(trained) == 4 * 4 * 2 and all(name.endswith((".down", ".up")) for name in trained)
 
 
-# ---- float64 mode -----------------------------------------------------------------------------------------------------
+# ---- float64 mode
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_float64_mode_widens_every_way_to_ask_for_float32() -> None:
@@ -181,7 +209,9 @@ def test_float64_mode_can_be_nested_and_ends_with_an_error() -> None:
 
 
 def test_float64_mode_is_what_makes_gpt2_exact() -> None:
-    """GPT-2's loss is computed in float32: summed over parts it differs by 1e-8 or so, with the mode by 1e-15."""
+    """GPT-2's loss is computed in float32: summed over parts it differs by 1e-8 or so, with the
+    mode by 1e-15.
+    """
     case = CASES["gpt2"]
     model = case.build()
 
@@ -190,7 +220,10 @@ def test_float64_mode_is_what_makes_gpt2_exact() -> None:
         worst = 0.0
         for seed in range(5):
             batch = case.batch(seed, BATCH_SIZE)
-            parts = sum(run_loss(model, part, None).item() * share for part, share in micro_batches(batch, 3))
+            parts = sum(
+                run_loss(model, part, None).item() * share
+                for part, share in micro_batches(batch, 3)
+            )
             worst = max(worst, abs(parts - run_loss(model, batch, None).item()))
         return worst
 
@@ -200,15 +233,23 @@ def test_float64_mode_is_what_makes_gpt2_exact() -> None:
     assert within < 1e-14 < 1e-10 < without
 
 
-# ---- local training and the comparison --------------------------------------------------------------------------------
+# ---- local training and the comparison
+# --------------------------------------------------------------------------------
 
 
 def test_local_training_by_hand() -> None:
-    """One weight w = 3, loss = mean(w x), x = 1 and 2: gradient 1.5 at every step, lr 0.1 without momentum."""
+    """One weight w = 3, loss = mean(w x), x = 1 and 2: gradient 1.5 at every step, lr 0.1 without
+    momentum.
+    """
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 3.0)
     batch = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
-    trace = local_training(model, [batch, batch], lambda output, batch: output.mean(), lambda items: torch.optim.SGD(items, lr=0.1))
+    trace = local_training(
+        model,
+        [batch, batch],
+        lambda output, batch: output.mean(),
+        lambda items: torch.optim.SGD(items, lr=0.1),
+    )
     assert trace.losses == pytest.approx([4.5, 4.275], abs=1e-15)
     assert trace.gradients["weight"].item() == 1.5
     assert trace.weights["weight"].item() == pytest.approx(2.7, abs=1e-15)
@@ -247,7 +288,10 @@ def test_a_small_error_in_one_element_is_found(reference: Trace, group: str) -> 
         wrong = copy.deepcopy(reference)
         getattr(wrong, group)["blocks.2.up.weight"][3, 4] += factor * EXACT_FLOAT64 * largest
         if fails:
-            with pytest.raises(AssertionError, match=rf"{group[:-1]} differs from local training, most in blocks.2.up.weight: .* 1.1e-10"):
+            with pytest.raises(
+                AssertionError,
+                match=rf"{group[:-1]} differs from local training, most in blocks.2.up.weight: .* 1.1e-10",
+            ):
                 compare(reference, wrong)
         else:
             compare(reference, wrong)
@@ -262,9 +306,15 @@ def test_wrong_losses_names_shapes_and_values_are_found(reference: Trace) -> Non
     refused("most in step 2", losses=[reference.losses[0], reference.losses[1] + 1e-8])
     refused("2 steps in local training, 1 here", losses=reference.losses[:1])
     refused(r"weight names differ: missing \['norm.bias'\]", weights=less)
-    refused(r"gradient names differ: .*not in local training \['more'\]", gradients={**reference.gradients, "more": torch.zeros(1)})
+    refused(
+        r"gradient names differ: .*not in local training \['more'\]",
+        gradients={**reference.gradients, "more": torch.zeros(1)},
+    )
     refused("weight norm.bias: shape", weights={**less, "norm.bias": torch.zeros(1)})
-    refused("weight norm.bias is not finite", weights={**less, "norm.bias": reference.weights["norm.bias"] * float("nan")})
+    refused(
+        "weight norm.bias is not finite",
+        weights={**less, "norm.bias": reference.weights["norm.bias"] * float("nan")},
+    )
 
 
 def test_buffers_are_compared_when_given() -> None:

@@ -27,7 +27,8 @@ class Mark:
     """One annotation, that is one TaskGraph."""
 
     order: tuple[str, int]
-    """(where it was said, how many were said there before): construction, then globs, then forward"""
+    """(where it was said, how many were said there before): construction, then globs, then forward
+    """
     strategy: Strategy
     label: str = ""
 
@@ -45,11 +46,15 @@ def mark_of_module(module: torch.nn.Module) -> Mark | None:
 
 
 def marks_by_module(model: torch.nn.Module) -> dict[str, Mark]:
-    """Name -> mark for every module that carries one, under all its names. A list of modules is never called: its mark is its members'."""
+    """Name -> mark for every module that carries one, under all its names. A list of modules is
+    never called: its mark is its members'.
+    """
     found: dict[str, Mark] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # parents before children
         parent = name.rpartition(".")[0]
-        in_list = bool(name) and isinstance(model.get_submodule(parent), torch.nn.ModuleList | torch.nn.ModuleDict)
+        in_list = bool(name) and isinstance(
+            model.get_submodule(parent), torch.nn.ModuleList | torch.nn.ModuleDict
+        )
         mark = mark_of_module(module) or (found.get(parent) if in_list else None)
         if mark is not None:
             found[name] = mark
@@ -59,22 +64,31 @@ def marks_by_module(model: torch.nn.Module) -> dict[str, Mark]:
 def annotate(model: Model, strategies: Mapping[str, Scope]) -> Model:
     """Marks modules by name, for a model whose source one cannot touch.
 
-    `strategies` maps a glob over module names (`"bert.encoder.layer.[0-5]"`; several joined by `|`) to `wh.replicate(n)` or
-    `wh.split(n)`. Each entry is one TaskGraph and includes everything below the modules that match. Returns the model.
+    `strategies` maps a glob over module names (`"bert.encoder.layer.[0-5]"`; several joined by `|`)
+    to `wh.replicate(n)` or `wh.split(n)`. Each entry is one TaskGraph and includes everything below
+    the modules that match. Returns the model.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     owner: dict[int, str] = {}
     for pattern, scope in strategies.items():
-        matches = [name for name in names if any(fnmatch.fnmatchcase(name, part) for part in pattern.split("|"))]
+        matches = [
+            name
+            for name in names
+            if any(fnmatch.fnmatchcase(name, part) for part in pattern.split("|"))
+        ]
         for part in pattern.split("|"):
             if not any(fnmatch.fnmatchcase(name, part) for name in names):
-                raise ValueError(f"wh.annotate: '{part}' matches none of the model's {len(names)} modules.{nearest(part, names)}")
+                raise ValueError(
+                    f"wh.annotate: '{part}' matches none of the model's {len(names)} "
+                    f"modules.{nearest(part, names)}"
+                )
         mark = Mark(("glob", next(_glob_marks)), _strategy_of(pattern, scope), label=pattern)
         for name in matches:
             module = model.get_submodule(name)
             if owner.get(id(module), pattern) != pattern:
                 raise ValueError(
-                    f"wh.annotate: module '{name}' is matched by both '{owner[id(module)]}' and '{pattern}': it can be in one TaskGraph"
+                    f"wh.annotate: module '{name}' is matched by both '{owner[id(module)]}' and "
+                    f"'{pattern}': it can be in one TaskGraph"
                 )
             owner[id(module)] = pattern
             attach_mark(module, mark)
@@ -85,5 +99,8 @@ def _strategy_of(pattern: str, scope: Scope) -> Strategy:
     from whale.annotation.scopes import Scope as ScopeClass
 
     if not isinstance(scope, ScopeClass):
-        raise ValueError(f"wh.annotate: the value for '{pattern}' is {scope!r}; it must be wh.replicate(n) or wh.split(n)")
+        raise ValueError(
+            f"wh.annotate: the value for '{pattern}' is {scope!r}; it must be wh.replicate(n) or "
+            "wh.split(n)"
+        )
     return scope.strategy

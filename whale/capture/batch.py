@@ -1,7 +1,8 @@
 """The user's batch taken apart into tensors and constants, and put together again.
 
-The batch size is the dim 0 that most tensors of the sample share. A tensor whose dim 0 is the batch size is *batched*; every other
-tensor is given whole to every device, and listed in the plan. Python numbers, strings and None are constants of the capture.
+The batch size is the dim 0 that most tensors of the sample share. A tensor whose dim 0 is the batch
+size is *batched*; every other tensor is given whole to every device, and listed in the plan. Python
+numbers, strings and None are constants of the capture.
 """
 
 from __future__ import annotations
@@ -35,67 +36,105 @@ class BatchLayout:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that can run the same captured graph."""
-        shapes = tuple((t.path, t.dtype, t.batched, t.shape[1:] if t.batched else t.shape) for t in self.tensors)
+        shapes = tuple(
+            (t.path, t.dtype, t.batched, t.shape[1:] if t.batched else t.shape)
+            for t in self.tensors
+        )
         return shapes, tuple((place, repr(value)) for place, value in self.constants)
 
     def __str__(self) -> str:
         """Shapes and constants, for messages: `x [8, 16], labels [8]`."""
         constants = [f"{self.paths[place]} = {value!r}" for place, value in self.constants]
-        return ", ".join([f"{tensor.path} {list(tensor.shape)}" for tensor in self.tensors] + constants)
+        return ", ".join(
+            [f"{tensor.path} {list(tensor.shape)}" for tensor in self.tensors] + constants
+        )
 
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The user's batch again, around these tensors."""
         constants = dict(self.constants)
         remaining = iter(tensors)
-        leaves = [constants[place] if place in constants else next(remaining) for place in range(len(self.paths))]
+        leaves = [
+            constants[place] if place in constants else next(remaining)
+            for place in range(len(self.paths))
+        ]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def read_batch(batch: Any, sample: BatchLayout | None = None) -> tuple[BatchLayout, list[torch.Tensor]]:
-    """Layout and tensors of a batch. With `sample`, the tensors that are batched there are batched here."""
-    plain = dict(batch) if isinstance(batch, Mapping) else batch  # Hugging Face's BatchEncoding is a mapping, not a dict
+def read_batch(
+    batch: Any, sample: BatchLayout | None = None
+) -> tuple[BatchLayout, list[torch.Tensor]]:
+    """Layout and tensors of a batch. With `sample`, the tensors that are batched there are batched
+    here.
+    """
+    plain = (
+        dict(batch) if isinstance(batch, Mapping) else batch
+    )  # Hugging Face's BatchEncoding is a mapping, not a dict
     with_paths, structure = pytree.tree_flatten_with_path(plain)
     paths = tuple(pytree.keystr(path) or "the batch" for path, _ in with_paths)
     leaves = [leaf for _, leaf in with_paths]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    constants = tuple((place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+    constants = tuple(
+        (place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
+    )
     for place, value in constants:
         if not isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
             where = "the batch" if structure.is_leaf() else f"{paths[place]} of the batch"
-            raise ValueError(f"{where} is a {type(value).__name__}: a batch holds tensors, numbers, strings and None")
+            raise ValueError(
+                f"{where} is a {type(value).__name__}: a batch holds tensors, numbers, strings "
+                "and None"
+            )
     sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim > 0)
     if not sizes:
-        raise ValueError(f"the batch holds no tensor with a batch dimension (its leaves: {', '.join(paths) or 'none'})")
-    tensor_paths = [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        raise ValueError(
+            "the batch holds no tensor with a batch dimension (its leaves: "
+            f"{', '.join(paths) or 'none'})"
+        )
+    tensor_paths = [
+        path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+    ]
     known = {t.path: t.batched for t in sample.tensors} if sample is not None else {}
-    marked = [t.shape[0] for path, t in zip(tensor_paths, tensors, strict=True) if known.get(path) and t.ndim > 0]
+    marked = [
+        t.shape[0]
+        for path, t in zip(tensor_paths, tensors, strict=True)
+        if known.get(path) and t.ndim > 0
+    ]
     batch_size = Counter(marked or sizes.elements()).most_common(1)[0][0]
     described = tuple(
-        BatchTensor(path, tuple(tensor.shape), tensor.dtype, tensor.ndim > 0 and tensor.shape[0] == batch_size and known.get(path, True))
+        BatchTensor(
+            path,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.ndim > 0 and tensor.shape[0] == batch_size and known.get(path, True),
+        )
         for path, tensor in zip(tensor_paths, tensors, strict=True)
     )
     return BatchLayout(structure, paths, constants, described, batch_size), tensors
 
 
 def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
-    """Refuses a batch that the sample batch did not prepare for. Other sizes of further dims are fine (a new capture)."""
+    """Refuses a batch that the sample batch did not prepare for. Other sizes of further dims are
+    fine (a new capture).
+    """
     if layout.paths != sample.paths or layout.structure != sample.structure:
         missing = [path for path in sample.paths if path not in layout.paths]
         unknown = [path for path in layout.paths if path not in sample.paths]
         hint = nearest(unknown[0], missing) if unknown and missing else ""
         raise ValueError(
-            f"the batch disagrees with the sample batch: missing {missing or 'nothing'}, not in the sample {unknown or 'nothing'}.{hint} "
+            f"the batch disagrees with the sample batch: missing {missing or 'nothing'}, not in "
+            f"the sample {unknown or 'nothing'}.{hint} "
             f"Pass a sample batch of this form to wh.parallelize"
         )
     for got, expected in zip(layout.tensors, sample.tensors, strict=False):
         if got.dtype != expected.dtype or len(got.shape) != len(expected.shape):
             raise ValueError(
-                f"{got.path} of the batch is {_describe(got)}, but the sample batch had {_describe(expected)}: "
+                f"{got.path} of the batch is {_describe(got)}, but the sample batch had "
+                f"{_describe(expected)}: "
                 f"pass a sample batch of this form to wh.parallelize"
             )
         if expected.batched and not got.batched:
             raise ValueError(
-                f"{got.path} has {got.shape[0]} samples, the rest of the batch {layout.batch_size}: all batched tensors need the same dim 0"
+                f"{got.path} has {got.shape[0]} samples, the rest of the batch "
+                f"{layout.batch_size}: all batched tensors need the same dim 0"
             )
 
 
@@ -103,18 +142,30 @@ def enlarge(layout: BatchLayout, tensors: list[torch.Tensor]) -> list[torch.Tens
     """A sample of one repeated, so that the export keeps the batch symbolic."""
     if layout.batch_size >= MIN_SAMPLES:
         return tensors
-    return [torch.cat([t] * MIN_SAMPLES) if described.batched else t for t, described in zip(tensors, layout.tensors, strict=True)]
+    return [
+        torch.cat([t] * MIN_SAMPLES) if described.batched else t
+        for t, described in zip(tensors, layout.tensors, strict=True)
+    ]
 
 
 def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
-    """Hash of the batch's values: ranks compare it to see that they were given the same mini-batch."""
+    """Hash of the batch's values: ranks compare it to see that they were given the same
+    mini-batch.
+    """
     state = hashlib.blake2b(repr(paths).encode(), digest_size=8)
     for tensor in tensors:
         plain = tensor.detach().contiguous().cpu()
         state.update(repr((tuple(plain.shape), plain.dtype)).encode())
-        state.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() and plain.ndim else repr(plain.tolist()).encode())
+        state.update(
+            plain.view(torch.uint8).numpy().tobytes()
+            if plain.numel() and plain.ndim
+            else repr(plain.tolist()).encode()
+        )
     return state.digest()
 
 
 def _describe(tensor: BatchTensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} with {len(tensor.shape)} dims {list(tensor.shape)}"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')} with {len(tensor.shape)} dims "
+        f"{list(tensor.shape)}"
+    )

@@ -22,7 +22,11 @@ from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.simplify import simplify
 from whale.names import nearest
 
-_STATE_KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+_STATE_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
 
 
 @dataclass
@@ -39,8 +43,12 @@ class Capture:
     has_loss: bool = True
 
 
-def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Capture:
-    """The loss in training mode. Submodules that the user put in eval mode (frozen BatchNorm) stay so."""
+def capture_training(
+    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+) -> Capture:
+    """The loss in training mode. Submodules that the user put in eval mode (frozen BatchNorm) stay
+    so.
+    """
     modes = [(module, module.training) for module in model.modules()]
     notes = []
     try:
@@ -55,7 +63,9 @@ def capture_training(model: torch.nn.Module, layout: BatchLayout, tensors: list[
     return capture
 
 
-def capture_evaluation(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Capture:
+def capture_evaluation(
+    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+) -> Capture:
     """Loss and outputs in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -67,10 +77,15 @@ def capture_evaluation(model: torch.nn.Module, layout: BatchLayout, tensors: lis
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Every parameter and buffer name -> the first name of the same tensor. Found by identity: meta tensors have no address."""
+    """Every parameter and buffer name -> the first name of the same tensor. Found by identity: meta
+    tensors have no address.
+    """
     first: dict[int, str] = {}
     names = {}
-    for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for kind in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
         for name, tensor in kind:
             names[name] = first.setdefault(id(tensor), name)
     return names
@@ -82,13 +97,19 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
     graph = program.graph_module.graph
     drop_asserts(graph)
     state, constants = _lower_state(program, graph, tied_names(model), model)
-    parameters = [node for node in graph.nodes if node.op == "get_attr" and state[str(node.target)].kind == "parameter"]
+    parameters = [
+        node
+        for node in graph.nodes
+        if node.op == "get_attr" and state[str(node.target)].kind == "parameter"
+    ]
     updates = make_functional(graph, parameters)
     simplify(graph)
     num_products = use_expert_mm(graph)
     _strip_names(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    batched = next(node for node, described in zip(inputs, layout.tensors, strict=True) if described.batched)
+    batched = next(
+        node for node, described in zip(inputs, layout.tensors, strict=True) if described.batched
+    )
     captured = CapturedGraph(
         graph=graph,
         inputs=layout.tensors,
@@ -96,31 +117,64 @@ def _clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> C
         constants=constants,
         batch_symbol=batched.meta["val"].shape[0].node.expr,
         batch_size=max(layout.batch_size, 2),
-        buffer_updates={str(node.target): value for node, value in updates.items() if node.op == "get_attr"},
+        buffer_updates={
+            str(node.target): value for node, value in updates.items() if node.op == "get_attr"
+        },
     )
-    captured.notes.extend(f"{t.path} has no batch dimension: every device gets it whole" for t in layout.tensors if not t.batched)
-    captured.notes.extend(f"{path} is not a tensor and is left out of evaluation outputs" for path in exported.dropped_outputs)
+    captured.notes.extend(
+        f"{t.path} has no batch dimension: every device gets it whole"
+        for t in layout.tensors
+        if not t.batched
+    )
+    captured.notes.extend(
+        f"{path} is not a tensor and is left out of evaluation outputs"
+        for path in exported.dropped_outputs
+    )
     if num_products:
-        captured.notes.append(f"{num_products} products of tokens with their experts are computed in the order of the tokens, not sorted")
+        captured.notes.append(
+            f"{num_products} products of tokens with their experts are computed in the order of "
+            "the tokens, not sorted"
+        )
     captured.notes.extend(_left_to_the_loss(exported, model, layout, inputs))
     for name, (before, after) in exported.changed_numbers.items():
-        captured.notes.append(f"forward changes {name} from {before} to {after}: the captured graph keeps what it did with it in this call")
+        captured.notes.append(
+            f"forward changes {name} from {before} to {after}: the captured graph keeps what it "
+            "did with it in this call"
+        )
     recomputed = [finding.name for finding in exported.findings.checkpoints()]
     if recomputed:
-        captured.notes.append(f"torch.utils.checkpoint: {len(recomputed)} regions ({recomputed[0]} first) are computed again in backward")
+        captured.notes.append(
+            f"torch.utils.checkpoint: {len(recomputed)} regions ({recomputed[0]} first) are "
+            "computed again in backward"
+        )
     for finding in exported.findings.gradient_changes():
-        captured.notes.append(f"{finding.kind} `{finding.name}` at {finding.place} is not run; the captured gradients agree with it")
+        captured.notes.append(
+            f"{finding.kind} `{finding.name}` at {finding.place} is not run; the captured "
+            "gradients agree with it"
+        )
     return Capture(
-        captured, exported.forward_marks, exported.findings, layout, exported.output_structure, exported.output_is_tensor, exported.has_loss
+        captured,
+        exported.forward_marks,
+        exported.findings,
+        layout,
+        exported.output_structure,
+        exported.output_is_tensor,
+        exported.has_loss,
     )
 
 
 def _lower_state(
     program: Any, graph: Graph, ties: dict[str, str], model: torch.nn.Module
 ) -> tuple[dict[str, StateTensor], dict[str, torch.Tensor]]:
-    """Turns the placeholders of parameters, buffers and constants into one `get_attr` node for each tensor."""
+    """Turns the placeholders of parameters, buffers and constants into one `get_attr` node for each
+    tensor.
+    """
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    trainable = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
     aliases: dict[str, list[str]] = {}
     for name, first in ties.items():
         if name != first:
@@ -128,13 +182,20 @@ def _lower_state(
     state: dict[str, StateTensor] = {}
     constants: dict[str, torch.Tensor] = {}
     nodes: dict[str, Node] = {}
-    top = placeholders[next(s.arg.name for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT)]
+    top = placeholders[
+        next(
+            s.arg.name
+            for s in program.graph_signature.input_specs
+            if s.kind == InputKind.USER_INPUT
+        )
+    ]
     for spec in program.graph_signature.input_specs:
         kind = _STATE_KINDS.get(spec.kind)
         if kind is None:
             if spec.kind != InputKind.USER_INPUT:
                 raise ValueError(
-                    f"the model uses {spec.arg.name}, a {spec.kind.name} that Whale cannot place: make it a tensor or a Python constant"
+                    f"the model uses {spec.arg.name}, a {spec.kind.name} that Whale cannot place: "
+                    "make it a tensor or a Python constant"
                 )
             continue
         old = placeholders[spec.arg.name]
@@ -160,15 +221,26 @@ def _lower_state(
     return state, constants
 
 
-def _left_to_the_loss(exported: Exported, model: torch.nn.Module, layout: BatchLayout, inputs: list[Node]) -> list[str]:
-    """What only the loss gets of the batch. What the loss does not use either may be a misspelt argument, which is refused."""
+def _left_to_the_loss(
+    exported: Exported, model: torch.nn.Module, layout: BatchLayout, inputs: list[Node]
+) -> list[str]:
+    """What only the loss gets of the batch. What the loss does not use either may be a misspelt
+    argument, which is refused.
+    """
     left = exported.left_to_the_loss
-    unused = {tensor.path for node, tensor in zip(inputs, layout.tensors, strict=True) if not node.users}
+    unused = {
+        tensor.path for node, tensor in zip(inputs, layout.tensors, strict=True) if not node.users
+    }
     for key in left:
         hint = nearest(key.strip("[']"), inspect.signature(model.forward).parameters)
         if key in unused and hint:
-            raise ValueError(f"{key} of the batch: neither forward has an argument of this name, nor does the loss use it.{hint}")
-    return [f"{', '.join(left)}: forward has no such argument, only the loss gets it"] if left else []
+            raise ValueError(
+                f"{key} of the batch: neither forward has an argument of this name, nor does the "
+                f"loss use it.{hint}"
+            )
+    return (
+        [f"{', '.join(left)}: forward has no such argument, only the loss gets it"] if left else []
+    )
 
 
 def _strip_names(graph: Graph) -> None:
@@ -176,12 +248,16 @@ def _strip_names(graph: Graph) -> None:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
-                key: (local_name(name), kind) for key, (name, kind) in stack.items() if not name.startswith("_empty")
+                key: (local_name(name), kind)
+                for key, (name, kind) in stack.items()
+                if not name.startswith("_empty")
             }
 
 
 def operation_marks(capture: Capture, model: torch.nn.Module) -> dict[Node, Mark]:
-    """Annotation of each operation that has one: a scope in `forward` is closest to it, then the innermost marked module around it."""
+    """Annotation of each operation that has one: a scope in `forward` is closest to it, then the
+    innermost marked module around it.
+    """
     by_module = marks_by_module(model)
     marks = {}
     for node in capture.captured.compute_nodes():

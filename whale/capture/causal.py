@@ -1,8 +1,9 @@
 """A mask that says nothing but "no word sees a later one" becomes `is_causal` again.
 
-While it is traced, a model cannot know that its mask is only this and writes it out, which makes attention slower than in the eager
-model. Models of `transformers` also look for several texts packed into one sample, in positions that they made themselves; then the mask
-takes its shape from the batch, though every sample has the same one.
+While it is traced, a model cannot know that its mask is only this and writes it out, which makes
+attention slower than in the eager model. Models of `transformers` also look for several texts
+packed into one sample, in positions that they made themselves; then the mask takes its shape from
+the batch, though every sample has the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ BATCH_SIZES = (2, 3, 5)
 
 
 def use_is_causal(graph: Graph) -> None:
-    """Replaces causal masks by `is_causal`; all layers of a model mostly share one mask, which is then looked at once."""
+    """Replaces causal masks by `is_causal`; all layers of a model mostly share one mask, which is
+    then looked at once.
+    """
     known: dict[Any, bool] = {}
     for node in graph.nodes:
         if op_name(node) == "scaled_dot_product_attention":
@@ -33,10 +36,17 @@ def use_is_causal(graph: Graph) -> None:
 
 
 def _has_causal_mask(attention: Node) -> bool:
-    """Whether the mask depends on no data and is true up to the diagonal and false above it, the same for all samples and heads."""
+    """Whether the mask depends on no data and is true up to the diagonal and false above it, the
+    same for all samples and heads.
+    """
     mask, query, key = (argument(attention, name) for name in ("attn_mask", "query", "key"))
     length, num_keys = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
-    if not isinstance(mask, Node) or not isinstance(length, int) or not isinstance(num_keys, int) or length != num_keys:
+    if (
+        not isinstance(mask, Node)
+        or not isinstance(length, int)
+        or not isinstance(num_keys, int)
+        or length != num_keys
+    ):
         return False
     if mask.meta["val"].dtype != torch.bool or mask.meta["val"].shape[-2:] != (length, length):
         return False
@@ -48,7 +58,9 @@ def _has_causal_mask(attention: Node) -> bool:
 
 
 def _made_from_numbers(node: Node) -> set[Node] | None:
-    """The nodes that this one is computed from, or None if data, weights or random numbers are among them. Sizes of the batch may be."""
+    """The nodes that this one is computed from, or None if data, weights or random numbers are
+    among them. Sizes of the batch may be.
+    """
     needed: set[Node] = set()
     waiting = [node]
     while waiting:
@@ -58,7 +70,10 @@ def _made_from_numbers(node: Node) -> set[Node] | None:
         needed.add(source)
         if isinstance(source.meta.get("val"), torch.SymInt):
             continue
-        draws = isinstance(source.target, OpOverload) and torch.Tag.nondeterministic_seeded in source.target.tags
+        draws = (
+            isinstance(source.target, OpOverload)
+            and torch.Tag.nondeterministic_seeded in source.target.tags
+        )
         if source.op != "call_function" or draws or written_names(source):
             return None
         waiting.extend(source.all_input_nodes)
@@ -74,7 +89,9 @@ def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
         size = source.meta.get("val")
         if isinstance(size, torch.SymInt):
             expression = size.node.expr
-            values[source] = int(expression.subs(dict.fromkeys(expression.free_symbols, batch_size)))
+            values[source] = int(
+                expression.subs(dict.fromkeys(expression.free_symbols, batch_size))
+            )
         else:
             args, kwargs = map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = source.target(*args, **kwargs)  # type: ignore[operator]
@@ -82,6 +99,12 @@ def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
 
 
 def _replace_mask(attention: Node) -> None:
-    given = {declared.name: argument(attention, declared.name) for declared in schema(attention.target).arguments}
+    given = {
+        declared.name: argument(attention, declared.name)
+        for declared in schema(attention.target).arguments
+    }
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    attention.args, attention.kwargs = (query, key, value), {**given, "attn_mask": None, "is_causal": True}
+    attention.args, attention.kwargs = (
+        (query, key, value),
+        {**given, "attn_mask": None, "is_causal": True},
+    )

@@ -1,6 +1,8 @@
-"""Why a capture failed, in the user's words: which module, which line, what is wrong there, and the way out.
+"""Why a capture failed, in the user's words: which module, which line, what is wrong there, and the
+way out.
 
-`torch.export` stops with long messages about symbols and guards. `explain` turns each of them into one `CaptureError`. Three steps:
+`torch.export` stops with long messages about symbols and guards. `explain` turns each of them into
+one `CaptureError`. Three steps:
 
 1. where: the innermost line of the user's code and the innermost module, both read from the frames of the traceback (`locate`);
    constraints on the batch size come without a traceback, so `size_conditions` notes the place of each while it is made;
@@ -39,7 +41,9 @@ LOSS_CALLER = "loss_of"
 
 
 class CaptureError(ValueError):
-    """The model cannot be captured as it is written; the message says where, why and what to change."""
+    """The model cannot be captured as it is written; the message says where, why and what to
+    change.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class Place:
     source: str
     """text of the line, stripped"""
     module: str | None
-    """name inside the model, `''` for the model itself, None when no module of the model was running"""
+    """name inside the model, `''` for the model itself, None when no module of the model was
+    running
+    """
     class_name: str = ""
     in_loss: bool = False
     """inside the user's loss function"""
@@ -66,17 +72,23 @@ class Place:
             return f"the loss function, {where}"
         if self.module is None:
             return where
-        return f"{f'`{self.module}`' if self.module else 'the model itself'} ({self.class_name}), {where}"
+        return (
+            f"{f'`{self.module}`' if self.module else 'the model itself'} ({self.class_name}), "
+            f"{where}"
+        )
 
 
 NOWHERE = Place(file="", line=0, source="", module=None)
 
 
-# --- where ---------------------------------------------------------------------------------------------------------------------
+# --- where
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def is_user_file(file_name: str) -> bool:
-    """The file is neither torch, Whale nor the standard library. Libraries of models (transformers, timm) count as user code."""
+    """The file is neither torch, Whale nor the standard library. Libraries of models (transformers,
+    timm) count as user code.
+    """
     if file_name == "<string>" or file_name.startswith("<frozen"):
         return False
     if file_name.startswith((_TORCH_FOLDER, _WHALE_FOLDER)):
@@ -94,15 +106,24 @@ def running_module(frame: FrameType) -> nn.Module | None:
     if not frame.f_code.co_argcount:
         return None
     owner = frame.f_locals.get(frame.f_code.co_varnames[0])
-    # a function that merely takes a module, such as `torch.export.export(model)`, is not one of its methods
-    return owner if isinstance(owner, nn.Module) and hasattr(type(owner), frame.f_code.co_name) else None
+    # a function that merely takes a module, such as `torch.export.export(model)`, is not one of its
+    # methods
+    return (
+        owner
+        if isinstance(owner, nn.Module) and hasattr(type(owner), frame.f_code.co_name)
+        else None
+    )
 
 
 def locate(frames: Frames, names: dict[int, str]) -> Place:
-    """Innermost user line and innermost module of the model. Frames outside the model's forward do not count when there is one."""
+    """Innermost user line and innermost module of the model. Frames outside the model's forward do
+    not count when there is one.
+    """
     inside, line, owner, in_loss = False, NOWHERE, None, False
     for frame, number in frames:
-        if frame.f_code.co_name == LOSS_CALLER and frame.f_code.co_filename.startswith(_WHALE_FOLDER):
+        if frame.f_code.co_name == LOSS_CALLER and frame.f_code.co_filename.startswith(
+            _WHALE_FOLDER
+        ):
             in_loss, line = True, NOWHERE
         module = running_module(frame)
         if module is not None and id(module) in names:
@@ -143,19 +164,30 @@ def _error_place(error: BaseException, names: dict[int, str]) -> tuple[BaseExcep
     return error, NOWHERE
 
 
-# --- constraints on the batch size ---------------------------------------------------------------------------------------------
+# --- constraints on the batch size
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class SizeConditions:
-    """What the forward asked of symbolic sizes, in order, and where. torch itself keeps only a line inside torch."""
+    """What the forward asked of symbolic sizes, in order, and where. torch itself keeps only a line
+    inside torch.
+    """
 
     conditions: list[tuple[sympy.Basic, Place]] = field(default_factory=list)
 
     def equations(self) -> list[Place]:
-        """The first lines that put an equation on a size: these fix the batch or ask that it divides."""
-        places = [place for condition, place in self.conditions if isinstance(condition, sympy.Eq) and place.file]
-        inside = [place for place in places if place.module is not None or place.in_loss]  # others: the line that called Whale
+        """The first lines that put an equation on a size: these fix the batch or ask that it
+        divides.
+        """
+        places = [
+            place
+            for condition, place in self.conditions
+            if isinstance(condition, sympy.Eq) and place.file
+        ]
+        inside = [
+            place for place in places if place.module is not None or place.in_loss
+        ]  # others: the line that called Whale
         return list(dict.fromkeys(inside or places))[:_MAX_PLACES]
 
 
@@ -173,7 +205,9 @@ class _PlacedGuards(list[Any]):
 
 @contextmanager
 def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
-    """Around `torch.export.export`: notes where conditions on sizes come from. The export makes its own `ShapeEnv`, hence the patch."""
+    """Around `torch.export.export`: notes where conditions on sizes come from. The export makes its
+    own `ShapeEnv`, hence the patch.
+    """
     found, names = SizeConditions(), module_names(model)
     original = ShapeEnv.__init__
 
@@ -188,7 +222,8 @@ def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
         ShapeEnv.__init__ = original  # type: ignore[method-assign]
 
 
-# --- what ----------------------------------------------------------------------------------------------------------------------
+# --- what
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 _INSIDE_FORWARD, _OUTSIDE_FORWARD, _AFTER_FORWARD = "inside", "outside", "after"
@@ -196,14 +231,18 @@ _INSIDE_FORWARD, _OUTSIDE_FORWARD, _AFTER_FORWARD = "inside", "outside", "after"
 
 @dataclass(frozen=True)
 class _Rule:
-    """One known way to fail. `kind` is looked for in the class names of the exception, `pattern` in its message."""
+    """One known way to fail. `kind` is looked for in the class names of the exception, `pattern` in
+    its message.
+    """
 
     kind: str
     pattern: str
     wrong: str
     way_out: str
     when: str = _INSIDE_FORWARD
-    """raised while the forward ran, before or after it, or after it because of a condition that the forward put on a size"""
+    """raised while the forward ran, before or after it, or after it because of a condition that the
+    forward put on a size
+    """
 
     def match(self, error: BaseException, inside: bool) -> dict[str, str] | None:
         """The words of the pattern, or None when this rule does not know the error."""
@@ -211,31 +250,44 @@ class _Rule:
         if self.kind not in kinds or inside != (self.when == _INSIDE_FORWARD):
             return None
         match = re.search(self.pattern, str(error), re.DOTALL)
-        return None if match is None else {key: _readable(value or "") for key, value in match.groupdict().items()}
+        return (
+            None
+            if match is None
+            else {key: _readable(value or "") for key, value in match.groupdict().items()}
+        )
 
 
-_OUTSIDE = "or compute it outside the model and give it in the batch as a Python number (a new value is then a new capture)"
+_OUTSIDE = (
+    "or compute it outside the model and give it in the batch as a Python number (a new value is "
+    "then a new capture)"
+)
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         "GuardOnDataDependentSymNode",
         r"Could not extract specialized integer",
-        "the value of a tensor becomes a Python integer here (`int()`, `.item()`, `.tolist()`, a size, a slice or a `range`). "
-        "The captured graph is the same for every batch, so no Python number may depend on what the tensors hold",
+        "the value of a tensor becomes a Python integer here (`int()`, `.item()`, `.tolist()`, a "
+        "size, a slice or a `range`). "
+        "The captured graph is the same for every batch, so no Python number may depend on what "
+        "the tensors hold",
         f"keep it a tensor (masks and `torch.where` instead of slices and loops), {_OUTSIDE}",
     ),
     _Rule(
         "GuardOnDataDependentSymNode",
         r"",
-        "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, `int()` or a comparison of `.item()`). "
-        "The captured graph has one path for every batch, so no Python decision may depend on what the tensors hold",
-        "write both cases as tensors with `torch.where(condition, a, b)`; put checks under `if not torch.compiler.is_exporting():`; "
-        + _OUTSIDE,
+        "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, "
+        "`int()` or a comparison of `.item()`). "
+        "The captured graph has one path for every batch, so no Python decision may depend on "
+        "what the tensors hold",
+        "write both cases as tensors with `torch.where(condition, a, b)`; put checks under `if "
+        "not torch.compiler.is_exporting():`; " + _OUTSIDE,
     ),
     _Rule(
         "DataDependentOutputException",
         r"(?P<operation>\S*)",
-        "`{operation}` turns the values of tensors into a Python number or bool, which a captured graph cannot hold",
-        f"use the form that stays a tensor (`(a == b).all()` with `torch.where` for `torch.equal`), {_OUTSIDE}",
+        "`{operation}` turns the values of tensors into a Python number or bool, which a captured "
+        "graph cannot hold",
+        "use the form that stays a tensor (`(a == b).all()` with `torch.where` for "
+        f"`torch.equal`), {_OUTSIDE}",
     ),
     _Rule(
         "DynamicOutputShapeException",
@@ -246,31 +298,41 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(
         "RuntimeError",
         r"specialized it to be a constant \((?P<size>\d+)\)",
-        "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it with other sizes (micro-batches)",
-        "take the size from the tensor (`x.shape[0]`, or -1 in `view` and `reshape`) instead of the number {size}, "
-        "and build masks, states and positions for `x.shape[0]` samples or for one that broadcasts. Dim 0 of a tensor of the batch is its "
-        "samples: one that has {size} rows and no samples needs a sample batch of another size, and time does not come first",
+        "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it "
+        "with other sizes (micro-batches)",
+        "take the size from the tensor (`x.shape[0]`, or -1 in `view` and `reshape`) instead of "
+        "the number {size}, "
+        "and build masks, states and positions for `x.shape[0]` samples or for one that "
+        "broadcasts. Dim 0 of a tensor of the batch is its "
+        "samples: one that has {size} rows and no samples needs a sample batch of another size, "
+        "and time does not come first",
         _AFTER_FORWARD,
     ),
     _Rule(
         "RuntimeError",
         r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>[^\n]+?)\.?\s*(Specializations|\n|$)",
-        "the forward works only for batch sizes with {guard}. Whale runs it with other sizes (micro-batches)",
-        "write this step so that it works for every number of samples, without a branch or a `view` that depends on it",
+        "the forward works only for batch sizes with {guard}. Whale runs it with other sizes "
+        "(micro-batches)",
+        "write this step so that it works for every number of samples, without a branch or a "
+        "`view` that depends on it",
         _AFTER_FORWARD,
     ),
     _Rule(
         "RuntimeError",
         r"\.numpy\(\) is not supported|Can't call numpy\(\)|Cannot copy out of meta tensor|[Cc]annot .*data pointer",
-        "the values of a tensor are read outside torch here (`.numpy()`, `.data_ptr()`, a C extension). "
+        "the values of a tensor are read outside torch here (`.numpy()`, `.data_ptr()`, a C "
+        "extension). "
         "During a capture tensors have shapes and no values",
-        "use torch operations, or wrap this part with `torch.library.custom_op` (with `register_fake` and `register_autograd`)",
+        "use torch operations, or wrap this part with `torch.library.custom_op` (with "
+        "`register_fake` and `register_autograd`)",
     ),
     _Rule(
         "RuntimeError",
         r"fake tensor in the exported program constant's list.*?model attribute: (?P<attribute>\S+?)\.?lifted_tensor",
-        "a tensor left the graph in `{attribute}`: `.data`, or a tensor that is kept from one forward to the next",
-        "use `.detach()` instead of `.data`; register a tensor that lives from step to step as a buffer and update it in place",
+        "a tensor left the graph in `{attribute}`: `.data`, or a tensor that is kept from one "
+        "forward to the next",
+        "use `.detach()` instead of `.data`; register a tensor that lives from step to step as a "
+        "buffer and update it in place",
         _OUTSIDE_FORWARD,
     ),
     _Rule(
@@ -278,27 +340,32 @@ _RULES: tuple[_Rule, ...] = (
         r"(?P<message>.*not on the expected device.*|Unhandled FakeTensor Device Propagation.*|"
         r"Expected all tensors to be on the same device.*)",
         "tensors of two devices meet here ({message})",
-        "make new tensors with `device=x.device`, and keep constants as buffers so that they move with the model",
+        "make new tensors with `device=x.device`, and keep constants as buffers so that they move "
+        "with the model",
     ),
     _Rule(
         "Exception",
         r"Found (?P<type><class .*?>) in output",
         "the model returns a {type}, which cannot leave a graph",
-        "return the loss (a scalar tensor), something with `.loss`, or give `loss=` a function that makes the loss from the output",
+        "return the loss (a scalar tensor), something with `.loss`, or give `loss=` a function "
+        "that makes the loss from the output",
         _OUTSIDE_FORWARD,
     ),
     _Rule(
         "Exception",
         r"Unsupported input type (?P<type><class .*?>)|to non-tensor type (?P<other><class .*?>)",
         "the batch holds a {type}{other}, which cannot enter a graph",
-        "give tensors, numbers, strings, and lists, tuples and dicts of them; `torch.export.register_dataclass` for your own dataclass",
+        "give tensors, numbers, strings, and lists, tuples and dicts of them; "
+        "`torch.export.register_dataclass` for your own dataclass",
         _OUTSIDE_FORWARD,
     ),
     _Rule(
         "Exception",
         r"(?P<message>[^\n]*dynamic_shapes[^\n]*|Must provide a tree_name)",
-        "the batch does not fit the signature of the forward; tensors that it only takes as `*args` or `**kwargs` have no name ({message})",
-        "name each argument in the forward's signature, or wrap the model in a module whose forward names them",
+        "the batch does not fit the signature of the forward; tensors that it only takes as "
+        "`*args` or `**kwargs` have no name ({message})",
+        "name each argument in the forward's signature, or wrap the model in a module whose "
+        "forward names them",
         _OUTSIDE_FORWARD,
     ),
 )
@@ -322,10 +389,14 @@ def _known(error: Exception, inside: bool) -> tuple[_Rule, dict[str, str]] | Non
     return None
 
 
-def explain(error: Exception, model: nn.Module, sizes: SizeConditions | None = None) -> CaptureError:
-    """One readable error for what stopped the capture of `model`; `raise explain(error, model, sizes) from error`.
+def explain(
+    error: Exception, model: nn.Module, sizes: SizeConditions | None = None
+) -> CaptureError:
+    """One readable error for what stopped the capture of `model`; `raise explain(error, model,
+    sizes) from error`.
 
-    With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a line too.
+    With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a
+    line too.
     """
     if isinstance(error, CaptureError):
         return error
@@ -341,15 +412,25 @@ def explain(error: Exception, model: nn.Module, sizes: SizeConditions | None = N
         wrong = f"the loss raised {type(raised).__name__}: {_message(raised)}"
         way_out = (
             "Whale calls `loss(output, batch)` with what the model gives and the whole batch: "
-            "`loss=lambda output, batch: F.cross_entropy(output, batch[\"labels\"])`"
+            '`loss=lambda output, batch: F.cross_entropy(output, batch["labels"])`'
         )
     elif inside:
         wrong = f"the forward raised {type(raised).__name__}: {_message(raised)}"
-        way_out = "call the model on the sample batch without Whale; if it fails in the same way, the mistake is in this line"
+        way_out = (
+            "call the model on the sample batch without Whale; if it fails in the same way, the "
+            "mistake is in this line"
+        )
     else:
         wrong = f"torch.export raised {type(error).__name__}: {_message(error)}"
-        way_out = "try `torch.export.export` on the model alone with `strict=False`; if that works, please report the model to us"
-    where = "".join(f"\n  at {each.describe()}" for each in places) or f"\n  in {type(model).__name__}"
-    explained = CaptureError(f"The model cannot be captured.{where}\n  What is wrong: {wrong}.\n  Way out: {way_out}.")
+        way_out = (
+            "try `torch.export.export` on the model alone with `strict=False`; if that works, "
+            "please report the model to us"
+        )
+    where = (
+        "".join(f"\n  at {each.describe()}" for each in places) or f"\n  in {type(model).__name__}"
+    )
+    explained = CaptureError(
+        f"The model cannot be captured.{where}\n  What is wrong: {wrong}.\n  Way out: {way_out}."
+    )
     explained.__cause__ = error
     return explained

@@ -1,15 +1,19 @@
-"""Products of tokens with the weights of their experts, taken out of the sorted order that models compute them in.
+"""Products of tokens with the weights of their experts, taken out of the sorted order that models
+compute them in.
 
-A mixture of experts that does not write batched einsums sorts its tokens by expert, multiplies runs of rows with `grouped_mm` and puts
-the results back; another way is to copy the weights of its expert for every token and to call `bmm`. Sorted rows belong to no sample any
-more, and copied weights are large. This pass gives both the same form, in the order of the tokens:
+A mixture of experts that does not write batched einsums sorts its tokens by expert, multiplies runs
+of rows with `grouped_mm` and puts the results back; another way is to copy the weights of its
+expert for every token and to call `bmm`. Sorted rows belong to no sample any more, and copied
+weights are large. This pass gives both the same form, in the order of the tokens:
 
     y = grouped_mm(x[order], weight, ends) ... y[inverse of order]   ->   expert_mm(x, weight, expert of each row)             (1)
     bmm(weight[expert of each row], x)                               ->   expert_mm(x, weight, expert of each row)             (2)
 
-In (2) the numbers are read as indexing does: negative ones count from the end, others outside are an error.
+In (2) the numbers are read as indexing does: negative ones count from the end, others outside are
+an error.
 
-In (1) whatever stands between must treat rows one by one; where something else reads sorted rows, the graph stays as it is.
+In (1) whatever stands between must treat rows one by one; where something else reads sorted rows,
+the graph stays as it is.
 """
 
 from __future__ import annotations
@@ -32,17 +36,31 @@ CASTS = ("to", "_to_copy", "clone", "contiguous", "detach", "alias")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 ORDERLESS = ("histc", "bincount")
 """give the same for rows in any order"""
-ALONG_DIM = ("chunk", "split", "split_with_sizes", "unsqueeze", "squeeze", "softmax", "sum", "mean", "select", "slice", "glu")
+ALONG_DIM = (
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "unsqueeze",
+    "squeeze",
+    "softmax",
+    "sum",
+    "mean",
+    "select",
+    "slice",
+    "glu",
+)
 """treat rows one by one unless they work along dim 0"""
 
 
-# --------------------------------------------------------------------------------------------------------------------- the product
+# ---------------------------------------------------------------------------------------------------------------------
+# the product
 
 
 @torch.library.custom_op("whale::expert_mm", mutates_args=())
 def expert_mm(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    """Row i of x [rows, K] times the matrix [K, N] of expert `experts[i]`: weight [experts, K, N], or [experts, N, K] if transposed. A row
-    whose expert is not among them gives 0. Result: [rows, N]."""
+    """Row i of x [rows, K] times the matrix [K, N] of expert `experts[i]`: weight [experts, K, N],
+    or [experts, N, K] if transposed. A row whose expert is not among them gives 0. Result: [rows,
+    N]."""
     matrices = weight.transpose(1, 2) if transposed else weight
     result = x.new_zeros(len(x), matrices.shape[2])
     for rows, matrix in zip(rows_by_expert(experts, len(weight)), matrices):
@@ -66,7 +84,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
     for expert, rows in enumerate(rows_by_expert(experts, len(weight))):
         matrix = weight[expert] if ctx.transposed else weight[expert].T  # [N, K]
         of_x[rows] = gradient[rows] @ matrix
-        of_weight[expert] = gradient[rows].T @ x[rows] if ctx.transposed else x[rows].T @ gradient[rows]
+        of_weight[expert] = (
+            gradient[rows].T @ x[rows] if ctx.transposed else x[rows].T @ gradient[rows]
+        )
     return of_x, of_weight, None, None
 
 
@@ -76,11 +96,14 @@ expert_mm.register_autograd(_backward, setup_context=_save)
 def rows_by_expert(experts: Tensor, num_experts: int) -> Sequence[Tensor]:
     """For each expert the numbers of its rows, in order."""
     order = experts.argsort(stable=True)
-    starts = torch.searchsorted(experts[order], torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)).tolist()
+    starts = torch.searchsorted(
+        experts[order], torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+    ).tolist()
     return [order[start:stop] for start, stop in zip(starts, starts[1:])]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ the pass
+# ------------------------------------------------------------------------------------------------------------------------
+# the pass
 
 
 def use_expert_mm(graph: Graph) -> int:
@@ -98,11 +121,15 @@ def use_expert_mm(graph: Graph) -> int:
 
 def _is_plain_sort(node: Node) -> bool:
     numbers = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return numbers.ndim == 1 and not numbers.is_floating_point() and not argument(node, "descending")
+    return (
+        numbers.ndim == 1 and not numbers.is_floating_point() and not argument(node, "descending")
+    )
 
 
 class _Sorted:
-    """One order of rows, and everything that is computed in it. The twin of a sorted value is the same value in the order of the tokens."""
+    """One order of rows, and everything that is computed in it. The twin of a sorted value is the
+    same value in the order of the tokens.
+    """
 
     def __init__(self, graph: Graph, sort: Node) -> None:
         self.graph, self.sort = graph, sort
@@ -123,7 +150,9 @@ class _Sorted:
             self.twins |= {user: self.experts for user in sort.users if user.args[1] == 0}
 
     def take_out(self) -> None:
-        """Replaces the results, if every sorted value is understood and there is a product among them."""
+        """Replaces the results, if every sorted value is understood and there is a product among
+        them.
+        """
         nodes = list(self.graph.nodes)
         is_understood = all(self._understand(node) for node in nodes[nodes.index(self.sort) + 1 :])
         has_product = any(op_name(node) == "expert_mm" for node in self.made)
@@ -134,16 +163,26 @@ class _Sorted:
                 node.args = (self.twins[node.args[0]], *node.args[1:])  # type: ignore[index]
         waiting = [*nodes, *self.made] if is_understood and has_product else self.made
         places = {node: place for place, node in enumerate(self.graph.nodes)}
-        for node in sorted({*self.twins, *self.results, *self.made} & set(waiting), key=places.__getitem__, reverse=True):
+        for node in sorted(
+            {*self.twins, *self.results, *self.made} & set(waiting),
+            key=places.__getitem__,
+            reverse=True,
+        ):
             if not node.users and node is not self.experts:
                 self.graph.erase_node(node)
 
     def _understand(self, node: Node) -> bool:
-        """Whether a node has nothing to do with the order, or something that is known here; its twin is made then."""
+        """Whether a node has nothing to do with the order, or something that is known here; its
+        twin is made then.
+        """
         if node in self.orders or node in self.twins:
             return True
         sources = node.all_input_nodes
-        of_order = [source for source in sources if source in self.orders or source in self.repeated or source in self.inverses]
+        of_order = [
+            source
+            for source in sources
+            if source in self.orders or source in self.repeated or source in self.inverses
+        ]
         if not of_order and not any(source in self.twins for source in sources):
             return True
         name = op_name(node)
@@ -160,7 +199,9 @@ class _Sorted:
             return True
         if not _is_row_by_row(node, name, self.twins):
             return False
-        self._make(node, node.target, map_arg(node.args, self._twin), map_arg(node.kwargs, self._twin))
+        self._make(
+            node, node.target, map_arg(node.args, self._twin), map_arg(node.kwargs, self._twin)
+        )
         return True
 
     def _understand_order(self, node: Node, name: str) -> bool:
@@ -197,12 +238,22 @@ class _Sorted:
 
     def _understand_product(self, node: Node) -> bool:
         x, weight, ends = (*node.args, *node.kwargs.values())[:3]
-        if x not in self.twins or not isinstance(weight, Node) or not isinstance(ends, Node) or len(weight.meta["val"].shape) != 3:
+        if (
+            x not in self.twins
+            or not isinstance(weight, Node)
+            or not isinstance(ends, Node)
+            or len(weight.meta["val"].shape) != 3
+        ):
             return False
         if not _counts_rows(ends, {self.experts, *self.twins}):
             return False
         source = _untransposed(weight)
-        self._make(node, expert_mm_op(), (self.twins[x], source or weight, self.experts, source is not None), {})  # type: ignore[index]
+        self._make(
+            node,
+            expert_mm_op(),
+            (self.twins[x], source or weight, self.experts, source is not None),  # type: ignore[index]
+            {},
+        )
         return True
 
     def _twin(self, node: Node) -> Node:
@@ -244,7 +295,11 @@ def _counts_rows(ends: Node, experts: set[Node]) -> bool:
     while source not in experts and op_name(source) in CASTS:
         source = source.args[0]
     num_experts = ends.meta["val"].shape[0]
-    is_histogram = op_name(found) != "histc" or list(found.args[1:]) == [num_experts, 0, num_experts - 1]
+    is_histogram = op_name(found) != "histc" or list(found.args[1:]) == [
+        num_experts,
+        0,
+        num_experts - 1,
+    ]
     return source in experts and is_histogram
 
 
@@ -257,7 +312,11 @@ def _untransposed(weight: Node) -> Node | None:
 
 def _is_row_by_row(node: Node, name: str, twins: dict[Node, Node]) -> bool:
     """Whether an operation treats the rows of its sorted inputs one by one, and gives rows."""
-    if node.target is operator.getitem or name in CASTS or (name in ("dropout", "linear") and node.args[0] in twins):
+    if (
+        node.target is operator.getitem
+        or name in CASTS
+        or (name in ("dropout", "linear") and node.args[0] in twins)
+    ):
         return all(source in twins or name == "linear" for source in node.all_input_nodes)
     first: Any = node.args[0]
     if name in ALONG_DIM:
@@ -266,12 +325,21 @@ def _is_row_by_row(node: Node, name: str, twins: dict[Node, Node]) -> bool:
         found = dims if isinstance(dims, list | tuple) else [dims]
         return bool(found) and all(isinstance(dim, int) and dim % rank != 0 for dim in found)
     if name in ("layer_norm", "rms_norm"):
-        return first in twins and len(argument(node, "normalized_shape")) < len(first.meta["val"].shape)
+        return first in twins and len(argument(node, "normalized_shape")) < len(
+            first.meta["val"].shape
+        )
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
     rank = len(node.meta["val"].shape)
-    shapes = {source: source.meta["val"].shape for source in node.all_input_nodes if isinstance(source.meta["val"], Tensor)}
-    return all(len(shape) == rank if source in twins else len(shape) < rank or _is_one(shape[0]) for source, shape in shapes.items())
+    shapes = {
+        source: source.meta["val"].shape
+        for source in node.all_input_nodes
+        if isinstance(source.meta["val"], Tensor)
+    }
+    return all(
+        len(shape) == rank if source in twins else len(shape) < rank or _is_one(shape[0])
+        for source, shape in shapes.items()
+    )
 
 
 def _is_one(size: Any) -> bool:
@@ -280,7 +348,9 @@ def _is_one(size: Any) -> bool:
 
 
 def _use_no_copies(graph: Graph, node: Node, numbers: dict[tuple[Node, int], Node]) -> None:
-    """Line (2): a product of one row for each of the copied matrices. `numbers`: those of the experts that products before have read."""
+    """Line (2): a product of one row for each of the copied matrices. `numbers`: those of the
+    experts that products before have read.
+    """
     left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else (node, node)
     for copies, x, row_dim in ((left, right, 2), (right, left, 1)):
         if not _copies_matrices(copies) or not _is_one(x.meta["val"].shape[row_dim]):
@@ -297,7 +367,9 @@ def _use_no_copies(graph: Graph, node: Node, numbers: dict[tuple[Node, int], Nod
                 user.replace_all_uses_with(product)
                 graph.erase_node(user)
         if node.users:
-            node.replace_all_uses_with(_insert(graph, node, aten.unsqueeze.default, (product, row_dim)))
+            node.replace_all_uses_with(
+                _insert(graph, node, aten.unsqueeze.default, (product, row_dim))
+            )
         graph.erase_node(node)
         return
 
@@ -306,7 +378,13 @@ def _read_numbers(graph: Graph, node: Node, experts: Node, num_experts: int) -> 
     """`arange(num_experts)[experts]`: from 0 on, with torch's error for those that do not exist."""
     numbers = experts.meta["val"]
     with numbers.fake_mode:
-        every = _insert(graph, node, aten.arange.default, (num_experts,), {"dtype": numbers.dtype, "device": numbers.device})
+        every = _insert(
+            graph,
+            node,
+            aten.arange.default,
+            (num_experts,),
+            {"dtype": numbers.dtype, "device": numbers.device},
+        )
     return _insert(graph, node, aten.index.Tensor, (every, [experts]))
 
 

@@ -1,4 +1,5 @@
-"""One call of `torch.export` on a prepared model: fake weights, cloned inputs, only the loss (and asked-for outputs) leave.
+"""One call of `torch.export` on a prepared model: fake weights, cloned inputs, only the loss (and
+asked-for outputs) leave.
 
 The traps that this module avoids are listed with figures in docs/capture.md.
 """
@@ -25,7 +26,15 @@ from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
 from whale.capture.kept_state import assigned_buffers_written, attributes, changed_numbers
-from whale.compat import all_user_frames, attention_by_form, fake_mode, is_fake, pytree, tensor_stores, without_unused_work
+from whale.compat import (
+    all_user_frames,
+    attention_by_form,
+    fake_mode,
+    is_fake,
+    pytree,
+    tensor_stores,
+    without_unused_work,
+)
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -44,7 +53,9 @@ class Task:
     def run(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Callable[[], Any]]:
         """(output, function that gives its loss); both under autocast when that is asked for."""
         with self.precision():
-            output = call_model(model, batch if self.loss is None else taken_by_forward(model, batch))
+            output = call_model(
+                model, batch if self.loss is None else taken_by_forward(model, batch)
+            )
 
         def loss() -> Any:
             with self.precision():
@@ -53,7 +64,11 @@ class Task:
         return output, loss
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device, self.autocast) if self.autocast is not None else contextlib.nullcontext()
+        return (
+            torch.autocast(self.device, self.autocast)
+            if self.autocast is not None
+            else contextlib.nullcontext()
+        )
 
 
 @dataclass
@@ -74,12 +89,16 @@ class Exported:
     """parts of the batch that the forward has no argument for"""
 
 
-def export_loss(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Exported:
+def export_loss(
+    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+) -> Exported:
     """Exports `batch -> (loss,)` in the model's present mode."""
     return _export(_LossOf(model, layout, task, keep_outputs=False), layout, tensors, task.device)
 
 
-def export_outputs(model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task) -> Exported:
+def export_outputs(
+    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+) -> Exported:
     """Exports `batch -> (loss if there is one, *output tensors)` in the model's present mode."""
     return _export(_LossOf(model, layout, task, keep_outputs=True), layout, tensors, task.device)
 
@@ -94,14 +113,20 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def taken_by_forward(model: torch.nn.Module, batch: Any) -> Any:
-    """The part of a batch that `forward` has arguments for, when the rest is there for `loss(output, batch)`: `(x, y)` for `forward(x)`."""
+    """The part of a batch that `forward` has arguments for, when the rest is there for
+    `loss(output, batch)`: `(x, y)` for `forward(x)`.
+    """
     arguments = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, dict):
         if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
             return batch
-        names = {argument.name for argument in arguments if argument.kind is not argument.POSITIONAL_ONLY}
+        names = {
+            argument.name for argument in arguments if argument.kind is not argument.POSITIONAL_ONLY
+        }
         return {name: value for name, value in batch.items() if name in names}
-    if not isinstance(batch, (tuple, list)) or any(argument.kind is argument.VAR_POSITIONAL for argument in arguments):
+    if not isinstance(batch, (tuple, list)) or any(
+        argument.kind is argument.VAR_POSITIONAL for argument in arguments
+    ):
         return batch
     return tuple(batch[: sum(argument.kind is not argument.KEYWORD_ONLY for argument in arguments)])
 
@@ -111,11 +136,17 @@ def left_to_the_loss(model: torch.nn.Module, batch: Any) -> list[str]:
     taken = taken_by_forward(model, batch)
     if isinstance(batch, dict):
         return [f"[{key!r}]" for key in batch if key not in taken]
-    return [f"[{place}]" for place in range(len(taken), len(batch))] if isinstance(batch, (tuple, list)) else []
+    return (
+        [f"[{place}]" for place in range(len(taken), len(batch))]
+        if isinstance(batch, (tuple, list))
+        else []
+    )
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
-    """The scalar to be trained on: `loss(output, batch)`, `output.loss`, `output["loss"]` or the output itself."""
+    """The scalar to be trained on: `loss(output, batch)`, `output.loss`, `output["loss"]` or the
+    output itself.
+    """
     if loss is not None:
         return loss(output, batch)
     if isinstance(output, dict):
@@ -124,7 +155,9 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
 
 
 class _Seen:
-    """What the last forward returned. An object of its own: export takes back what forward writes on the module itself."""
+    """What the last forward returned. An object of its own: export takes back what forward writes
+    on the module itself.
+    """
 
     has_loss = True
     output_structure: Any = None
@@ -134,9 +167,13 @@ class _Seen:
 
 
 class _LossOf(torch.nn.Module):
-    """What is exported: the model with everything but its loss (and, on request, its output tensors) kept inside."""
+    """What is exported: the model with everything but its loss (and, on request, its output
+    tensors) kept inside.
+    """
 
-    def __init__(self, model: torch.nn.Module, layout: BatchLayout, task: Task, keep_outputs: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, layout: BatchLayout, task: Task, keep_outputs: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
@@ -172,11 +209,18 @@ class _LossOf(torch.nn.Module):
 
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
-    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    got = (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
     if loss is not None:
         return f"loss(output, batch) gave {got}: it must give a scalar tensor"
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
-        return f"the model gave a {type(output).__name__}: name the loss in it, such as loss=lambda output, batch: output[0]"
+        return (
+            f"the model gave a {type(output).__name__}: name the loss in it, such as loss=lambda "
+            "output, batch: output[0]"
+        )
     gave = got if value is output else f"{type(output).__name__} whose loss is {got}"
     return (
         f"the model gave {gave}: pass loss=lambda output, batch: ..., "
@@ -185,7 +229,9 @@ def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
 
 
 def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[str]]:
-    """Leaves of the model's output (None where there is no tensor), their structure, and the names of what is left out, such as caches."""
+    """Leaves of the model's output (None where there is no tensor), their structure, and the names
+    of what is left out, such as caches.
+    """
     dropped: list[str] = []
 
     def plain(value: Any, path: str) -> Any:
@@ -194,7 +240,10 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
         if isinstance(value, dict):
             return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
         if is_dataclass(value) and not isinstance(value, type):
-            return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
+            return {
+                field.name: plain(getattr(value, field.name), f"{path}.{field.name}")
+                for field in fields(value)
+            }
         if isinstance(value, (tuple, list)):
             items = [plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
             if hasattr(value, "_fields"):
@@ -203,30 +252,49 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
         dropped.append(path)
         return None
 
-    leaves, structure = pytree.tree_flatten(plain(output, "output"), is_leaf=lambda leaf: leaf is None)
+    leaves, structure = pytree.tree_flatten(
+        plain(output, "output"), is_leaf=lambda leaf: leaf is None
+    )
     return leaves, structure, dropped
 
 
-def _export(wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], device: str) -> Exported:
+def _export(
+    wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], device: str
+) -> Exported:
     mode = fake_mode()
     samples = enlarge(layout, tensors)
-    with mode:  # one fake tensor for each place: export merges two inputs that are one object (labels=input_ids)
+    # one fake tensor for each place: export merges two inputs that are one object
+    # (labels=input_ids)
+    with mode:
         inputs = [torch.empty(tuple(t.shape), dtype=t.dtype, device=device) for t in samples]
     batch = Dim("batch", max=MAX_BATCH)
     shapes = [{0: batch} if described.batched else None for described in layout.tensors]
     with contextlib.ExitStack() as around:
-        findings = around.enter_context(watch(wrapper.model))  # before the weights become fake: hooks sit on the tensors
+        findings = around.enter_context(
+            watch(wrapper.model)
+        )  # before the weights become fake: hooks sit on the tensors
         around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
         sizes = around.enter_context(size_conditions(wrapper.model))
         try:
-            with _no_graph_dump(), random_branches(wrapper.model, findings), preserve_node_meta(), _fast_and_told():
-                program = torch.export.export(wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False)
+            with (
+                _no_graph_dump(),
+                random_branches(wrapper.model, findings),
+                preserve_node_meta(),
+                _fast_and_told(),
+            ):
+                program = torch.export.export(
+                    wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False
+                )
         except Exception as error:
             raise explain(error, wrapper.model, sizes) from error
     _refuse_lost_writes(program)
     seen = wrapper.seen
-    left_out = left_to_the_loss(wrapper.model, layout.rebuild(samples)) if wrapper.task.loss is not None else []
+    left_out = (
+        left_to_the_loss(wrapper.model, layout.rebuild(samples))
+        if wrapper.task.loss is not None
+        else []
+    )
     return Exported(
         program=program,
         forward_marks=marks,
@@ -249,7 +317,9 @@ def _fast_and_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_graph_dump() -> Iterator[None]:
-    """An export that fails prints its half-made graph, pages of it, before the error that says what is wrong."""
+    """An export that fails prints its half-made graph, pages of it, before the error that says what
+    is wrong.
+    """
     written = io.StringIO()
     dump = ""
     try:
@@ -264,19 +334,31 @@ def _no_graph_dump() -> Iterator[None]:
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:
-    """A write through `.data` leaves a fake constant behind and is otherwise lost without a word."""
-    constants = [spec.target for spec in program.graph_signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
-    for name in constants:  # buffers that are not saved also stand in program.constants, and may be fake
+    """A write through `.data` leaves a fake constant behind and is otherwise lost without
+    a word.
+    """
+    constants = [
+        spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.kind == InputKind.CONSTANT_TENSOR
+    ]
+    for (
+        name
+    ) in constants:  # buffers that are not saved also stand in program.constants, and may be fake
         if is_fake(program.constants[name]):
             raise CaptureError(
-                f"a tensor made in `{local_name(name).rpartition('.')[0] or 'the model'}` is written through `.data` or outside the graph: "
-                f"the capture would lose that. Use the out-of-place form, or `with torch.no_grad():` instead of `.data`"
+                f"a tensor made in `{local_name(name).rpartition('.')[0] or 'the model'}` is "
+                "written through `.data` or outside the graph: "
+                "the capture would lose that. Use the out-of-place form, or `with "
+                "torch.no_grad():` instead of `.data`"
             )
 
 
 @contextlib.contextmanager
 def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[None]:
-    """Swaps parameters and buffers for fake ones on `device`, tied ones staying tied; real ones come back at exit."""
+    """Swaps parameters and buffers for fake ones on `device`, tied ones staying tied; real ones
+    come back at exit.
+    """
     fakes: dict[int, torch.Tensor] = {}
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
@@ -298,7 +380,9 @@ def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[Non
 
 def _fake_like(value: torch.Tensor, mode: Any, device: str) -> torch.Tensor:
     with mode:
-        fake = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
+        fake = torch.empty_strided(
+            tuple(value.shape), value.stride(), dtype=value.dtype, device=device
+        )
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=value.requires_grad)
     return fake

@@ -1,17 +1,21 @@
-"""Turns every in-place operation of a captured graph into its out-of-place twin, with the aliases that views make.
+"""Turns every in-place operation of a captured graph into its out-of-place twin, with the aliases
+that views make.
 
-How it works. The nodes are visited in order, and each of them reads the *present* value of its arguments:
+How it works. The nodes are visited in order, and each of them reads the *present* value of its
+arguments:
 
 - Two nodes that are one tensor object (`x` and the result of `x.add_(1)`) are one `object`.
 - A view knows its parent, and which value of the parent it was computed from; when the parent has a newer one, the view is made again.
 - A write gives the written object a new value, its parent a new value by the matching scatter or inverse view, and so on up to the
   tensor that owns the memory. Nothing else is touched: other views notice by themselves.
 
-Who shares memory with whom is read from the storages of the fake values, which `torch.export` keeps as the eager model had them.
+Who shares memory with whom is read from the storages of the fake values, which `torch.export` keeps
+as the eager model had them.
 
-Gradients. A write through `detach` changes the data of a tensor behind the back of autograd. Without a gradient on that tensor this is a
-plain update (buffers under `no_grad`). With one, the tensor is *lost*: reading it again would need its new data with its old gradient, so
-it is refused by name.
+Gradients. A write through `detach` changes the data of a tensor behind the back of autograd.
+Without a gradient on that tensor this is a plain update (buffers under `no_grad`). With one, the
+tensor is *lost*: reading it again would need its new data with its old gradient, so it is refused
+by name.
 """
 
 from __future__ import annotations
@@ -43,7 +47,15 @@ from whale.compat import is_function_transform, schema
 
 aten = torch.ops.aten
 
-METADATA_WRITES = ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "detach_")
+METADATA_WRITES = (
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "transpose_",
+    "swapdims_",
+    "swapaxes_",
+    "detach_",
+)
 """in-place operations that change the tensor object and no data: the twin is a view"""
 UNDIFFERENTIABLE = (aten.bernoulli.p, aten.normal_functional.default)
 """twins that raise in backward; their derivative is zero, so they get a detached argument"""
@@ -61,11 +73,13 @@ Value = Node | Lost
 
 
 def make_functional(graph: Graph, parameters: Collection[Node] = ()) -> dict[Node, Node]:
-    """Rewrites `graph` in place without in-place operations; gives {written state tensor: node with its value after the forward}.
+    """Rewrites `graph` in place without in-place operations; gives {written state tensor: node with
+    its value after the forward}.
 
-    State tensors are placeholders or get_attr nodes. Those in `parameters`, and those whose fake value requires a gradient, must
-    not be written; a written input of the batch is among the results and the caller may forget it. Running statistics of batch_norm and
-    instance_norm, which these operations write themselves, stay with them.
+    State tensors are placeholders or get_attr nodes. Those in `parameters`, and those whose fake
+    value requires a gradient, must not be written; a written input of the batch is among the
+    results and the caller may forget it. Running statistics of batch_norm and instance_norm, which
+    these operations write themselves, stay with them.
     """
     return _Functional(graph, frozenset(parameters)).run()
 
@@ -126,7 +140,11 @@ class _Functional:
     def visit(self, node: Node) -> None:
         """An operation that writes no data."""
         if is_function_transform(node.target):
-            refuse(node, "is part of a `torch.func` transform (vmap, grad)", "write it with batched operations such as `einsum` or `bmm`")
+            refuse(
+                node,
+                "is part of a `torch.func` transform (vmap, grad)",
+                "write it with batched operations such as `einsum` or `bmm`",
+            )
         if written_names(node):
             self.check_object_of_graph(node)
             node.target = twin_of(node)
@@ -140,7 +158,9 @@ class _Functional:
             self.object[node] = self.first(same)
         elif node.target is operator.getitem and sources[0] not in self.parents:
             pass  # one of several new tensors
-        elif op_name(node) != "lift_fresh_copy":  # a copy, though its fake value shares memory with the constant
+        elif (
+            op_name(node) != "lift_fresh_copy"
+        ):  # a copy, though its fake value shares memory with the constant
             self.note_view(node, [source for source in sources if share_memory(source, node)])
 
     def note(self, node: Node) -> None:
@@ -167,7 +187,11 @@ class _Functional:
             for name in ("running_mean", "running_var"):
                 state = argument(node, name)
                 if isinstance(state, Node) and self.value(state) is not state:
-                    refuse(node, f"gets {name} after the forward has written to it", "leave running statistics to the normalisation layer")
+                    refuse(
+                        node,
+                        f"gets {name} after the forward has written to it",
+                        "leave running statistics to the normalisation layer",
+                    )
 
     # --- reading
 
@@ -180,7 +204,8 @@ class _Functional:
         if isinstance(value, Lost):
             refuse(
                 value.write,
-                f"changes a tensor that carries a gradient past that gradient (no_grad or detach), and {user_line(self.at)} uses it again",
+                "changes a tensor that carries a gradient past that gradient (no_grad or "
+                f"detach), and {user_line(self.at)} uses it again",
                 "clone it before the change, or make the change where gradients are on",
             )
         return value
@@ -204,9 +229,15 @@ class _Functional:
         if lost is not None:
             return lost
         if op_name(view) == "detach" and old in self.carriers:
-            return Lost(self.last_write(view))  # a gradient was written through this view, then other data behind its back
+            return Lost(
+                self.last_write(view)
+            )  # a gradient was written through this view, then other data behind its back
         if view.op != "call_function":
-            refuse(self.at, f"needs `{view.target}`, a view of another tensor of the model that was written", "register one of them")
+            refuse(
+                self.at,
+                f"needs `{view.target}`, a view of another tensor of the model that was written",
+                "register one of them",
+            )
         args, kwargs = map_arg(self.arguments[view], self.read)
         return self.add(view.target, args, kwargs, like=view, value=view.meta["val"])
 
@@ -233,7 +264,11 @@ class _Functional:
             return self.copied(args[1], args[0], node)
         twin = twin_of(node)
         # defaults are written out: those of the twin may differ
-        args += [each.default_value for each in schema(node.target).arguments[len(args) :] if not each.kwarg_only]
+        args += [
+            each.default_value
+            for each in schema(node.target).arguments[len(args) :]
+            if not each.kwarg_only
+        ]
         if twin in UNDIFFERENTIABLE and args[0] in self.carriers:
             args[0] = self.add(aten.detach.default, (args[0],), like=node)
         kwargs = {name: value for name, value in kwargs.items() if name not in written_names(node)}
@@ -255,9 +290,15 @@ class _Functional:
         return source
 
     def fit(self, value: Node, wanted: torch.Tensor, node: Node) -> Node:
-        """`value` with the dtype of the tensor that it is written to, and strides that allow the same views."""
+        """`value` with the dtype of the tensor that it is written to, and strides that allow the
+        same views.
+        """
         if not same_form(value.meta["val"], wanted):
-            refuse(node, f"changes the shape of a tensor from {list(wanted.shape)} to {list(value.meta['val'].shape)}")
+            refuse(
+                node,
+                f"changes the shape of a tensor from {list(wanted.shape)} to "
+                f"{list(value.meta['val'].shape)}",
+            )
         if value.meta["val"].dtype != wanted.dtype:
             value = self.add(aten.to.dtype, (value, wanted.dtype), like=node)
         # a contiguous tensor has every view that another one of this shape has
@@ -273,19 +314,28 @@ class _Functional:
             path.append((owner, value))
             parent = self.parents[owner][0]
             shared = self.parents[owner]
-            if owner.target is operator.getitem:  # a part of a split: its parent is a list, the memory belongs to what was split
+            if (
+                owner.target is operator.getitem
+            ):  # a part of a split: its parent is a list, the memory belongs to what was split
                 shared = self.parents[parent]
                 parent = shared[0]
             if len(shared) > 1:
-                refuse(owner, "shares memory with several tensors, and one of its results is written in place")
+                refuse(
+                    owner,
+                    "shares memory with several tensors, and one of its results is written in "
+                    "place",
+                )
             value = self.write_back(owner, parent, value, node)
             owner = self.first(parent)
         if owner in self.parameters or (owner.op != "call_function" and owner in self.carriers):
-            # export leaves requires_grad on a buffer that a gradient was written to; eager training fails on it in the second step
+            # export leaves requires_grad on a buffer that a gradient was written to; eager training
+            # fails on it in the second step
             refuse(
                 node,
-                f"writes in forward to `{owner.target}`, which is a parameter, or a buffer that keeps a gradient from step to step",
-                "make a parameter a buffer or update it outside the model; update a buffer under torch.no_grad() or with detached values",
+                f"writes in forward to `{owner.target}`, which is a parameter, or a buffer that "
+                "keeps a gradient from step to step",
+                "make a parameter a buffer or update it outside the model; update a buffer under "
+                "torch.no_grad() or with detached values",
             )
         self.present[owner] = (value, ())
         self.writes[owner] = node
@@ -300,20 +350,40 @@ class _Functional:
         if op_name(view) == "detach":
             if old in self.carriers:
                 return Lost(node)
-            return self.add(aten.detach.default, (value,), like=node) if value in self.carriers else value
+            return (
+                self.add(aten.detach.default, (value,), like=node)
+                if value in self.carriers
+                else value
+            )
         call = view_inverse(view, old, value, self.size_arguments)
         if call is None:
-            refuse(node, f"writes to the result of `{view.target}`, a view that Whale cannot write back ({user_line(view)})")
+            refuse(
+                node,
+                f"writes to the result of `{view.target}`, a view that Whale cannot write back "
+                f"({user_line(view)})",
+            )
         return self.fit(self.add(*call, like=node), parent.meta["val"], node)
 
     # --- new nodes
 
-    def add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: Node, value: Any = None) -> Node:
-        """A new node before the one being visited, with the tags of `like`; its fake value is computed when it is not given."""
+    def add(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: Node,
+        value: Any = None,
+    ) -> Node:
+        """A new node before the one being visited, with the tags of `like`; its fake value is
+        computed when it is not given.
+        """
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs or {})
         if value is None:
-            fake_args, fake_kwargs = map_arg((args, kwargs or {}), lambda source: source.meta["val"])
+            fake_args, fake_kwargs = map_arg(
+                (args, kwargs or {}), lambda source: source.meta["val"]
+            )
             with torch.no_grad():
                 value = target(*fake_args, **fake_kwargs)
         node.meta.update({key: like.meta[key] for key in TRACE_KEYS if key in like.meta}, val=value)
@@ -328,5 +398,7 @@ class _Functional:
                 sizes.append(size)
             else:
                 known = self.sizes.get(str(size))
-                sizes.append(known or self.add(aten.sym_size.int, (node, dim), like=self.at, value=size))
+                sizes.append(
+                    known or self.add(aten.sym_size.int, (node, dim), like=self.at, value=size)
+                )
         return sizes

@@ -1,4 +1,6 @@
-"""The captured model: one flat functional graph with a symbolic batch, and what is known about its inputs and weights."""
+"""The captured model: one flat functional graph with a symbolic batch, and what is known about its
+inputs and weights.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class CapturedGraph:
 
 
 def user_line(node: Node) -> str:
-    """`file.py:12: the source line` of the user's code that made this node, or the node's own name."""
+    """`file.py:12: the source line` of the user's code that made this node, or the node's
+    own name.
+    """
     trace = node.meta.get("stack_trace")
     if not trace:
         return node.name

@@ -1,17 +1,19 @@
 """What `torch.export` leaves out without a word, noticed while it runs.
 
-The exported graph keeps the forward only. Four things that PyTorch users write live in the backward and vanish: custom
-`autograd.Function`s, hooks on tensors, backward hooks on modules, and `torch.utils.checkpoint`. The first three may change gradients;
-the last is a wish about memory, which becomes a recompute request.
+The exported graph keeps the forward only. Four things that PyTorch users write live in the backward
+and vanish: custom `autograd.Function`s, hooks on tensors, backward hooks on modules, and
+`torch.utils.checkpoint`. The first three may change gradients; the last is a wish about memory,
+which becomes a recompute request.
 
     with watch(model) as findings:
         program = torch.export.export(...)
     findings.checkpoints()          # recompute requests, in the order of the calls
     refuse(findings)                # ValueError when gradients may differ
 
-How the calls are seen: `gelu = GeLUFunction.apply` and `from torch.utils.checkpoint import checkpoint` bind the function long before
-Whale runs, so replacing an attribute would come too late. Instead the *code* of the function is swapped while the watch is on
-(`_code_swapped`): whoever holds the function, and under whatever name, calls ours.
+How the calls are seen: `gelu = GeLUFunction.apply` and `from torch.utils.checkpoint import
+checkpoint` bind the function long before Whale runs, so replacing an attribute would come too late.
+Instead the *code* of the function is swapped while the watch is on (`_code_swapped`): whoever holds
+the function, and under whatever name, calls ours.
 """
 
 from __future__ import annotations
@@ -40,10 +42,15 @@ CHECKPOINT = "checkpoint"
 PYTHON_RANDOM = "python random"
 
 RECOMPUTE_TAG = "recompute"
-"""key in `node.meta["custom"]` of the nodes of a checkpointed region; the value is the region's index in `Findings.checkpoints()`"""
+"""key in `node.meta["custom"]` of the nodes of a checkpointed region; the value is the region's
+index in `Findings.checkpoints()`
+"""
 
 _WAY_OUT = {
-    FUNCTION: "define it with `torch.library.custom_op` and `register_autograd`: that survives the capture with its own backward",
+    FUNCTION: (
+        "define it with `torch.library.custom_op` and `register_autograd`: that survives the "
+        "capture with its own backward"
+    ),
     TENSOR_HOOK: "put the change into the forward (scale the loss, `x.detach()`, a `torch.library.custom_op` with `register_autograd`), "
     "or change the gradients in the optimizer's `step`",
     MODULE_HOOK: "remove the hook; put the change into the forward or the loss (a `torch.library.custom_op` with `register_autograd` "
@@ -61,7 +68,8 @@ class Finding:
     name: str
     """class of the Function, name of the hook, or name of the module inside the model"""
     place: str
-    """`file.py:12` of the user's code: the call, or the definition of a hook that was there before"""
+    """`file.py:12` of the user's code: the call, or the definition of a hook that was there before
+    """
     way_out: str
 
     def describe(self) -> str:
@@ -75,7 +83,9 @@ class Findings:
     entries: list[Finding] = field(default_factory=list)
 
     def add(self, kind: str, name: str, place: Place | str, way_out: str = "") -> None:
-        """Note it, once: the same line called for every layer is one finding. Checkpoints count each call."""
+        """Note it, once: the same line called for every layer is one finding. Checkpoints count
+        each call.
+        """
         finding = Finding(kind, name, str(place), way_out or _WAY_OUT[kind])
         if kind == CHECKPOINT or finding not in self.entries:
             self.entries.append(finding)
@@ -93,50 +103,72 @@ class Findings:
 
 
 def refuse(findings: Findings) -> None:
-    """Raise when something was found that may change gradients. For callers that cannot compare the gradients, or saw them differ."""
+    """Raise when something was found that may change gradients. For callers that cannot compare the
+    gradients, or saw them differ.
+    """
     changes = findings.gradient_changes()
     if changes:
         raise CaptureError(
-            f"The captured model would lose {len(changes)} thing(s) that may change its gradients: a capture keeps the forward only."
+            f"The captured model would lose {len(changes)} thing(s) that may change its "
+            "gradients: a capture keeps the forward only."
             f"{_listed(changes)}"
         )
     draws = findings.of_kind(PYTHON_RANDOM)
     if draws:
-        raise CaptureError(f"The forward draws random numbers outside torch {len(draws)} time(s), which no graph can do.{_listed(draws)}")
+        raise CaptureError(
+            f"The forward draws random numbers outside torch {len(draws)} time(s), which no graph "
+            f"can do.{_listed(draws)}"
+        )
 
 
 def _listed(findings: list[Finding]) -> str:
-    return "".join(f"\n  {number}. {finding.describe()}" for number, finding in enumerate(findings, 1))
+    return "".join(
+        f"\n  {number}. {finding.describe()}" for number, finding in enumerate(findings, 1)
+    )
 
 
-# --- hooks that are there before the forward -----------------------------------------------------------------------------------
+# --- hooks that are there before the forward
+# -----------------------------------------------------------------------------------
 
 
 def _definition(hook: Callable[..., Any]) -> tuple[str, str]:
     """(name, `file.py:12`) of where a hook was written."""
-    hook = getattr(hook, "hook", hook)  # torch wraps the hooks of parameters and modules in some cases
+    hook = getattr(
+        hook, "hook", hook
+    )  # torch wraps the hooks of parameters and modules in some cases
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
-    code = getattr(function if hasattr(function, "__code__") else type(hook).__call__, "__code__", None)  # or an object with __call__
+    code = getattr(
+        function if hasattr(function, "__code__") else type(hook).__call__, "__code__", None
+    )  # or an object with __call__
     place = Place(code.co_filename, code.co_firstlineno, "", None) if code else NOWHERE
     return getattr(function, "__qualname__", type(hook).__qualname__), str(place)
 
 
 def note_hooks(model: nn.Module, findings: Findings) -> None:
-    """Backward hooks on the model's parameters and modules, and those for all modules. Call it while the parameters are the user's own."""
+    """Backward hooks on the model's parameters and modules, and those for all modules. Call it
+    while the parameters are the user's own.
+    """
     for name, parameter in model.named_parameters():
         for hook in hooks_of_tensor(parameter):
-            if not str(getattr(hook, "__module__", "")).startswith("whale."):  # our own sends gradients off and changes none
+            if not str(getattr(hook, "__module__", "")).startswith(
+                "whale."
+            ):  # our own sends gradients off and changes none
                 findings.add(TENSOR_HOOK, f"{name}: {_definition(hook)[0]}", _definition(hook)[1])
     for name, module in model.named_modules():
         for hook in backward_hooks_of_module(module):
-            findings.add(MODULE_HOOK, f"{name or type(module).__name__}: {_definition(hook)[0]}", _definition(hook)[1])
+            findings.add(
+                MODULE_HOOK,
+                f"{name or type(module).__name__}: {_definition(hook)[0]}",
+                _definition(hook)[1],
+            )
     for hook in backward_hooks_of_all_modules():
         findings.add(MODULE_HOOK, f"all modules: {_definition(hook)[0]}", _definition(hook)[1])
 
 
-# --- calls during the forward --------------------------------------------------------------------------------------------------
+# --- calls during the forward
+# --------------------------------------------------------------------------------------------------
 
 
 def _plain_call(*args: Any, _whale_handler: Any, **kwargs: Any) -> Any:
@@ -145,17 +177,22 @@ def _plain_call(*args: Any, _whale_handler: Any, **kwargs: Any) -> Any:
 
 class _WithClassCell:
     def call(*args: Any, _whale_handler: Any, **kwargs: Any) -> Any:
-        # a method that says super() has a cell for its class, and code can only replace code with the same number of cells
+        # a method that says super() has a cell for its class, and code can only replace code with
+        # the same number of cells
         __class__  # type: ignore[name-defined]  # noqa: B018
         return _whale_handler(*args, **kwargs)
 
 
 @contextmanager
 def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
-    """While on, every call of `function` calls `handler(original, *args)`, also through names that were bound before."""
+    """While on, every call of `function` calls `handler(original, *args)`, also through names that
+    were bound before.
+    """
     code, keyword_defaults = function.__code__, function.__kwdefaults__
     template = _WithClassCell.call if code.co_freevars else _plain_call
-    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
     original.__kwdefaults__ = keyword_defaults
     try:
         # the new code runs with torch's globals, so it gets its handler as the default of a keyword
@@ -177,7 +214,9 @@ class _Watch:
 
     def apply(self, original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         """`Function.apply` of any class."""
-        if issubclass(cls, torch_checkpoint.CheckpointFunction):  # what a reentrant checkpoint calls, when taken by itself
+        if issubclass(
+            cls, torch_checkpoint.CheckpointFunction
+        ):  # what a reentrant checkpoint calls, when taken by itself
             function, _preserve_rng_state, *inputs = args
             return self._recomputed(function, tuple(inputs), {})
         where = f"{cls.__module__}.{cls.__qualname__}"
@@ -190,13 +229,19 @@ class _Watch:
         return original(cls, *args, **kwargs)
 
     def _module_hook(self) -> None:
-        """A module with backward hooks runs. Those that `note_hooks` saw are known; others were added during the forward."""
+        """A module with backward hooks runs. Those that `note_hooks` saw are known; others were
+        added during the forward.
+        """
         place = calling_place(self.names)
         name = place.module or place.class_name
-        if not {name, "all modules"} & {entry.name.split(":")[0] for entry in self.findings.of_kind(MODULE_HOOK)}:
+        if not {name, "all modules"} & {
+            entry.name.split(":")[0] for entry in self.findings.of_kind(MODULE_HOOK)
+        }:
             self.findings.add(MODULE_HOOK, name or "a module", place)
 
-    def tensor_hook(self, original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    def tensor_hook(
+        self, original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]
+    ) -> Any:
         name = _definition(hook)[0]
         if id(tensor) in self.parameters:
             name = f"{self.parameters[id(tensor)]}: {name}"
@@ -204,12 +249,21 @@ class _Watch:
         return original(tensor, hook)
 
     def saved_tensor_hook(self, original: Callable[..., Any], hooks: Any) -> Any:
-        own = type(hooks).__module__.split(".")[0] != "torch"  # torch's own subclasses are parts of other features
-        if own or type(hooks) in (torch.autograd.graph.saved_tensors_hooks, torch.autograd.graph.save_on_cpu):
-            self.findings.add(SAVED_TENSOR_HOOK, type(hooks).__qualname__, calling_place(self.names))
+        own = (
+            type(hooks).__module__.split(".")[0] != "torch"
+        )  # torch's own subclasses are parts of other features
+        if own or type(hooks) in (
+            torch.autograd.graph.saved_tensors_hooks,
+            torch.autograd.graph.save_on_cpu,
+        ):
+            self.findings.add(
+                SAVED_TENSOR_HOOK, type(hooks).__qualname__, calling_place(self.names)
+            )
         return original(hooks)
 
-    def checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(
+        self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """`torch.utils.checkpoint.checkpoint`, either kind: run the function, and tag its nodes."""
         del original
         # its own arguments out, the function's stay
@@ -221,20 +275,38 @@ class _Watch:
         with forward_context:
             return self._recomputed(function, args, kwargs)
 
-    def _recomputed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         index, place = len(self.findings.checkpoints()), calling_place(self.names)
         self.findings.add(CHECKPOINT, "", place)
         slot = len(self.findings.entries) - 1
         with _modules_called(self.names) as called, annotate({RECOMPUTE_TAG: index}):
             result = function(*args, **kwargs)
         name = _wrapped_module(function, self.names)
-        outermost = [each for each in called if not any(each != other and _is_inside(each, other) for other in called)]
-        finding = Finding(CHECKPOINT, name if name is not None else ", ".join(outermost), str(place), _WAY_OUT[CHECKPOINT])
+        outermost = [
+            each
+            for each in called
+            if not any(each != other and _is_inside(each, other) for other in called)
+        ]
+        finding = Finding(
+            CHECKPOINT,
+            name if name is not None else ", ".join(outermost),
+            str(place),
+            _WAY_OUT[CHECKPOINT],
+        )
         self.findings.entries[slot] = finding
         return result
 
 
-_CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+_CHECKPOINT_OPTIONS = (
+    "use_reentrant",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "preserve_rng_state",
+)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -242,7 +314,9 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _wrapped_module(function: Any, names: dict[int, str]) -> str | None:
-    """Name of the module when the function is a module, or its `__call__` or `forward`, also inside a partial."""
+    """Name of the module when the function is a module, or its `__call__` or `forward`, also inside
+    a partial.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     if getattr(function, "__name__", "") in ("__call__", "forward", "_wrapped_call_impl"):
@@ -270,9 +344,11 @@ def _modules_called(names: dict[int, str]) -> Iterator[list[str]]:
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[Findings]:
-    """Around `torch.export.export`: notes what the graph will not hold, and lets checkpointed functions just run.
+    """Around `torch.export.export`: notes what the graph will not hold, and lets checkpointed
+    functions just run.
 
-    Enter it while the parameters of `model` are still the user's (before they are replaced by fake ones): hooks sit on the tensors.
+    Enter it while the parameters of `model` are still the user's (before they are replaced by fake
+    ones): hooks sit on the tensors.
     """
     findings = Findings()
     note_hooks(model, findings)

@@ -1,9 +1,11 @@
-"""Inlines the sub-graphs that `torch.export` makes of `no_grad`, `enable_grad` and `autocast` blocks, and drops assertions.
+"""Inlines the sub-graphs that `torch.export` makes of `no_grad`, `enable_grad` and `autocast`
+blocks, and drops assertions.
 
-A no-grad block needs no mode at run time when every tensor that enters it is detached. The one trap is a tensor *object* that goes
-through the block: `x.to(x.dtype)` or `x.mul_(2)` inside it return x itself, which keeps its gradient, and export lets all later uses of x
-read this result. So each value inside a block has two faces: `raw`, the object as the code outside sees it, and `seen`, the value for
-operations inside.
+A no-grad block needs no mode at run time when every tensor that enters it is detached. The one trap
+is a tensor *object* that goes through the block: `x.to(x.dtype)` or `x.mul_(2)` inside it return x
+itself, which keeps its gradient, and export lets all later uses of x read this result. So each
+value inside a block has two faces: `raw`, the object as the code outside sees it, and `seen`, the
+value for operations inside.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ ASSERT_PREFIXES = ("_assert_", "sym_constrain_range")
 
 
 class Faces(NamedTuple):
-    """One value of a region; `raw` and `seen` differ only for tensors that enter a no-grad region from outside."""
+    """One value of a region; `raw` and `seen` differ only for tensors that enter a no-grad region
+    from outside.
+    """
 
     raw: Any
     seen: Any
@@ -35,7 +39,8 @@ class Region:
     """What the nodes of one sub-graph run under."""
 
     call: Node
-    """the node of the outermost region, in the graph that we inline into: everything goes before it"""
+    """the node of the outermost region, in the graph that we inline into: everything goes before it
+    """
     caller: Node
     """the node of this region, whose tags its nodes inherit"""
     grad: bool
@@ -47,7 +52,9 @@ class Region:
 
 
 def inline_regions(graph_module: GraphModule) -> None:
-    """Inlines all `wrap_with_set_grad_enabled` and `wrap_with_autocast` nodes, in place; any other higher-order operation is refused."""
+    """Inlines all `wrap_with_set_grad_enabled` and `wrap_with_autocast` nodes, in place; any other
+    higher-order operation is refused.
+    """
     graph = graph_module.graph
     regions = [node for node in graph.nodes if _is_higher_order(node)]
     if not regions:
@@ -55,14 +62,22 @@ def inline_regions(graph_module: GraphModule) -> None:
     for node in regions:
         with graph.inserting_before(node):
             top = Region(call=node, caller=node, grad=True, autocast=None)
-            results = _inline_call(node, graph_module, [Faces(each, each) for each in node.args], top)
+            results = _inline_call(
+                node, graph_module, [Faces(each, each) for each in node.args], top
+            )
         for user in list(node.users):
-            assert user.target is operator.getitem, f"{user.name} reads {node.name} otherwise than by getitem"
+            assert user.target is operator.getitem, (
+                f"{user.name} reads {node.name} otherwise than by getitem"
+            )
             user.replace_all_uses_with(results[user.args[1]].raw)
             graph.erase_node(user)
         graph.erase_node(node)
     for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users and isinstance(_attribute(graph_module, str(node.target)), GraphModule):
+        if (
+            node.op == "get_attr"
+            and not node.users
+            and isinstance(_attribute(graph_module, str(node.target)), GraphModule)
+        ):
             graph.erase_node(node)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -95,8 +110,12 @@ def _attribute(owner: GraphModule, path: str) -> Any:
     return value
 
 
-def _inline_call(node: Node, owner: GraphModule, arguments: list[Faces], outside: Region) -> list[Faces]:
-    """Inlines one higher-order node of `owner`, called inside the region `outside`; gives the faces of its outputs for `outside`."""
+def _inline_call(
+    node: Node, owner: GraphModule, arguments: list[Faces], outside: Region
+) -> list[Faces]:
+    """Inlines one higher-order node of `owner`, called inside the region `outside`; gives the faces
+    of its outputs for `outside`.
+    """
     kind = str(node.target)
     if kind == "wrap_with_set_grad_enabled":
         inside = Region(outside.call, node, bool(arguments[0].raw), outside.autocast)
@@ -115,19 +134,28 @@ def _inline_call(node: Node, owner: GraphModule, arguments: list[Faces], outside
 
 
 def _inline_body(body: GraphModule, operands: list[Faces], region: Region) -> list[Faces]:
-    """Copies the nodes of a sub-graph before `region.call`; gives the faces of its outputs, still as the region sees them."""
+    """Copies the nodes of a sub-graph before `region.call`; gives the faces of its outputs, still
+    as the region sees them.
+    """
     faces: dict[Node, Faces] = {}
     waiting = iter(operands)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             faces[node] = next(waiting)
         elif node.op == "output":
-            return [faces[each] if isinstance(each, Node) else Faces(each, each) for each in node.args[0]]
+            return [
+                faces[each] if isinstance(each, Node) else Faces(each, each)
+                for each in node.args[0]
+            ]
         elif node.op == "get_attr":
-            assert isinstance(_attribute(body, str(node.target)), GraphModule), f"{node.target} was not lifted out of a region"
+            assert isinstance(_attribute(body, str(node.target)), GraphModule), (
+                f"{node.target} was not lifted out of a region"
+            )
             faces[node] = Faces(node, node)
         elif _is_higher_order(node):
-            arguments = [faces[each] if isinstance(each, Node) else Faces(each, each) for each in node.args]
+            arguments = [
+                faces[each] if isinstance(each, Node) else Faces(each, each) for each in node.args
+            ]
             faces[node] = Faces(*[_inline_call(node, body, arguments, region)] * 2)
         elif node.target is operator.getitem and isinstance(faces[node.args[0]].raw, list):
             faces[node] = faces[node.args[0]].raw[node.args[1]]
@@ -142,12 +170,20 @@ def _inline_node(node: Node, faces: dict[Node, Faces], region: Region) -> Faces:
     if same is not None and faces[same].raw is not faces[same].seen:
         return faces[same]
     written = [argument(node, name) for name in written_names(node)]
-    through = [each for each in written if isinstance(each, Node) and faces[each].raw is not faces[each].seen]
+    through = [
+        each
+        for each in written
+        if isinstance(each, Node) and faces[each].raw is not faces[each].seen
+    ]
     if through and op_name(node) in METADATA_WRITES:
         return region.look(_copy(node, {each: face.raw for each, face in faces.items()}, region))
     copy = _copy(node, {each: face.seen for each, face in faces.items()}, region)
     # the result of x.mul_(2) is the object x, whose gradient a no-grad block does not cut
-    return Faces(faces[through[0]].raw, copy) if through and op_name(node) != "detach_" else Faces(copy, copy)
+    return (
+        Faces(faces[through[0]].raw, copy)
+        if through and op_name(node) != "detach_"
+        else Faces(copy, copy)
+    )
 
 
 def _copy(node: Node, values: dict[Node, Any], region: Region) -> Node:
@@ -179,6 +215,7 @@ def _detach(value: Any, call: Node) -> Any:
 
 def _refuse(node: Node, kind: str) -> NoReturn:
     raise ValueError(
-        f"`{kind}` in module `{module_name(node)}` ({user_line(node)}) holds a sub-graph that Whale cannot place on devices: "
+        f"`{kind}` in module `{module_name(node)}` ({user_line(node)}) holds a sub-graph that "
+        "Whale cannot place on devices: "
         f"write it without control flow on tensors, for example with torch.where"
     )

@@ -1,4 +1,6 @@
-"""What every value of the captured graph depends on: nothing, the batch, the parameters, or both (docs/internals.md section 1)."""
+"""What every value of the captured graph depends on: nothing, the batch, the parameters, or both
+(docs/internals.md section 1).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Kind(Enum):
 
 
 def op_name(node: Node) -> str:
-    """Name of the operation without overload and without the `_` of in-place forms: `add` for `aten.add_.Tensor`."""
+    """Name of the operation without overload and without the `_` of in-place forms: `add` for
+    `aten.add_.Tensor`.
+    """
     if node.op != "call_function":
         return ""
     target = node.target
@@ -31,16 +35,24 @@ def op_name(node: Node) -> str:
 
 
 def named_args(node: Node) -> dict[str, Any]:
-    """Arguments of an aten operation by name, defaults included (the first one, `self` in aten, is `input`)."""
+    """Arguments of an aten operation by name, defaults included (the first one, `self` in aten, is
+    `input`).
+    """
     if node.op != "call_function":
         return {}
-    pair = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
+    pair = normalize_function(
+        node.target,  # type: ignore[arg-type]
+        node.args,
+        node.kwargs,
+        normalize_to_only_use_kwargs=True,
+    )
     if pair is None:
         return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
     return dict(pair.kwargs)
 
 
-# operations that draw random numbers only when their probability is above zero (name of that argument)
+# operations that draw random numbers only when their probability is above zero (name of that
+# argument)
 # and the model trains (name of that argument, or None)
 RANDOM_IF = {
     "dropout": ("p", "train"),
@@ -67,7 +79,9 @@ def is_random(node: Node) -> bool:
         return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     probability, trains = rule
     args = named_args(node)
-    return (probability is None or bool(args.get(probability, 1.0))) and (trains is None or args.get(trains) is not False)
+    return (probability is None or bool(args.get(probability, 1.0))) and (
+        trains is None or args.get(trains) is not False
+    )
 
 
 def trains_batch_norm(node: Node) -> bool:
@@ -81,8 +95,9 @@ def trains_batch_norm(node: Node) -> bool:
 def value_kinds(captured: CapturedGraph) -> dict[Node, Kind]:
     """The kind of every value.
 
-    A buffer that this graph never updates is CONSTANT. A buffer that it updates (running statistics, moving averages) is ACTIVATION:
-    its value belongs to the stage that updates it, as do the values made from it.
+    A buffer that this graph never updates is CONSTANT. A buffer that it updates (running
+    statistics, moving averages) is ACTIVATION: its value belongs to the stage that updates it, as
+    do the values made from it.
     """
     updated = set(captured.buffer_updates) | _running_statistics(captured)
     kinds: dict[Node, Kind] = {}
@@ -103,9 +118,16 @@ def _state_kind(captured: CapturedGraph, name: str, updated: set[str]) -> Kind:
 
 
 def _result_kind(node: Node, operands: set[Kind]) -> Kind:
-    if isinstance(node.meta.get("val"), torch.SymInt | int) and op_name(node).startswith(("sym_size", "sym_numel", "sym_stride")):
+    if isinstance(node.meta.get("val"), torch.SymInt | int) and op_name(node).startswith(
+        ("sym_size", "sym_numel", "sym_stride")
+    ):
         return Kind.INPUT  # the size of an activation is known from the batch
-    if is_random(node) or trains_batch_norm(node) or Kind.ACTIVATION in operands or {Kind.INPUT, Kind.WEIGHT} <= operands:
+    if (
+        is_random(node)
+        or trains_batch_norm(node)
+        or Kind.ACTIVATION in operands
+        or {Kind.INPUT, Kind.WEIGHT} <= operands
+    ):
         return Kind.ACTIVATION
     for kind in (Kind.WEIGHT, Kind.INPUT):
         if kind in operands:
@@ -120,5 +142,9 @@ def _running_statistics(captured: CapturedGraph) -> set[str]:
         if trains_batch_norm(node):
             args = named_args(node)
             found = (args.get("running_mean"), args.get("running_var"))
-            names.update(str(value.target) for value in found if isinstance(value, Node) and value.op == "get_attr")
+            names.update(
+                str(value.target)
+                for value in found
+                if isinstance(value, Node) and value.op == "get_attr"
+            )
     return names

@@ -1,4 +1,6 @@
-"""What taking a loss apart gives: its leaves, its terms in words, the graph of whole-mini-batch values, or why it is not additive."""
+"""What taking a loss apart gives: its leaves, its terms in words, the graph of whole-mini-batch
+values, or why it is not additive.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,15 @@ class LossPlan:
     terms: tuple[TermInfo, ...] = ()
     """one for each output of the graph; empty when the loss is not additive"""
     whole_graph: GraphModule | None = None
-    """batch placeholders of the whole mini-batch in order -> values of `whole_0, whole_1, ...`; holds no parameter"""
+    """batch placeholders of the whole mini-batch in order -> values of `whole_0, whole_1, ...`;
+    holds no parameter
+    """
     whole_buffers: dict[str, str] = field(default_factory=dict)
-    """attribute of `whole_graph` -> buffer of the model whose value must be put there before it runs (it is on `meta` until then)"""
+    """attribute of `whole_graph` -> buffer of the model whose value must be put there before it
+    runs (it is on `meta` until then)
+    """
     reductions: tuple[Node, ...] = ()
-    """only with `all_reduce`: nodes whose values the runtime sums over all parts inside the forward (backward: the same sum)"""
+    """only with `all_reduce`: nodes whose values the runtime sums over all parts inside the forward
+    (backward: the same sum)
+    """
     not_additive: NotAdditive | None = None

@@ -1,4 +1,6 @@
-"""Changes the graph so that its outputs are the terms of the loss: the four steps that stand on top of capture/losses.py."""
+"""Changes the graph so that its outputs are the terms of the loss: the four steps that stand on top
+of capture/losses.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, named_args, op_name
 from whale.capture.loss_plan import LossPlan, TermInfo
-from whale.capture.sample_states import CASTS, VIEWS, Irregular, PerSample, Shared, Size, Summed, Whole, expression
+from whale.capture.sample_states import (
+    CASTS,
+    VIEWS,
+    Irregular,
+    PerSample,
+    Shared,
+    Size,
+    Summed,
+    Whole,
+    expression,
+)
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeGraph
 
@@ -34,7 +46,9 @@ def loss_node(captured: CapturedGraph) -> Node:
 
 
 def live_leaves(flow: SampleFlow) -> list[Node]:
-    return [leaf for leaf in flow.leaves if leaf in flow.live and flow.kinds[leaf] is Kind.ACTIVATION]
+    return [
+        leaf for leaf in flow.leaves if leaf in flow.live and flow.kinds[leaf] is Kind.ACTIVATION
+    ]
 
 
 class Rewriter:
@@ -57,7 +71,9 @@ class Rewriter:
         summed = not self.flow.all_reduce and self._adds_up(loss)
         terms = self._split(loss) if summed else [self.scaled(loss, loss)]
         terms = [
-            term if times == 1 else self._call(aten.mul.Tensor, (term, times), term, self.captured.output)
+            term
+            if times == 1
+            else self._call(aten.mul.Tensor, (term, times), term, self.captured.output)
             for term, times in Counter(terms).items()
         ]
         infos = tuple(self._describe(term) for term in terms)
@@ -75,7 +91,9 @@ class Rewriter:
         return LossPlan((), self.whole.finish(), self.whole.buffers)
 
     def _make_sums(self) -> tuple[Node, ...]:
-        """Steps 1 to 3, after which every Summed value is a plain sum over parts; the nodes that hold the leaves."""
+        """Steps 1 to 3, after which every Summed value is a plain sum over parts; the nodes that
+        hold the leaves.
+        """
         leaves = live_leaves(self.flow)
         self._lift()
         reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)
@@ -83,7 +101,8 @@ class Rewriter:
             self._scale_addends(node)
         return reductions
 
-    # ------------------------------------------------------------------------------------------------------------ new nodes
+    # ------------------------------------------------------------------------------------------------------------
+    # new nodes
 
     def _call(self, target: Any, args: tuple[Any, ...], like: Node, before: Node) -> Node:
         """A new node with a fake value, standing where `like` stands in the user's model."""
@@ -116,7 +135,10 @@ class Rewriter:
 
     def _samples_here(self) -> Node:
         if self.local is None:
-            last, anchor = [node for node in self.graph.nodes if node.op == "placeholder"][-1], self.whole.anchor
+            last, anchor = (
+                [node for node in self.graph.nodes if node.op == "placeholder"][-1],
+                self.whole.anchor,
+            )
             assert anchor is not None
             with self.graph.inserting_after(last):
                 self.local = self.graph.call_function(aten.sym_size.int, (anchor, 0))
@@ -124,7 +146,9 @@ class Rewriter:
         return self.local
 
     def _fraction_of(self, value: Node, before: Node, like: Node) -> Node:
-        """value x samples here / samples in all; divided first, so that half precision does not overflow."""
+        """value x samples here / samples in all; divided first, so that half precision does not
+        overflow.
+        """
         share = self._call(aten.div.Tensor, (value, self._samples_in_all()), like, before)
         return self._call(aten.mul.Tensor, (share, self._samples_here()), like, before)
 
@@ -139,15 +163,24 @@ class Rewriter:
             one = self._call(aten.reciprocal.default, (total,), user, before)
             share = self._call(aten.mul.Tensor, (one, self._samples_here()), user, before)
             node = self._call(aten.mul.Tensor, (share, value), user, before)
-        self.leaf_info[node] = TermInfo(what, user_line(value if isinstance(value, Node) else user), ("number of samples",))
+        self.leaf_info[node] = TermInfo(
+            what, user_line(value if isinstance(value, Node) else user), ("number of samples",)
+        )
         return node
 
-    # ---------------------------------------------------------------------------------------------------------------- steps
+    # ----------------------------------------------------------------------------------------------------------------
+    # steps
 
     def _lift(self) -> None:
         """Step 1. Sources are copied from the untouched graph first, then all uses change."""
-        uses = [(node, operand) for node in self.flow.live for operand in self.flow.whole_operands(node)]
-        uses += [(self.captured.output, node) for node in results(self.captured) if isinstance(self.flow.states[node], Whole)]
+        uses = [
+            (node, operand) for node in self.flow.live for operand in self.flow.whole_operands(node)
+        ]
+        uses += [
+            (self.captured.output, node)
+            for node in results(self.captured)
+            if isinstance(self.flow.states[node], Whole)
+        ]
         order = self.whole.order
         uses.sort(key=lambda use: (order[use[1]], order[use[0]]))
         lifted = {operand: self._lifted(operand) for _, operand in uses}
@@ -158,29 +191,48 @@ class Rewriter:
                 self._rows(self._mask(leaf))
         for user, operand in uses:
             new = lifted[operand]
-            if isinstance(operand.meta["val"], torch.SymFloat | float):  # a Python float never widens its tensor; float64 would
+            if isinstance(
+                operand.meta["val"], torch.SymFloat | float
+            ):  # a Python float never widens its tensor; float64 would
                 new = self._call(aten.to.dtype, (new, user.meta["val"].dtype), user, user)
                 self.flow.states[new] = Shared()
             user.replace_input_with(operand, new)
             self.replaced.append(operand)
 
     def _lifted(self, operand: Node) -> Node:
-        value, source, text = operand.meta["val"], self.whole.copy(operand), f"`{operand.name}` ({user_line(operand)})"
+        value, source, text = (
+            operand.meta["val"],
+            self.whole.copy(operand),
+            f"`{operand.name}` ({user_line(operand)})",
+        )
         if isinstance(value, torch.Tensor):
             return self._placeholder(operand, source, value, text)
-        if isinstance(self.flow.states[operand], Size) and expression(value) == self.captured.batch_symbol:
+        if (
+            isinstance(self.flow.states[operand], Size)
+            and expression(value) == self.captured.batch_symbol
+        ):
             return self._samples_in_all()
         dtype = torch.float64 if isinstance(value, torch.SymFloat | float) else torch.int64
-        return self._placeholder(operand, self.whole.as_tensor(source, dtype), self._fake(dtype), text)
+        return self._placeholder(
+            operand, self.whole.as_tensor(source, dtype), self._fake(dtype), text
+        )
 
     def _class_counts(self, args: dict[str, Any]) -> Node:
-        """The placeholder for the number of targets (or for the number of each class, where classes have weights)."""
+        """The placeholder for the number of targets (or for the number of each class, where classes
+        have weights).
+        """
         weight, ignored = args["weight"], args["ignore_index"]
         shape = () if weight is None else tuple(weight.meta["val"].shape)
         key = (args["target"], ignored, shape)
         if key not in self.whole_nodes:
-            text = f"number of targets that are not {ignored}" if weight is None else f"class weights of the targets that are not {ignored}"
-            self._placeholder(key, self.whole.class_counts(args), self._fake(torch.int64, shape), text)
+            text = (
+                f"number of targets that are not {ignored}"
+                if weight is None
+                else f"class weights of the targets that are not {ignored}"
+            )
+            self._placeholder(
+                key, self.whole.class_counts(args), self._fake(torch.int64, shape), text
+            )
         return self.whole_nodes[key]
 
     def _rewrite_leaf(self, leaf: Node) -> Node:
@@ -189,14 +241,26 @@ class Rewriter:
         if how == "sum":
             self.leaf_info[leaf] = TermInfo(f"{name}, summed over the samples", line, ())
             return leaf
-        users = [user for user in leaf.users if user in self.flow.live or user is self.captured.output]
+        users = [
+            user for user in leaf.users if user in self.flow.live or user is self.captured.output
+        ]
         after = leaf.next
         if how == "mean":
             new = self._fraction_of(leaf, after, leaf)
-            self.leaf_info[new] = TermInfo(f"{name}, mean over the samples", line, ("number of samples",))
+            self.leaf_info[new] = TermInfo(
+                f"{name}, mean over the samples", line, ("number of samples",)
+            )
         else:
-            new, text = self._class_mean(leaf, after) if how == "class mean" else self._row_mean(leaf, after)
-            self.leaf_info[new] = TermInfo(f"{name}, mean over the {'targets' if how == 'class mean' else 'rows'}", line, (text,))
+            new, text = (
+                self._class_mean(leaf, after)
+                if how == "class mean"
+                else self._row_mean(leaf, after)
+            )
+            self.leaf_info[new] = TermInfo(
+                f"{name}, mean over the {'targets' if how == 'class mean' else 'rows'}",
+                line,
+                (text,),
+            )
             self.replaced.append(leaf)
         for user in users:
             user.replace_input_with(leaf, new)
@@ -215,7 +279,11 @@ class Rewriter:
     def _mask(self, leaf: Node) -> Node:
         """The mask that picked the rows of this mean."""
         states = [self.flow.of(operand) for operand in leaf.all_input_nodes]
-        return next(s.outer.mask for s in states if isinstance(s, PerSample) and isinstance(s.outer, Irregular) and s.outer.mask)
+        return next(
+            s.outer.mask
+            for s in states
+            if isinstance(s, PerSample) and isinstance(s.outer, Irregular) and s.outer.mask
+        )
 
     def _rows(self, mask: Node) -> Node:
         if ("rows", mask) not in self.whole_nodes:
@@ -227,13 +295,22 @@ class Rewriter:
         """Sum / (rows of the whole mini-batch x elements of a row)."""
         args, count = named_args(leaf), self._rows(self._mask(leaf))
         if "reduction" in args:
-            shape = torch.broadcast_shapes(args["input"].meta["val"].shape, args["target"].meta["val"].shape)
-            summed = self._call(leaf.target, tuple((args | {"reduction": SUM}).values()), leaf, after)
+            shape = torch.broadcast_shapes(
+                args["input"].meta["val"].shape, args["target"].meta["val"].shape
+            )
+            summed = self._call(
+                leaf.target, tuple((args | {"reduction": SUM}).values()), leaf, after
+            )
             reduced = list(range(len(shape)))
         else:
             shape = args["input"].meta["val"].shape
             reduced = [dim % len(shape) for dim in args.get("dim") or range(len(shape))]
-            summed = self._call(aten.sum.dim_IntList, (args["input"], reduced, args.get("keepdim", False)), leaf, after)
+            summed = self._call(
+                aten.sum.dim_IntList,
+                (args["input"], reduced, args.get("keepdim", False)),
+                leaf,
+                after,
+            )
         row = math.prod(shape[dim] for dim in reduced if isinstance(shape[dim], int))
         share = self._call(aten.div.Tensor, (summed, count), leaf, after)
         return self._call(aten.div.Tensor, (share, row), leaf, after), str(count.meta["whole_text"])
@@ -260,12 +337,18 @@ class Rewriter:
         elif name in ("stack", "cat"):
             node.args, node.kwargs = (changed["tensors"], args["dim"]), {}
         else:
-            self._replace_sum(node, name, (changed["input"], changed["other"]), args.get("alpha", 1))
+            self._replace_sum(
+                node, name, (changed["input"], changed["other"]), args.get("alpha", 1)
+            )
 
     def _replace_sum(self, node: Node, name: str, operands: tuple[Any, Any], alpha: Any) -> None:
         """a + alpha b, a - alpha b, or b - alpha a with tensors on both sides."""
         target = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}[name]
-        node.target, node.args, node.kwargs = target, operands, {} if alpha == 1 else {"alpha": alpha}
+        node.target, node.args, node.kwargs = (
+            target,
+            operands,
+            {} if alpha == 1 else {"alpha": alpha},
+        )
 
     def _is_shared(self, node: Node) -> bool:
         state = self.flow.states.get(node)
@@ -281,28 +364,52 @@ class Rewriter:
             return self._split_sum(node, name, args)
         if name in ("mul", "div", "neg") or name in CASTS | VIEWS:
             operand = first if self._adds_up(first) else other
-            parts = self._split(operand) if isinstance(operand, Node) and operand.meta["val"].numel() == 1 else []
-            return [self._again(node, operand, part) for part in parts] if operand and len(parts) > 1 else [node]
-        if name in ("sum", "mean") and isinstance(first, Node) and op_name(first) in ("stack", "cat") and node.meta["val"].dim() == 0:
+            parts = (
+                self._split(operand)
+                if isinstance(operand, Node) and operand.meta["val"].numel() == 1
+                else []
+            )
+            return (
+                [self._again(node, operand, part) for part in parts]
+                if operand and len(parts) > 1
+                else [node]
+            )
+        if (
+            name in ("sum", "mean")
+            and isinstance(first, Node)
+            and op_name(first) in ("stack", "cat")
+            and node.meta["val"].dim() == 0
+        ):
             return self._split_list(node, first, name == "mean")
         return [node]
 
     def _adds_up(self, value: Any) -> bool:
-        return isinstance(value, Node) and (value in self.leaf_info or isinstance(self.flow.states.get(value), Summed))
+        return isinstance(value, Node) and (
+            value in self.leaf_info or isinstance(self.flow.states.get(value), Summed)
+        )
 
     def _split_sum(self, node: Node, name: str, args: dict[str, Any]) -> list[Node]:
         operands = [args["input"], args["other"]]
         if any(not isinstance(one, Node) and one != 0 for one in operands):
             return [node]
         nodes = [one for one in operands if isinstance(one, Node)]
-        if any(one.meta["val"].shape != node.meta["val"].shape or one.meta["val"].dtype != node.meta["val"].dtype for one in nodes):
+        if any(
+            one.meta["val"].shape != node.meta["val"].shape
+            or one.meta["val"].dtype != node.meta["val"].dtype
+            for one in nodes
+        ):
             return [node]
         alpha = args.get("alpha", 1)
         factors = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name]
         terms: list[Node] = []
         for operand, factor in zip(operands, factors, strict=True):
             parts = self._split(operand) if isinstance(operand, Node) else []
-            terms += [part if factor == 1 else self._call(aten.mul.Tensor, (part, factor), part, self.captured.output) for part in parts]
+            terms += [
+                part
+                if factor == 1
+                else self._call(aten.mul.Tensor, (part, factor), part, self.captured.output)
+                for part in parts
+            ]
         return terms
 
     def _split_list(self, node: Node, listed: Node, mean: bool) -> list[Node]:
@@ -312,7 +419,12 @@ class Rewriter:
             self.flow.states[summed] = Summed(node)
             parts = [summed] if source.meta["val"].dim() else self._split(source)
             count = listed.meta["val"].numel()
-            terms += [self._call(aten.div.Tensor, (part, count), part, self.captured.output) if mean else part for part in parts]
+            terms += [
+                self._call(aten.div.Tensor, (part, count), part, self.captured.output)
+                if mean
+                else part
+                for part in parts
+            ]
             self.replaced.append(summed)
         return terms
 
@@ -321,10 +433,13 @@ class Rewriter:
         with self.graph.inserting_before(self.captured.output):
             return self.graph.node_copy(node, lambda one: part if one is operand else one)
 
-    # -------------------------------------------------------------------------------------------------------------- the end
+    # --------------------------------------------------------------------------------------------------------------
+    # the end
 
     def _describe(self, term: Node) -> TermInfo:
-        """What a term is: its leaves, and all whole-mini-batch values that it is divided or multiplied by."""
+        """What a term is: its leaves, and all whole-mini-batch values that it is divided or
+        multiplied by.
+        """
         seen, stack, leaves, words = {term}, [term], [], []
         while stack:
             node = stack.pop()
@@ -339,8 +454,14 @@ class Rewriter:
             seen.update(node.all_input_nodes)
         if not leaves:
             return TermInfo(op_name(term), user_line(term), tuple(words))
-        denominators = dict.fromkeys([word for leaf in leaves for word in leaf.denominators] + words)
-        return TermInfo("; ".join(dict.fromkeys(leaf.what for leaf in leaves)), leaves[0].line, tuple(denominators))
+        denominators = dict.fromkeys(
+            [word for leaf in leaves for word in leaf.denominators] + words
+        )
+        return TermInfo(
+            "; ".join(dict.fromkeys(leaf.what for leaf in leaves)),
+            leaves[0].line,
+            tuple(denominators),
+        )
 
     def _prune(self, candidates: Iterable[Node]) -> None:
         """Erases replaced nodes that nothing uses any more, and what only they used."""

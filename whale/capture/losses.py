@@ -1,4 +1,5 @@
-"""Reads the loss as a sum of terms, each a sum over the samples divided by what the inputs of the whole mini-batch give.
+"""Reads the loss as a sum of terms, each a sum over the samples divided by what the inputs of the
+whole mini-batch give.
 
     loss = sum over terms of   numerator(samples) / denominators(whole mini-batch)          (DESIGN section 6, docs/internals.md section 2)
 
@@ -31,7 +32,8 @@ def split_loss(captured: CapturedGraph, kinds: dict[Node, Kind]) -> LossTerms | 
 
 
 def batch_reductions(captured: CapturedGraph, kinds: dict[Node, Kind]) -> list[Node] | NotAdditive:
-    """For one micro-batch: the sums and means over the samples after whose all-reduce everything else is exact. Changes nothing.
+    """For one micro-batch: the sums and means over the samples after whose all-reduce everything
+    else is exact. Changes nothing.
 
     `rewrite_loss(captured, kinds, all_reduce=True)` makes each of them a plain sum over parts.
     """
@@ -39,12 +41,19 @@ def batch_reductions(captured: CapturedGraph, kinds: dict[Node, Kind]) -> list[N
     return _problem(captured, flow) or live_leaves(flow)
 
 
-def rewrite_loss(captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False, flow: SampleFlow | None = None) -> LossPlan:
-    """Changes the graph so that its outputs, summed over disjoint parts of the mini-batch, give exactly the loss.
+def rewrite_loss(
+    captured: CapturedGraph,
+    kinds: dict[Node, Kind],
+    all_reduce: bool = False,
+    flow: SampleFlow | None = None,
+) -> LossPlan:
+    """Changes the graph so that its outputs, summed over disjoint parts of the mini-batch, give
+    exactly the loss.
 
-    A loss that is not additive leaves the graph as it was. With `all_reduce`, the nodes in `LossPlan.reductions` (they also carry
-    `meta["all_reduce"] = "sum"`) must be summed over all parts during the forward; the outputs are then shares of the loss in the same way.
-    `flow`: of this very graph, when the caller has it.
+    A loss that is not additive leaves the graph as it was. With `all_reduce`, the nodes in
+    `LossPlan.reductions` (they also carry `meta["all_reduce"] = "sum"`) must be summed over all
+    parts during the forward; the outputs are then shares of the loss in the same way. `flow`: of
+    this very graph, when the caller has it.
     """
     flow = flow or SampleFlow(captured, kinds, all_reduce)
     problem = _problem(captured, flow)
@@ -57,7 +66,9 @@ def rewrite_outputs(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
 
 
 def weigh_loss(captured: CapturedGraph, kinds: dict[Node, Kind]) -> LossPlan:
-    """For `loss_per_micro_batch`: the loss of the samples at hand, weighted by their share of the mini-batch. Not the local loss."""
+    """For `loss_per_micro_batch`: the loss of the samples at hand, weighted by their share of the
+    mini-batch. Not the local loss.
+    """
     rewriter = Rewriter(captured, SampleFlow(captured, kinds))
     loss = loss_node(captured)
     term = rewriter.scaled(loss, loss, "the loss of each part alone")
@@ -71,7 +82,9 @@ def _problem(captured: CapturedGraph, flow: SampleFlow) -> NotAdditive | None:
     if isinstance(state, Mixed):
         return NotAdditive(state.origin, user_line(state.origin), state.reason)
     if isinstance(state, PerSample):
-        return NotAdditive(loss, user_line(loss), "it has one value for each sample; take its mean or sum")
+        return NotAdditive(
+            loss, user_line(loss), "it has one value for each sample; take its mean or sum"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""Facts about the operations of a captured graph: what does one write, does it hand back its own input, can it carry a gradient."""
+"""Facts about the operations of a captured graph: what does one write, does it hand back its own
+input, can it carry a gradient.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,37 @@ CASTS = ("to", "type_as")
 RETURN_SELF = ("positive", "lift_fresh")
 RETURN_SELF_IF_REAL = ("real", "conj", "resolve_conj", "resolve_neg")
 RETURN_SELF_IF_SAME_SHAPE = ("flatten", "atleast_1d", "atleast_2d", "atleast_3d")
-FACTORIES_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
+FACTORIES_LIKE = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
 """operations that take only the shape of their input"""
 BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-"""operations that write running statistics when this argument is true, though their schema does not say so"""
+"""operations that write running statistics when this argument is true, though their schema does not
+say so
+"""
 
 
 def op_name(node: Node) -> str:
     """`add_` for aten.add_.Tensor, and `''` for what is no aten operation."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, OpOverload)
+        or node.target.namespace != "aten"
+    ):
         return ""
     return str(node.target).split(".")[1]
 
 
 def argument(node: Node, name: str) -> Any:
-    """What an aten node gets as argument `name`, the default of the schema included; None where the operation has no such argument."""
+    """What an aten node gets as argument `name`, the default of the schema included; None where the
+    operation has no such argument.
+    """
     for index, declared in enumerate(schema(node.target).arguments):
         if declared.name == name:
             if name in node.kwargs:
@@ -66,14 +84,24 @@ def tensors(node: Node) -> list[torch.Tensor]:
 
 def share_memory(first: Node, second: Node) -> bool:
     """Whether the fake values of two nodes of an exported graph are views of one storage."""
-    return any(one.untyped_storage() is other.untyped_storage() for one in tensors(first) for other in tensors(second))
+    return any(
+        one.untyped_storage() is other.untyped_storage()
+        for one in tensors(first)
+        for other in tensors(second)
+    )
 
 
 def returned_argument(node: Node) -> Node | None:
-    """The argument that this node returns as the same tensor object, not as a new view: `x.to(x.dtype)`, dropout with p = 0, ..."""
+    """The argument that this node returns as the same tensor object, not as a new view:
+    `x.to(x.dtype)`, dropout with p = 0, ...
+    """
     name, value = op_name(node), node.meta.get("val")
     source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or not isinstance(value, torch.Tensor) or not isinstance(source.meta.get("val"), torch.Tensor):
+    if (
+        not isinstance(source, Node)
+        or not isinstance(value, torch.Tensor)
+        or not isinstance(source.meta.get("val"), torch.Tensor)
+    ):
         return None
     before: torch.Tensor = source.meta["val"]
     if name in DROPOUTS:
@@ -99,10 +127,14 @@ def _same_format(node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
-    """Whether a gradient can flow into this node, given which of its inputs it can flow into. Never wrongly False."""
+    """Whether a gradient can flow into this node, given which of its inputs it can flow into. Never
+    wrongly False.
+    """
     if node.op in ("placeholder", "get_attr"):
         return any(each.requires_grad for each in tensors(node))
-    if node.op != "call_function" or not any(each.is_floating_point() or each.is_complex() for each in tensors(node)):
+    if node.op != "call_function" or not any(
+        each.is_floating_point() or each.is_complex() for each in tensors(node)
+    ):
         return False
     name = op_name(node)
     if name in ("detach", "detach_") or name in FACTORIES_LIKE or name.startswith("new_"):
@@ -111,7 +143,9 @@ def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
 
 
 def gradient_carriers(graph: Graph) -> set[Node]:
-    """All nodes of a functional graph that a gradient can flow into: what depends on a trainable parameter and is not detached."""
+    """All nodes of a functional graph that a gradient can flow into: what depends on a trainable
+    parameter and is not detached.
+    """
     carriers: set[Node] = set()
     for node in graph.nodes:
         if could_carry_gradient(node, carriers):
@@ -120,14 +154,21 @@ def gradient_carriers(graph: Graph) -> set[Node]:
 
 
 def is_removable(node: Node) -> bool:
-    """Whether nobody would notice if this node, without users, were gone: it writes nothing and draws no random numbers."""
+    """Whether nobody would notice if this node, without users, were gone: it writes nothing and
+    draws no random numbers.
+    """
     if node.op != "call_function" or node.users:
         return False
     if isinstance(node.target, OpOverload):
         statistics = BATCH_STATISTICS.get(op_name(node))
         updates_statistics = statistics is not None and bool(argument(node, statistics))
         draws = torch.Tag.nondeterministic_seeded in node.target.tags or op_name(node) in DROPOUTS
-        return not written_names(node) and not updates_statistics and not draws and node.target.namespace == "aten"
+        return (
+            not written_names(node)
+            and not updates_statistics
+            and not draws
+            and node.target.namespace == "aten"
+        )
     return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
 
 

@@ -1,4 +1,6 @@
-"""From a clean capture to a graph that can be planned: sizes, kinds of values, and the loss taken apart."""
+"""From a clean capture to a graph that can be planned: sizes, kinds of values, and the loss taken
+apart.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from whale.capture.capture import Capture
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, value_kinds
 from whale.capture.loss_rewriting import results
-from whale.capture.losses import LossPlan, NotAdditive, TermInfo, batch_reductions, rewrite_loss, rewrite_outputs, weigh_loss
+from whale.capture.losses import (
+    LossPlan,
+    NotAdditive,
+    TermInfo,
+    batch_reductions,
+    rewrite_loss,
+    rewrite_outputs,
+    weigh_loss,
+)
 from whale.capture.sample_states import Mixed, PerSample, Shared, Summed, batch_dim
 from whale.capture.samples import SampleFlow, ancestors
 from whale.capture.sizes import normalise_sizes
@@ -31,7 +41,9 @@ class Prepared:
     only_whole: NotAdditive | None = None
     """set when the graph may run only on one device with one micro-batch"""
     output_leaves: list[Node | str] = field(default_factory=list)
-    """evaluation: for each tensor of the model's output its node, or LOSS, or MIXED for one that is made of all samples together"""
+    """evaluation: for each tensor of the model's output its node, or LOSS, or MIXED for one that is
+    made of all samples together
+    """
     summed_outputs: frozenset[Node] = frozenset()
     """of these nodes, those of which every part of the mini-batch gives a part: they add up"""
     warnings: tuple[str, ...] = ()
@@ -51,14 +63,19 @@ class Prepared:
         return list(dict.fromkeys(node for node in self.output_leaves if isinstance(node, Node)))
 
     def term_texts(self) -> tuple[str, ...]:
-        return tuple(f"{term.what} / {' x '.join(term.denominators)}" if term.denominators else term.what for term in self.loss.terms)
+        return tuple(
+            f"{term.what} / {' x '.join(term.denominators)}" if term.denominators else term.what
+            for term in self.loss.terms
+        )
 
 
 def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) -> Prepared:
     """Takes the loss apart, in the way that the number of micro-batches allows."""
     captured = capture.captured
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    batched = next(node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched)
+    batched = next(
+        node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched
+    )
     normalise_sizes(captured.graph, captured.batch_symbol, batched)
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
@@ -69,28 +86,47 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     if problem is not None and num_micro_batch == 1:
         loss = outputs.rewrite(SampleFlow(captured, kinds, all_reduce=True))
         if loss.not_additive is None:
-            captured.notes.append(f"the loss is not a sum over samples ({problem.line}): its batch sums are all-reduced inside the forward")
+            captured.notes.append(
+                f"the loss is not a sum over samples ({problem.line}): its batch sums are "
+                "all-reduced inside the forward"
+            )
     only_whole = None
     if loss.not_additive is not None and loss_per_micro_batch:
-        captured.notes.append(f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of a micro-batch alone")
+        captured.notes.append(
+            f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of "
+            "a micro-batch alone"
+        )
         loss = weigh_loss(captured, kinds)
     elif loss.not_additive is not None:
         shared = batch_reductions(captured, kinds)
         only_whole = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
         loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
     leaves = outputs.leaves(all_samples_in_one_place=only_whole is not None)
-    return Prepared(capture, value_kinds(captured), loss, len(loss.terms), only_whole, leaves, frozenset(outputs.summed), outputs.warnings)
+    return Prepared(
+        capture,
+        value_kinds(captured),
+        loss,
+        len(loss.terms),
+        only_whole,
+        leaves,
+        frozenset(outputs.summed),
+        outputs.warnings,
+    )
 
 
 class _Outputs:
-    """The results of an evaluation besides the loss, while the loss is taken apart. Training has none."""
+    """The results of an evaluation besides the loss, while the loss is taken apart. Training has
+    none.
+    """
 
     def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], has_loss: bool) -> None:
         self.captured, self.kinds, self.loss = captured, kinds, results(captured)[:has_loss]
         self.all = results(captured)[has_loss:]
         self.now = {node: node for node in self.all if node not in self.loss}
         """output -> the node that holds it after rewriting"""
-        self.exact: set[Node] = {node for node in self.now if batch_dim(node, captured.batch_symbol) is not None}
+        self.exact: set[Node] = {
+            node for node in self.now if batch_dim(node, captured.batch_symbol) is not None
+        }
         """of these, those that can be put together from parts"""
         self.summed: set[Node] = set()
         """nodes whose parts add up to the output"""
@@ -99,17 +135,26 @@ class _Outputs:
         self.warnings: tuple[str, ...] = ()
 
     def rewrite(self, flow: SampleFlow) -> LossPlan:
-        """Takes the loss apart, and with it each output without a batch dim that is linear in sums and means over the samples. A loss that
-        is not additive leaves the graph as it was, without the outputs as results."""
+        """Takes the loss apart, and with it each output without a batch dim that is linear in sums
+        and means over the samples. A loss that is not additive leaves the graph as it was, without
+        the outputs as results."""
         captured = self.captured
         if not flow.all_reduce:
             self.exact |= {node for node in self.now if isinstance(flow.states[node], Shared)}
         self.mixing = {node for node in self.now if isinstance(flow.states[node], Mixed)}
-        together = [node for node in self.now if node not in self.exact and not isinstance(flow.states[node], Mixed | PerSample)]
+        together = [
+            node
+            for node in self.now
+            if node not in self.exact and not isinstance(flow.states[node], Mixed | PerSample)
+        ]
         captured.output.args = ((*self.loss, *together),)
         keeper = _keep(captured, [node for node in self.now if node not in together])
         flow.live = ancestors(captured.output)
-        loss = rewrite_loss(captured, self.kinds, flow=flow) if self.loss else rewrite_outputs(captured, flow)
+        loss = (
+            rewrite_loss(captured, self.kinds, flow=flow)
+            if self.loss
+            else rewrite_outputs(captured, flow)
+        )
         apart = _release(captured, keeper)
         if loss.not_additive is not None:
             captured.output.args = (tuple(self.loss),)
@@ -117,7 +162,9 @@ class _Outputs:
         new = results(captured)[len(loss.terms) :]
         self.now |= zip((node for node in self.now if node not in together), apart, strict=True)
         self.now |= zip(together, new, strict=True)
-        self.exact |= {node for node in together if self.now[node].meta["val"].dtype == node.meta["val"].dtype}
+        self.exact |= {
+            node for node in together if self.now[node].meta["val"].dtype == node.meta["val"].dtype
+        }
         self.summed = {self.now[node] for node in together if isinstance(flow.states[node], Summed)}
         captured.output.args = (tuple(results(captured)[: len(loss.terms)]),)
         return loss
@@ -129,16 +176,26 @@ class _Outputs:
             is_known = node in self.exact or all_samples_in_one_place
             found.append(LOSS if node in self.loss else self.now[node] if is_known else MIXED)
             if found[-1] == MIXED:
-                self.warnings += (f"the output at {user_line(node)} is None: parts of the samples do not add up to it",)
+                self.warnings += (
+                    f"the output at {user_line(node)} is None: parts of the samples do not add up "
+                    "to it",
+                )
             elif node in self.mixing and not all_samples_in_one_place:
-                self.warnings += (f"the output at {user_line(node)} mixes samples: it is that of each device and micro-batch alone",)
+                self.warnings += (
+                    f"the output at {user_line(node)} mixes samples: it is that of each device "
+                    "and micro-batch alone",
+                )
         terms = results(self.captured)
-        self.captured.output.args = ((*terms, *dict.fromkeys(node for node in found if isinstance(node, Node))),)
+        self.captured.output.args = (
+            (*terms, *dict.fromkeys(node for node in found if isinstance(node, Node))),
+        )
         return found
 
 
 def _mark_rows_out_of_order(flow: SampleFlow) -> None:
-    """`meta["rows_out_of_order"]`: values whose rows are not sample after sample, so that they can be neither sliced nor put together."""
+    """`meta["rows_out_of_order"]`: values whose rows are not sample after sample, so that they can
+    be neither sliced nor put together.
+    """
     for node, state in flow.states.items():
         parts = state if isinstance(state, tuple) else (state,)
         if any(isinstance(part, PerSample) and part.outer != 1 for part in parts):

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
 
 
-# ------------------------------------------------------------------------------------------------------------- rules: indexing
+# -------------------------------------------------------------------------------------------------------------
+# rules: indexing
 
 
 def _rows(flow: SampleFlow, index: Any) -> bool:
@@ -43,10 +44,17 @@ def _rows(flow: SampleFlow, index: Any) -> bool:
 def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
     """Whether an index into the batch dim of `source` gives every sample rows of its own."""
     state, place = flow.of(source), flow.of(index)
-    if not isinstance(state, PerSample) or not isinstance(place, PerSample) or place.position is None or state.outer != 1:
+    if (
+        not isinstance(state, PerSample)
+        or not isinstance(place, PerSample)
+        or place.position is None
+        or state.outer != 1
+    ):
         return False
     inner, position = expression(source.meta["val"].shape[state.dim]) / flow.symbol, place.position
-    return position.stride == inner and 0 <= position.low < inner and (inner > 1 or not position.moved)
+    return (
+        position.stride == inner and 0 <= position.low < inner and (inner > 1 or not position.moved)
+    )
 
 
 @rule("index", "index_put")
@@ -55,34 +63,63 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     state = flow.of(source)
     if any(isinstance(index, Node) and index.meta["val"].dtype is torch.bool for index in indices):
         return _mask_state(flow, node, args, indices)
-    at_batch = indices[state.dim] if isinstance(state, PerSample) and state.dim < len(indices) else None
-    strangers = [index for index in indices if index is not None and index is not at_batch and _rows(flow, index)]
+    at_batch = (
+        indices[state.dim] if isinstance(state, PerSample) and state.dim < len(indices) else None
+    )
+    strangers = [
+        index
+        for index in indices
+        if index is not None and index is not at_batch and _rows(flow, index)
+    ]
     if strangers:
-        return Mixed(node, f"`{op_name(node)}` uses the position of a sample in the batch, which differs between parts of the batch")
+        return Mixed(
+            node,
+            f"`{op_name(node)}` uses the position of a sample in the batch, which differs between "
+            "parts of the batch",
+        )
     if at_batch is not None and not _own_rows(flow, at_batch, source):
         return Mixed(node, "samples are picked or reordered by an index into the batch")
     if op_name(node) == "index_put":
         by_sample = any(isinstance(flow.of(index), PerSample) for index in indices)
         if at_batch is None and (by_sample or not isinstance(state, PerSample)):
-            return Mixed(node, "`index_put` writes values of samples into rows that are not samples")
+            return Mixed(
+                node, "`index_put` writes values of samples into rows that are not samples"
+            )
         return state
     if at_batch is None and isinstance(state, PerSample):
         return flow.by_shape(node, state.outer)
-    together = flow.aligned(node, [index for index in indices if index is not None], max(rank_of(i) for i in indices if i is not None))
+    together = flow.aligned(
+        node,
+        [index for index in indices if index is not None],
+        max(rank_of(i) for i in indices if i is not None),
+    )
     return together if isinstance(together, Mixed) else flow.by_shape(node, 1)
 
 
 def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: list[Any]) -> State:
-    """`x[mask] = number` is elementwise; `x[mask]` gives a number of rows that depends on the data, sample after sample."""
+    """`x[mask] = number` is elementwise; `x[mask]` gives a number of rows that depends on the data,
+    sample after sample.
+    """
     state, mask = flow.of(args["input"]), indices[0]
     place = flow.of(mask)
-    together = isinstance(place, PerSample) and isinstance(state, PerSample) and (place.dim, place.outer) == (state.dim, state.outer)
-    if op_name(node) == "index_put" and len(indices) == 1 and isinstance(state, PerSample) and rank_of(args["values"]) == 0:
+    together = (
+        isinstance(place, PerSample)
+        and isinstance(state, PerSample)
+        and (place.dim, place.outer) == (state.dim, state.outer)
+    )
+    if (
+        op_name(node) == "index_put"
+        and len(indices) == 1
+        and isinstance(state, PerSample)
+        and rank_of(args["values"]) == 0
+    ):
         if together or isinstance(place, Shared):
             return state
     elif op_name(node) == "index" and len(indices) == 1 and together:
         return _picked_rows(flow, node, mask)
-    return Mixed(node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead")
+    return Mixed(
+        node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead"
+    )
 
 
 def _picked_rows(flow: SampleFlow, node: Node, mask: Node) -> State:
@@ -97,7 +134,12 @@ def _picked_rows(flow: SampleFlow, node: Node, mask: Node) -> State:
 def same_value(one: Any, other: Any) -> bool:
     """Whether two values are computed alike from the same sources."""
     if isinstance(one, Node) and isinstance(other, Node):
-        if one is other or one.op != "call_function" or one.target is not other.target or is_random(one):
+        if (
+            one is other
+            or one.op != "call_function"
+            or one.target is not other.target
+            or is_random(one)
+        ):
             return one is other
         return same_value([one.args, one.kwargs], [other.args, other.kwargs])
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -109,52 +151,105 @@ def same_value(one: Any, other: Any) -> bool:
 
 @rule("masked_select")
 def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    if rank_of(args["input"]) != rank_of(args["mask"]) or flow.of(args["input"]) != flow.of(args["mask"]):
-        return Mixed(node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead")
+    if rank_of(args["input"]) != rank_of(args["mask"]) or flow.of(args["input"]) != flow.of(
+        args["mask"]
+    ):
+        return Mixed(
+            node,
+            "a mask picks rows that cannot be told apart by sample; multiply by the mask instead",
+        )
     return _picked_rows(flow, node, args["mask"])
 
 
 @rule("index_select")
-def index_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+def index_select_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
     state, index = flow.of(args["input"]), flow.of(args["index"])
-    at_batch = isinstance(state, PerSample) and int(args["dim"]) % rank_of(args["input"]) == state.dim
-    if (at_batch and not _own_rows(flow, args["index"], args["input"])) or (not at_batch and _rows(flow, args["index"])):
+    at_batch = (
+        isinstance(state, PerSample) and int(args["dim"]) % rank_of(args["input"]) == state.dim
+    )
+    if (at_batch and not _own_rows(flow, args["index"], args["input"])) or (
+        not at_batch and _rows(flow, args["index"])
+    ):
         return Mixed(node, "samples are picked or reordered by an index into the batch")
-    return flow.by_shape(node, state.outer if isinstance(state, PerSample) and isinstance(index, Shared) else 1)
+    return flow.by_shape(
+        node, state.outer if isinstance(state, PerSample) and isinstance(index, Shared) else 1
+    )
 
 
 @rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    if op_name(node) == "scatter_add" and op_name(args["input"]) in ("zeros", "new_zeros", "zeros_like") and not flow.dims(node):
+    if (
+        op_name(node) == "scatter_add"
+        and op_name(args["input"]) in ("zeros", "new_zeros", "zeros_like")
+        and not flow.dims(node)
+    ):
         places, added = flow.of(args["index"]), flow.of(args["src"])
-        if isinstance(places, PerSample) and places == added and places.dim == int(args["dim"]) % rank_of(node):
+        if (
+            isinstance(places, PerSample)
+            and places == added
+            and places.dim == int(args["dim"]) % rank_of(node)
+        ):
             return flow.reduction(node, "sum")  # a histogram of the samples
     sources = [args["input"], args.get("index", args.get("indices")), args.get("src")]
-    state = flow.aligned(node, [source for source in sources if isinstance(source, Node)], rank_of(node))
-    if isinstance(state, PerSample) and (args.get("dim") is None or int(args["dim"]) % rank_of(node) == state.dim):
+    state = flow.aligned(
+        node, [source for source in sources if isinstance(source, Node)], rank_of(node)
+    )
+    if isinstance(state, PerSample) and (
+        args.get("dim") is None or int(args["dim"]) % rank_of(node) == state.dim
+    ):
         if op_name(node) != "gather" or not _own_rows(flow, args["index"], args["input"]):
-            return Mixed(node, f"`{op_name(node)}` moves values between samples: its dim is the batch")
+            return Mixed(
+                node, f"`{op_name(node)}` moves values between samples: its dim is the batch"
+            )
         return PerSample(state.dim, state.outer)
     if isinstance(state, PerSample) and state.position:
-        return Mixed(node, f"`{op_name(node)}` uses the position of a sample in the batch, which differs between parts of the batch")
+        return Mixed(
+            node,
+            f"`{op_name(node)}` uses the position of a sample in the batch, which differs between "
+            "parts of the batch",
+        )
     return state
 
 
-@rule("masked_scatter", "take", "put", "unique", "unique_consecutive", "unique_dim", "nonzero", "kron", "isin")
+@rule(
+    "masked_scatter",
+    "take",
+    "put",
+    "unique",
+    "unique_consecutive",
+    "unique_dim",
+    "nonzero",
+    "kron",
+    "isin",
+)
 def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    return Mixed(node, f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they belong to is not known")
+    return Mixed(
+        node,
+        f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they "
+        "belong to is not known",
+    )
 
 
 @rule("slice_scatter", "select_scatter")
 def slice_scatter_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source, written, dim = flow.of(args["input"]), flow.of(args["src"]), int(args["dim"]) % rank_of(node)
+    source, written, dim = (
+        flow.of(args["input"]),
+        flow.of(args["src"]),
+        int(args["dim"]) % rank_of(node),
+    )
     if isinstance(source, PerSample) and dim == source.dim:
         return Mixed(node, "some samples are overwritten by their position in the batch")
     if isinstance(source, PerSample) and isinstance(written, PerSample):
         shift = int(op_name(node) == "select_scatter" and written.dim >= dim)
         if (written.dim + shift, written.outer) != (source.dim, source.outer):
             return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    return source if isinstance(source, PerSample) else Mixed(node, "samples are written into a value without a batch dim")
+    return (
+        source
+        if isinstance(source, PerSample)
+        else Mixed(node, "samples are written into a value without a batch dim")
+    )
 
 
 @rule("embedding")
@@ -163,15 +258,22 @@ def embedding_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
         return Mixed(node, "the table of `embedding` depends on the samples")
     indices = flow.of(args["indices"])
     if args.get("scale_grad_by_freq") and isinstance(indices, PerSample):
-        return Mixed(node, "`scale_grad_by_freq` divides gradients by how often a token stands in the whole mini-batch")
+        return Mixed(
+            node,
+            "`scale_grad_by_freq` divides gradients by how often a token stands in the whole "
+            "mini-batch",
+        )
     return indices
 
 
-# ------------------------------------------------------------------------------------------------------------- rules: products
+# -------------------------------------------------------------------------------------------------------------
+# rules: products
 
 
 def _role(flow: SampleFlow, operand: Node, left: bool) -> tuple[str, int] | None:
-    """Where the samples stand in a matrix product: `inner` (summed over), `free` (a row or column), or `lead` (place from the right)."""
+    """Where the samples stand in a matrix product: `inner` (summed over), `free` (a row or column),
+    or `lead` (place from the right).
+    """
     state = flow.of(operand)
     if not isinstance(state, PerSample):
         return None
@@ -182,12 +284,21 @@ def _role(flow: SampleFlow, operand: Node, left: bool) -> tuple[str, int] | None
     return ("free", 0) if state.dim >= rank - 2 else ("lead", rank - state.dim)
 
 
-def _product_state(flow: SampleFlow, node: Node, left: Node, right: Node) -> State | tuple[State, ...]:
-    states, roles = (flow.of(left), flow.of(right)), (_role(flow, left, True), _role(flow, right, False))
+def _product_state(
+    flow: SampleFlow, node: Node, left: Node, right: Node
+) -> State | tuple[State, ...]:
+    states, roles = (
+        (flow.of(left), flow.of(right)),
+        (_role(flow, left, True), _role(flow, right, False)),
+    )
     outers = {state.outer for state in states if isinstance(state, PerSample)}
     if roles == (("inner", 0), ("inner", 0)) and len(outers) == 1:
         return flow.reduction(node, "sum")
-    if ("inner", 0) in roles or (None not in roles and (roles[0] != roles[1] or roles[0] == ("free", 0))) or len(outers) != 1:
+    if (
+        ("inner", 0) in roles
+        or (None not in roles and (roles[0] != roles[1] or roles[0] == ("free", 0)))
+        or len(outers) != 1
+    ):
         return Mixed(node, f"`{op_name(node)}` combines every sample with every other one")
     return flow.by_shape(node, outers.pop())
 
@@ -205,7 +316,10 @@ def addmm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
         return Mixed(node, f"`{op_name(node)}` adds to a product over all samples")
     if not any(isinstance(flow.of(operand), PerSample) for operand in (left, right)):
         return flow.aligned(node, [bias], rank_of(node))
-    state, added = _product_state(flow, node, left, right), flow.aligned(node, [bias], rank_of(node))
+    state, added = (
+        _product_state(flow, node, left, right),
+        flow.aligned(node, [bias], rank_of(node)),
+    )
     if isinstance(added, PerSample) and added != state:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
     return state
@@ -215,7 +329,11 @@ def addmm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
 def linear_layer_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     source = args["input"]
     state = flow.of(source)
-    if not isinstance(state, PerSample) or state.dim == rank_of(source) - 1 or isinstance(flow.of(args["weight"]), PerSample):
+    if (
+        not isinstance(state, PerSample)
+        or state.dim == rank_of(source) - 1
+        or isinstance(flow.of(args["weight"]), PerSample)
+    ):
         return Mixed(node, "`linear` combines every sample with every other one")
     return PerSample(state.dim, state.outer)
 
@@ -224,7 +342,11 @@ def linear_layer_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> St
 def expert_product_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Every row has an expert of its own (capture/experts.py)."""
     rows, experts = (flow.of(source) for source in tensor_nodes(list(args.values()))[::2])
-    alike = isinstance(rows, PerSample) and isinstance(experts, PerSample) and (rows.dim, rows.outer) == (0, experts.outer)
+    alike = (
+        isinstance(rows, PerSample)
+        and isinstance(experts, PerSample)
+        and (rows.dim, rows.outer) == (0, experts.outer)
+    )
     if not alike or not isinstance(rows, PerSample):
         return Mixed(node, "rows and the numbers of their experts belong to different samples")
     return PerSample(0, rows.outer)
@@ -250,13 +372,24 @@ def einsum_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
 @rule("scaled_dot_product_attention")
 def attention_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     rank = rank_of(node)
-    state = flow.aligned(node, [args[key] for key in ("query", "key", "value", "attn_mask") if isinstance(args[key], Node)], rank)
+    state = flow.aligned(
+        node,
+        [
+            args[key]
+            for key in ("query", "key", "value", "attn_mask")
+            if isinstance(args[key], Node)
+        ],
+        rank,
+    )
     if isinstance(state, PerSample) and state.dim >= rank - 2:
-        return Mixed(node, "attention goes across the samples: the batch is not one of its leading dims")
+        return Mixed(
+            node, "attention goes across the samples: the batch is not one of its leading dims"
+        )
     return state
 
 
-# --------------------------------------------------------------------------------------------------------------- rules: losses
+# ---------------------------------------------------------------------------------------------------------------
+# rules: losses
 
 
 def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
@@ -267,8 +400,12 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
     elif name in POINTWISE_LOSSES:
         wrong = isinstance(flow.aligned(node, sources, max(map(rank_of, sources))), Mixed)
     else:
-        places = [state.dim for source in sources if isinstance(state := flow.of(source), PerSample)]
-        wrong = any(places[1:] if name == "ctc_loss" else places) or (name == "ctc_loss" and places[0] != 1)
+        places = [
+            state.dim for source in sources if isinstance(state := flow.of(source), PerSample)
+        ]
+        wrong = any(places[1:] if name == "ctc_loss" else places) or (
+            name == "ctc_loss" and places[0] != 1
+        )
     if wrong:
         return Mixed(node, f"`{name}` combines samples that stand in different places")
     if args["reduction"] == 0:
@@ -282,7 +419,9 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
 
 
 def _class_loss_problem(flow: SampleFlow, args: dict[str, Any]) -> bool:
-    """Scores are (N, C, ...), targets (N, ...) classes or (N, C, ...) probabilities; scores of one sample alone are (C)."""
+    """Scores are (N, C, ...), targets (N, ...) classes or (N, C, ...) probabilities; scores of one
+    sample alone are (C).
+    """
     scores, target = flow.of(args["input"]), flow.of(args["target"])
     class_dim = 1 if rank_of(args["input"]) > 1 else 0
     if not isinstance(scores, PerSample) or scores.dim == class_dim:
@@ -294,7 +433,9 @@ def _class_loss_problem(flow: SampleFlow, args: dict[str, Any]) -> bool:
 
 
 def _class_mean_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """The mean goes over targets that are not `ignore_index`, so the targets must be known for the whole mini-batch."""
+    """The mean goes over targets that are not `ignore_index`, so the targets must be known for the
+    whole mini-batch.
+    """
     if flow.kinds[args["target"]] in (Kind.INPUT, Kind.CONSTANT):
         return flow.reduction(node, "class mean")
     source = args["target"]
@@ -304,4 +445,8 @@ def _class_mean_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Sta
     assert isinstance(target, PerSample)
     if op_name(source) == "argmax" and args["ignore_index"] < 0 and args["weight"] is None:
         return flow.mean(node, target.outer)  # pseudo-labels: none of them can be ignored
-    return Mixed(node, f"the targets of `{op_name(node)}` are computed by the model, so their number is not known before the step")
+    return Mixed(
+        node,
+        f"the targets of `{op_name(node)}` are computed by the model, so their number is not "
+        "known before the step",
+    )

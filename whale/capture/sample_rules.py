@@ -1,4 +1,6 @@
-"""Rules of the walk over the samples: what reductions, views and pointwise operations do to the state of their operands."""
+"""Rules of the walk over the samples: what reductions, views and pointwise operations do to the
+state of their operands.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,17 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     if any(isinstance(flow.of(operand), PerSample) for operand in operands) and name not in CASTS:
         return Mixed(node, f"`{name}` combines each sample with {what}")
     value = node.meta["val"]
-    floating = all(part.is_floating_point() for part in (value if isinstance(value, list | tuple) else [value]))
+    floating = all(
+        part.is_floating_point() for part in (value if isinstance(value, list | tuple) else [value])
+    )
     first = [operand for operand in tensor_nodes(list(args.values())[:1]) if operand in summed]
     if name == "div":
         linear = len(summed) == 1 and bool(first) and args.get("rounding_mode") is None
-    elif name in ("mul", "multiply") or name in PRODUCTS or (name == "linear" and args.get("bias") is None):
+    elif (
+        name in ("mul", "multiply")
+        or name in PRODUCTS
+        or (name == "linear" and args.get("bias") is None)
+    ):
         linear = len(summed) == 1
     elif name == "masked_fill":
         linear = summed == first and args["value"] == 0
@@ -63,25 +71,45 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         numbers = [args[key] for key in ("input", "other") if not isinstance(args[key], Node)]
         linear = args["condition"] not in summed and not any(numbers)
     else:
-        linear = name in ("add", "sub", "rsub", "stack", "cat") or (name in LINEAR and len(summed) == len(first))
+        linear = name in ("add", "sub", "rsub", "stack", "cat") or (
+            name in LINEAR and len(summed) == len(first)
+        )
     if linear and floating:
         return Summed(origin)
     if name in ("mul", "div") and len(summed) > 1:
-        return Mixed(node, f"`{name}` of two values over all samples is not a sum over samples; one is {what}")
-    return Mixed(node, f"`{name}` is applied to {what}, so the results of two parts of the batch do not add up")
+        return Mixed(
+            node,
+            f"`{name}` of two values over all samples is not a sum over samples; one is {what}",
+        )
+    return Mixed(
+        node,
+        f"`{name}` is applied to {what}, so the results of two parts of the batch do not add up",
+    )
 
 
 def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """An operation without a rule: the batch is where its symbol is, unless the operation was told to work along that dim."""
+    """An operation without a rule: the batch is where its symbol is, unless the operation was told
+    to work along that dim.
+    """
     for operand in tensor_operands(node)[:1]:
         source, dims = flow.of(operand), args.get("dim", args.get("dims"))
-        if isinstance(source, PerSample) and isinstance(dims, int | list | tuple) and source.dim in wrap_dims(dims, rank_of(operand)):
+        if (
+            isinstance(source, PerSample)
+            and isinstance(dims, int | list | tuple)
+            and source.dim in wrap_dims(dims, rank_of(operand))
+        ):
             return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
-    outers = {place.outer for operand in node.all_input_nodes if isinstance(place := flow.of(operand), PerSample)}
+    outers = {
+        place.outer
+        for operand in node.all_input_nodes
+        if isinstance(place := flow.of(operand), PerSample)
+    }
     if len(outers) > 1:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
     state: State | tuple[State, ...] = flow.by_shape(node, outers.pop())
-    if isinstance(state, Shared) or (isinstance(state, tuple) and all(isinstance(one, Shared) for one in state)):
+    if isinstance(state, Shared) or (
+        isinstance(state, tuple) and all(isinstance(one, Shared) for one in state)
+    ):
         return Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
     return state
 
@@ -89,7 +117,9 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
 def pointwise_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     state = flow.aligned(node, tensor_operands(node), rank_of(node))
     if isinstance(state, PerSample) and state.position and op_name(node) in ("add", "sub", "mul"):
-        return PerSample(state.dim, state.outer, _shifted(flow, op_name(node), args, state.position))
+        return PerSample(
+            state.dim, state.outer, _shifted(flow, op_name(node), args, state.position)
+        )
     return state
 
 
@@ -100,27 +130,52 @@ def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Positi
     if not (isinstance(state, PerSample) and state.position):
         first, other = other, first
     if name == "mul":
-        return Position(position.stride * other, position.low * other, position.moved) if isinstance(other, int) else Position(0)
-    if name == "sub" or args.get("alpha", 1) != 1 or (isinstance(state := flow.of(other), PerSample) and state.position):
+        return (
+            Position(position.stride * other, position.low * other, position.moved)
+            if isinstance(other, int)
+            else Position(0)
+        )
+    if (
+        name == "sub"
+        or args.get("alpha", 1) != 1
+        or (isinstance(state := flow.of(other), PerSample) and state.position)
+    ):
         return Position(0)
-    return Position(position.stride, position.low + other if isinstance(other, int) else position.low, not isinstance(other, int))
+    return Position(
+        position.stride,
+        position.low + other if isinstance(other, int) else position.low,
+        not isinstance(other, int),
+    )
 
 
 def tensor_operands(node: Node) -> list[Node]:
-    return [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
+    return [
+        operand
+        for operand in node.all_input_nodes
+        if isinstance(operand.meta.get("val"), torch.Tensor)
+    ]
 
 
 def spatial_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """Convolutions, pooling, resizing: dim 0 of the first operand is the batch, the weights are shared."""
+    """Convolutions, pooling, resizing: dim 0 of the first operand is the batch, the weights are
+    shared.
+    """
     source = node.all_input_nodes[0]
     state = flow.of(source)
-    others = [operand for operand in tensor_operands(node)[1:] if isinstance(flow.of(operand), PerSample)]
-    if not isinstance(state, PerSample) or state.dim != 0 or (others and "grid" not in op_name(node)):
+    others = [
+        operand for operand in tensor_operands(node)[1:] if isinstance(flow.of(operand), PerSample)
+    ]
+    if (
+        not isinstance(state, PerSample)
+        or state.dim != 0
+        or (others and "grid" not in op_name(node))
+    ):
         return Mixed(node, f"the batch of `{op_name(node)}` is not dim 0 of its input")
     return unknown_state(flow, node, args)
 
 
-# ----------------------------------------------------------------------------------------------------------- rules: reductions
+# -----------------------------------------------------------------------------------------------------------
+# rules: reductions
 
 
 @rule(*REDUCTIONS)
@@ -135,7 +190,11 @@ def reduction_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
         how = ADDITIVE_REDUCTIONS.get(op_name(node))
         if how == "mean":
             return flow.mean(node, state.outer)
-        return flow.reduction(node, how) if how else Mixed(node, f"`{op_name(node)}` is taken over all samples")
+        return (
+            flow.reduction(node, how)
+            if how
+            else Mixed(node, f"`{op_name(node)}` is taken over all samples")
+        )
     if args.get("keepdim"):
         return state
     return PerSample(state.dim - sum(dim < state.dim for dim in dims), state.outer)
@@ -157,17 +216,31 @@ def along_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 
 
 @rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def layer_norm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+def layer_norm_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
     source = args["input"]
     state = flow.of(source)
-    if not isinstance(state, PerSample) or state.dim >= rank_of(source) - len(args["normalized_shape"]):
+    if not isinstance(state, PerSample) or state.dim >= rank_of(source) - len(
+        args["normalized_shape"]
+    ):
         return Mixed(node, f"`{op_name(node)}` normalises over the samples")
     return flow.by_shape(node, state.outer)
 
 
-@rule("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "cudnn_batch_norm")
-def batch_norm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """Statistics over the samples are a defined exception (DESIGN section 6): the result counts as per sample."""
+@rule(
+    "batch_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "cudnn_batch_norm",
+)
+def batch_norm_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
+    """Statistics over the samples are a defined exception (DESIGN section 6): the result counts as
+    per sample.
+    """
     state = flow.of(args["input"])
     if not isinstance(state, PerSample) or state.dim == 1:
         return Mixed(node, "batch norm has the samples in its channel dim")
@@ -175,11 +248,17 @@ def batch_norm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
-def recurrent_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+def recurrent_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
     source = args.get("input", args.get("data"))
     state, batch = flow.of(source), 0 if args.get("batch_first") else 1
     if not isinstance(state, PerSample) or state.dim != batch or "data" in args:
-        return Mixed(node, f"`{op_name(node)}` runs over the samples as if they were time steps: look at its batch_first")
+        return Mixed(
+            node,
+            f"`{op_name(node)}` runs over the samples as if they were time steps: look at its "
+            "batch_first",
+        )
     return flow.by_shape(node, state.outer)
 
 
@@ -193,12 +272,15 @@ def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
     return unknown_state(flow, node, args | {"dim": None})
 
 
-# --------------------------------------------------------------------------------------------------------------- rules: shapes
+# ---------------------------------------------------------------------------------------------------------------
+# rules: shapes
 
 
 @rule(*VIEWS)
 def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """A view keeps the order of the elements: (elements before the batch, s, elements after it) stays the same."""
+    """A view keeps the order of the elements: (elements before the batch, s, elements after it)
+    stays the same.
+    """
     source = node.all_input_nodes[0]
     state = flow.of(source)
     dims = flow.dims(node)
@@ -207,7 +289,9 @@ def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         return lost
     old, new, dim = source.meta["val"].shape, node.meta["val"].shape, dims[0]
     if isinstance(state.outer, Irregular):
-        same = expression(old[state.dim]) == expression(new[dim]) and product_of(old[: state.dim]) == product_of(new[:dim])
+        same = expression(old[state.dim]) == expression(new[dim]) and product_of(
+            old[: state.dim]
+        ) == product_of(new[:dim])
         return PerSample(dim, state.outer, state.position) if same else lost
     outer = whole_number(product_of(old[: state.dim]) * state.outer / product_of(new[:dim]))
     inner = whole_number(expression(new[dim]) / flow.symbol / outer) if outer else None
@@ -238,7 +322,10 @@ def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     repeats = list(args.get("repeats", args.get("dims", ())))
     repeats = [1] * (rank_of(node) - len(repeats)) + repeats
     if not isinstance(state, PerSample) or not isinstance(repeats[state.dim], int):
-        return Mixed(node, f"`{op_name(node)}` repeats the samples a number of times that depends on the batch")
+        return Mixed(
+            node,
+            f"`{op_name(node)}` repeats the samples a number of times that depends on the batch",
+        )
     if repeats[state.dim] == 1:
         return state
     if isinstance(state.outer, Irregular):
@@ -247,15 +334,29 @@ def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 
 
 @rule("repeat_interleave")
-def repeat_interleave_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+def repeat_interleave_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
     source = args.get("input")
     state = flow.of(source)
-    if isinstance(state, Shared):  # every row repeated once per sample: the samples lie inside the rows
+    if isinstance(
+        state, Shared
+    ):  # every row repeated once per sample: the samples lie inside the rows
         dims = flow.dims(node)
-        rows = whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol) if dims else None
+        rows = (
+            whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol)
+            if dims
+            else None
+        )
         return PerSample(dims[0], rows) if rows else SHARED
-    if not isinstance(state, PerSample) or not isinstance(args.get("repeats"), int) or isinstance(state.outer, Irregular):
-        return Mixed(node, "`repeat_interleave` repeats samples a number of times that depends on the data")
+    if (
+        not isinstance(state, PerSample)
+        or not isinstance(args.get("repeats"), int)
+        or isinstance(state.outer, Irregular)
+    ):
+        return Mixed(
+            node, "`repeat_interleave` repeats samples a number of times that depends on the data"
+        )
     if args.get("dim") is None and state.dim != 0:
         return Mixed(node, "`repeat_interleave` without a dim flattens the samples")
     return PerSample(state.dim, state.outer, state.position)
@@ -269,18 +370,35 @@ def select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     return PerSample(state.dim - (dim < state.dim), state.outer)
 
 
-@rule("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
+@rule(
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_chunk",
+)
 def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """Cutting the batch dim is fine in whole blocks of samples, as in `torch.cat([a, b])` followed by `chunk(2)`."""
+    """Cutting the batch dim is fine in whole blocks of samples, as in `torch.cat([a, b])` followed
+    by `chunk(2)`.
+    """
     source = args["input"]
     state = flow.of(source)
     assert isinstance(state, PerSample)
     if int(args.get("dim", 0)) % rank_of(source) != state.dim:
         return flow.by_shape(node, state.outer, state.position)
     size = expression(source.meta["val"].shape[state.dim])
-    lost = Mixed(node, f"`{op_name(node)}` takes some of the samples by their position in the batch")
+    lost = Mixed(
+        node, f"`{op_name(node)}` takes some of the samples by their position in the batch"
+    )
     results = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
-    if len(results) == 1 and expression(results[0].shape[state.dim]) == size and args.get("step", 1) == 1:
+    if (
+        len(results) == 1
+        and expression(results[0].shape[state.dim]) == size
+        and args.get("step", 1) == 1
+    ):
         return flow.by_shape(node, state.outer, state.position)
     start = args.get("start") or 0
     if isinstance(state.outer, Irregular) or args.get("step", 1) != 1:
@@ -307,21 +425,33 @@ def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     # torch lets an empty one-dim tensor stand in any `cat`
     sources = [source for source in args["tensors"] if tuple(source.meta["val"].shape) != (0,)]
     state = flow.aligned(node, sources, rank_of(node))
-    if not isinstance(state, PerSample) or len(sources) == 1 or int(args["dim"]) % rank_of(node) != state.dim:
+    if (
+        not isinstance(state, PerSample)
+        or len(sources) == 1
+        or int(args["dim"]) % rank_of(node) != state.dim
+    ):
         return state
     if not all(isinstance(flow.of(source), PerSample) for source in sources):
         return Mixed(node, "rows that are not samples are added to the batch")
     sizes = tuple(expression(source.meta["val"].shape[state.dim]) for source in sources)
     if isinstance(state.outer, Irregular):
         return Mixed(node, "rows that are not ordered by sample are joined")
-    return PerSample(state.dim, len(sources) if len(set(sizes)) == 1 and state.outer == 1 else Irregular(sizes), state.position)
+    return PerSample(
+        state.dim,
+        len(sources) if len(set(sizes)) == 1 and state.outer == 1 else Irregular(sizes),
+        state.position,
+    )
 
 
 @rule("stack")
 def stack_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     state = flow.aligned(node, args["tensors"], rank_of(node) - 1)
     new = int(args["dim"]) % rank_of(node)
-    return PerSample(state.dim + (new <= state.dim), state.outer, state.position) if isinstance(state, PerSample) else state
+    return (
+        PerSample(state.dim + (new <= state.dim), state.outer, state.position)
+        if isinstance(state, PerSample)
+        else state
+    )
 
 
 @rule("pad", "constant_pad_nd")

@@ -1,4 +1,6 @@
-"""States of values in the walk over the samples (capture/samples.py), and what the rules need to know of shapes and operations."""
+"""States of values in the walk over the samples (capture/samples.py), and what the rules need to
+know of shapes and operations.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Irregular:
-    """A dim that holds rows of all samples, but not as outer x s x inner. Two such dims match when they were made alike."""
+    """A dim that holds rows of all samples, but not as outer x s x inner. Two such dims match when
+    they were made alike.
+    """
 
     sizes: tuple[sympy.Expr, ...] = ()
     """of the values that were concatenated"""
@@ -29,7 +33,9 @@ class Irregular:
 
 @dataclass(frozen=True)
 class Position:
-    """The values of sample i are i x stride + something from `low` on: row numbers of sample i in a dim of s x stride rows."""
+    """The values of sample i are i x stride + something from `low` on: row numbers of sample i in a
+    dim of s x stride rows.
+    """
 
     stride: int
     low: int = 0
@@ -46,9 +52,13 @@ class Shared:
 class PerSample:
     dim: int
     outer: int | Irregular = 1
-    """how often the samples repeat inside the dim: 1 = the batch is its outermost part, as slicing needs"""
+    """how often the samples repeat inside the dim: 1 = the batch is its outermost part, as slicing
+    needs
+    """
     position: Position | None = None
-    """the values say where a sample stands in the batch (`arange(batch)`): good for indexing the batch, and nothing else"""
+    """the values say where a sample stands in the batch (`arange(batch)`): good for indexing the
+    batch, and nothing else
+    """
 
 
 @dataclass(frozen=True)
@@ -77,14 +87,19 @@ State = Shared | PerSample | Summed | Whole | Size | Mixed
 SHARED = Shared()
 
 
-# ---------------------------------------------------------------------------------------------------------------------- shapes
+# ----------------------------------------------------------------------------------------------------------------------
+# shapes
 
 
 def expression(size: Any) -> sympy.Expr:
     """A size (int, symbolic int, or the node that holds one) as a sympy expression."""
     if isinstance(size, Node):
         size = size.meta["val"]
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else sympy.sympify(size)
+    return (
+        size.node.expr
+        if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+        else sympy.sympify(size)
+    )
 
 
 def batch_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
@@ -93,7 +108,11 @@ def batch_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
         value = value.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return []
-    return [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt) and symbol in expression(size).free_symbols]
+    return [
+        dim
+        for dim, size in enumerate(value.shape)
+        if isinstance(size, torch.SymInt) and symbol in expression(size).free_symbols
+    ]
 
 
 def batch_dim(value: Any, symbol: sympy.Symbol) -> int | None:
@@ -128,10 +147,15 @@ def tensor_nodes(arguments: Any) -> list[Node]:
         return [arguments]
     if isinstance(arguments, dict):
         arguments = list(arguments.values())
-    return [node for item in arguments for node in tensor_nodes(item)] if isinstance(arguments, list | tuple) else []
+    return (
+        [node for item in arguments for node in tensor_nodes(item)]
+        if isinstance(arguments, list | tuple)
+        else []
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- operation names
+# -------------------------------------------------------------------------------------------------------------
+# operation names
 
 
 def names_of(text: str) -> frozenset[str]:
@@ -139,41 +163,63 @@ def names_of(text: str) -> frozenset[str]:
 
 
 CREATORS = names_of(
-    "zeros ones full empty rand randn randint randperm zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+    "zeros ones full empty rand randn randint randperm zeros_like ones_like full_like empty_like "
+    "rand_like randn_like randint_like"
     " new_zeros new_ones new_full new_empty scalar_tensor empty_strided empty_permuted eye"
 )
 COUNTERS = names_of("arange linspace logspace")
 """creators whose values say the position"""
-CASTS = names_of("to _to_copy type_as contiguous clone detach alias lift_fresh_copy lift_fresh positive")
-VIEWS = names_of("view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze unsqueeze")
+CASTS = names_of(
+    "to _to_copy type_as contiguous clone detach alias lift_fresh_copy lift_fresh positive"
+)
+VIEWS = names_of(
+    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze "
+    "unsqueeze"
+)
 PERMUTES = names_of("transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT adjoint")
 EXPANDS = names_of("expand expand_as broadcast_to")
 ADDITIVE_REDUCTIONS = {"sum": "sum", "nansum": "sum", "count_nonzero": "sum", "mean": "mean"}
 REDUCTIONS = names_of(
-    "sum nansum count_nonzero mean prod amax amin aminmax max min argmax argmin any all var std var_mean std_mean norm median nanmedian"
+    "sum nansum count_nonzero mean prod amax amin aminmax max min argmax argmin any all var std "
+    "var_mean std_mean norm median nanmedian"
     " mode kthvalue linalg_vector_norm logsumexp nanmean quantile nanquantile cosine_similarity"
 )
 ALONG = names_of(
-    "softmax _softmax log_softmax _log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip roll glu"
+    "softmax _softmax log_softmax _log_softmax softmin cumsum cumprod cummax cummin logcumsumexp "
+    "sort argsort topk flip roll glu"
     " diff renorm unfold"
 )
 MATRIX = names_of(
-    "svd qr cholesky inverse det slogdet logdet pinverse matrix_exp cov corrcoef linalg_svd linalg_svdvals linalg_qr linalg_cholesky"
-    " linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig linalg_eigh linalg_eigvalsh linalg_solve linalg_lstsq linalg_norm"
+    "svd qr cholesky inverse det slogdet logdet pinverse matrix_exp cov corrcoef linalg_svd "
+    "linalg_svdvals linalg_qr linalg_cholesky"
+    " linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig linalg_eigh linalg_eigvalsh "
+    "linalg_solve linalg_lstsq linalg_norm"
     " linalg_matrix_norm linalg_matrix_power tril triu"
 )
 PRODUCTS = names_of("matmul mm bmm mv dot inner")
 POINTWISE_TOO = names_of(
-    "where masked_fill rsub and or xor floor_divide divide multiply subtract true_divide fill copy lerp hardswish dropout"
+    "where masked_fill rsub and or xor floor_divide divide multiply subtract true_divide fill "
+    "copy lerp hardswish dropout"
     " bernoulli alpha_dropout"
 )
 """elementwise operations that torch does not tag as such"""
 POINTWISE_LOSSES = names_of(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss"
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div poisson_nll_loss"
     " soft_margin_loss margin_ranking_loss hinge_embedding_loss"
 )
 CLASS_LOSSES = names_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d")
-SPATIAL = ("conv", "pool", "upsample", "group_norm", "instance_norm", "pixel_", "grid_sampler", "im2col", "col2im")
+SPATIAL = (
+    "conv",
+    "pool",
+    "upsample",
+    "group_norm",
+    "instance_norm",
+    "pixel_",
+    "grid_sampler",
+    "im2col",
+    "col2im",
+)
 """parts of names of operations whose dim 0 is the batch, when they have one"""
 LINEAR = (
     CASTS
@@ -181,12 +227,19 @@ LINEAR = (
     | PERMUTES
     | EXPANDS
     | names_of(
-        "sum mean cumsum neg select slice narrow split split_with_sizes chunk tensor_split unbind index index_select gather"
+        "sum mean cumsum neg select slice narrow split split_with_sizes chunk tensor_split unbind "
+        "index index_select gather"
         " repeat flip roll diagonal trace tril triu getitem"
     )
 )
 """linear in their first operand, when all others are Shared"""
-POSITION_KEEPERS = CASTS | VIEWS | PERMUTES | EXPANDS | names_of("add sub mul repeat repeat_interleave stack cat slice")
+POSITION_KEEPERS = (
+    CASTS
+    | VIEWS
+    | PERMUTES
+    | EXPANDS
+    | names_of("add sub mul repeat repeat_interleave stack cat slice")
+)
 
 
 def is_pointwise(node: Node) -> bool:
@@ -196,14 +249,20 @@ def is_pointwise(node: Node) -> bool:
 
 
 def value_slot(node: Node, operand: Node) -> str | None:
-    """How `node` uses a number: `tensor` (a tensor may stand there as well), `number`, or None: as a size, index or bound."""
+    """How `node` uses a number: `tensor` (a tensor may stand there as well), `number`, or None: as
+    a size, index or bound.
+    """
     name = op_name(node)
     if name in CREATORS:
         filled = [value for key, value in named_args(node).items() if key in ("fill_value", "s")]
         return "number" if operand in filled else None
     if not is_pointwise(node):
         return None
-    return "tensor" if str(node.target).endswith(".Tensor") and named_args(node).get("other") is operand else "number"
+    return (
+        "tensor"
+        if str(node.target).endswith(".Tensor") and named_args(node).get("other") is operand
+        else "number"
+    )
 
 
 Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]

@@ -1,6 +1,8 @@
-"""Follows the samples through the graph: where the batch dim of each value is, and which operations mix samples.
+"""Follows the samples through the graph: where the batch dim of each value is, and which operations
+mix samples.
 
-Every value gets one state; `s` is the number of samples at hand, and a *part* is any set of samples of the mini-batch:
+Every value gets one state; `s` is the number of samples at hand, and a *part* is any set of samples
+of the mini-batch:
 
     Shared     the same for every part                                       weights, masks without a batch dim
     PerSample  dim `dim` has size outer x s x inner; sample i depends on sample i only
@@ -9,7 +11,8 @@ Every value gets one state; `s` is the number of samples at hand, and a *part* i
     Size       a number made from `s`
     Mixed      none of these: the value of a part says nothing simple about the whole
 
-`capture/losses.py` makes every mean over the samples Summed, so the loss is additive exactly when its state is Summed, Shared or Whole.
+`capture/losses.py` makes every mean over the samples Summed, so the loss is additive exactly when
+its state is Summed, Shared or Whole.
 """
 
 from __future__ import annotations
@@ -62,9 +65,10 @@ class Mixing:
     node: Node
     reason: str
     kind: str = "samples"
-    """`samples`: parts of the batch give another result. `batch statistics`: batch norm, defined per micro-batch, allowed.
-    `inner batch`: exact, but the batch is not the outermost part of its dim here: no bridge can slice it.
-    `whole input`: depends on the inputs of all samples; exact once `rewrite_loss` has lifted it"""
+    """`samples`: parts of the batch give another result. `batch statistics`: batch norm, defined
+    per micro-batch, allowed. `inner batch`: exact, but the batch is not the outermost part of its
+    dim here: no bridge can slice it. `whole input`: depends on the inputs of all samples; exact
+    once `rewrite_loss` has lifted it"""
 
     @property
     def line(self) -> str:
@@ -76,7 +80,9 @@ class Mixing:
 
 
 def find_mixing(captured: CapturedGraph) -> list[Mixing]:
-    """All operations that mix samples on the way to the loss (its own sums and means excepted), in graph order."""
+    """All operations that mix samples on the way to the loss (its own sums and means excepted), in
+    graph order.
+    """
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
@@ -84,38 +90,58 @@ def find_mixing(captured: CapturedGraph) -> list[Mixing]:
     for node in flow.live:
         state = flow.states.get(node)
         if trains_batch_norm(node):
-            found[node] = Mixing(node, "batch norm takes its statistics over the samples", "batch statistics")
+            found[node] = Mixing(
+                node, "batch norm takes its statistics over the samples", "batch statistics"
+            )
         computed = kinds.get(node) in (Kind.ACTIVATION, Kind.WEIGHT)
         if computed and isinstance(state, Mixed):
             found[state.origin] = Mixing(state.origin, state.reason)
         elif computed and node in flow.inner:
-            found[node] = Mixing(node, f"`{op_name(node)}` puts another dim outside the batch", "inner batch")
+            found[node] = Mixing(
+                node, f"`{op_name(node)}` puts another dim outside the batch", "inner batch"
+            )
         elif isinstance(state, PerSample):
             for operand in flow.whole_operands(node):
-                reason = f"each sample is combined with `{operand.name}`, which depends on the inputs of all samples"
+                reason = (
+                    f"each sample is combined with `{operand.name}`, which depends on the inputs "
+                    "of all samples"
+                )
                 found.setdefault(operand, Mixing(operand, reason, "whole input"))
     for name, node in captured.buffer_updates.items():
         if isinstance(flow.states.get(node), Summed | Mixed):
-            found.setdefault(node, Mixing(node, f"buffer {name} is updated from a value over the samples", "batch statistics"))
+            found.setdefault(
+                node,
+                Mixing(
+                    node,
+                    f"buffer {name} is updated from a value over the samples",
+                    "batch statistics",
+                ),
+            )
     return sorted(found.values(), key=lambda mixing: order[mixing.node])
 
 
-# -------------------------------------------------------------------------------------------------------------------- the walk
+# --------------------------------------------------------------------------------------------------------------------
+# the walk
 
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
 def _slope_symbols(size: sympy.Expr, symbol: sympy.Symbol) -> frozenset[sympy.Symbol]:
-    """On what the growth of a size with the batch depends; on nothing, where it is in proportion."""
+    """On what the growth of a size with the batch depends; on nothing, where it is in
+    proportion.
+    """
     return frozenset(size.diff(symbol).free_symbols)
 
 
 class SampleFlow:
     """One walk over the graph that gives every node its state.
 
-    With `all_reduce`, every sum or mean over the samples counts as known to all parts (the runtime all-reduces it): Shared.
+    With `all_reduce`, every sum or mean over the samples counts as known to all parts (the runtime
+    all-reduces it): Shared.
     """
 
-    def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False) -> None:
+    def __init__(
+        self, captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False
+    ) -> None:
         self.symbol = captured.batch_symbol
         self.symbols = {captured.batch_symbol}
         """sizes that count rows of samples: the batch, and the rows that masks pick"""
@@ -124,8 +150,8 @@ class SampleFlow:
         self.all_reduce = all_reduce
         self.states: dict[Node, State | tuple[State, ...]] = {}
         self.leaves: dict[Node, str] = {}
-        """reductions over the samples: `sum`, `mean` (over a number in proportion to the samples), `class mean` (over the targets),
-        `row mean` (over rows that a mask picked)"""
+        """reductions over the samples: `sum`, `mean` (over a number in proportion to the samples),
+        `class mean` (over the targets), `row mean` (over rows that a mask picked)"""
         self.inner: set[Node] = set()
         self.live = ancestors(captured.output)
         for node in captured.graph.nodes:
@@ -142,7 +168,9 @@ class SampleFlow:
         return [dim for symbol in self.symbols for dim in batch_dims(value, symbol)]
 
     def of(self, value: Any) -> State:
-        """State of an operand as the operations see it: a Whole value or a size has been lifted, so it is Shared."""
+        """State of an operand as the operations see it: a Whole value or a size has been lifted, so
+        it is Shared.
+        """
         if not isinstance(value, Node):
             return SHARED
         state = self.states[value]
@@ -151,13 +179,16 @@ class SampleFlow:
         return SHARED if isinstance(state, Whole | Size) else state
 
     def whole_operands(self, node: Node) -> list[Node]:
-        """Operands of a node that stays in the parts, whose values must come from the whole mini-batch."""
+        """Operands of a node that stays in the parts, whose values must come from the whole
+        mini-batch.
+        """
         if isinstance(self.states[node], Whole | Size):
             return []
         return [
             operand
             for operand in node.all_input_nodes
-            if isinstance(self.states[operand], Whole) or (isinstance(self.states[operand], Size) and value_slot(node, operand))
+            if isinstance(self.states[operand], Whole)
+            or (isinstance(self.states[operand], Size) and value_slot(node, operand))
         ]
 
     def _visit(self, node: Node) -> State | tuple[State, ...]:
@@ -169,40 +200,79 @@ class SampleFlow:
         state = self._tensor(node)
         values = list(value) if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, tuple) else (state,) * len(values)
-        settled = tuple(self._settle(node, one, part) for one, part in zip(states, values, strict=True))
+        settled = tuple(
+            self._settle(node, one, part) for one, part in zip(states, values, strict=True)
+        )
         return settled if isinstance(value, list | tuple) else settled[0]
 
     def _number(self, node: Node, value: Any) -> State:
-        read = [self.states[operand] for operand in node.all_input_nodes if not op_name(node).startswith(("sym_size", "sym_numel"))]
+        read = [
+            self.states[operand]
+            for operand in node.all_input_nodes
+            if not op_name(node).startswith(("sym_size", "sym_numel"))
+        ]
         if any(isinstance(state, Whole | PerSample | Summed | Mixed) for state in read):
-            return Whole() if self.kinds[node] is Kind.INPUT else Mixed(node, "a Python number is made from the samples")
+            return (
+                Whole()
+                if self.kinds[node] is Kind.INPUT
+                else Mixed(node, "a Python number is made from the samples")
+            )
         return Size() if self.symbols & expression(value).free_symbols else SHARED
 
     def _settle(self, node: Node, state: State, value: Any) -> State:
-        """The last word on one output: values of inputs only may become Whole; a value may hold the samples in one dim only."""
+        """The last word on one output: values of inputs only may become Whole; a value may hold the
+        samples in one dim only.
+        """
         dims = self.dims(value)
         if isinstance(state, Mixed):
             pass
-        elif len(dims) > 1 or any(_slope_symbols(value.shape[dim].node.expr, self.symbol) & self.symbols for dim in dims):
-            state = Mixed(node, f"`{op_name(node)}` compares samples with each other: its result has the batch in more than one place")
+        elif len(dims) > 1 or any(
+            _slope_symbols(value.shape[dim].node.expr, self.symbol) & self.symbols for dim in dims
+        ):
+            state = Mixed(
+                node,
+                f"`{op_name(node)}` compares samples with each other: its result has the batch in "
+                "more than one place",
+            )
         elif isinstance(state, Summed) and dims:
-            state = Mixed(node, f"`{op_name(node)}` gives a value over all samples back to each sample")
+            state = Mixed(
+                node, f"`{op_name(node)}` gives a value over all samples back to each sample"
+            )
         elif isinstance(state, PerSample) and state.dim not in dims:
-            state = Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
+            state = Mixed(
+                node, f"`{op_name(node)}` of all samples gives one value for the whole batch"
+            )
         if self.kinds[node] in (Kind.INPUT, Kind.CONSTANT) and not dims:
-            lifted = any(isinstance(self.states[operand], Whole) for operand in node.all_input_nodes) or any(
-                isinstance(self.states[operand], Size) and value_slot(node, operand) for operand in node.all_input_nodes
+            lifted = any(
+                isinstance(self.states[operand], Whole) for operand in node.all_input_nodes
+            ) or any(
+                isinstance(self.states[operand], Size) and value_slot(node, operand)
+                for operand in node.all_input_nodes
             )
             return Whole() if lifted or isinstance(state, Summed | Mixed) else state
         for operand in node.all_input_nodes:
             number = not isinstance(operand.meta.get("val"), torch.Tensor | list | tuple)
             slot = value_slot(node, operand) if number else "tensor"
             if number and isinstance(self.states[operand], Whole) and slot is None:
-                return Mixed(node, f"the size of `{op_name(node)}` depends on the data of all samples")
+                return Mixed(
+                    node, f"the size of `{op_name(node)}` depends on the data of all samples"
+                )
             if isinstance(self.states[operand], Whole | Size) and slot == "number":
-                return Mixed(node, f"`{op_name(node)}` takes a number over all samples; make it a tensor operand of + - * /")
-        in_order = state.outer == 1 or (isinstance(state.outer, Irregular) and state.outer.mask) if isinstance(state, PerSample) else True
-        if not in_order and all(other.outer == 1 for other in map(self.of, node.all_input_nodes) if isinstance(other, PerSample)):
+                return Mixed(
+                    node,
+                    f"`{op_name(node)}` takes a number over all samples; make it a tensor operand "
+                    "of + - * /",
+                )
+        in_order = (
+            state.outer == 1 or (isinstance(state.outer, Irregular) and state.outer.mask)
+            if isinstance(state, PerSample)
+            else True
+        )
+        if not in_order and all(
+            other.outer == 1
+            for other in map(self.of, node.all_input_nodes)
+            if isinstance(other, PerSample)
+        ):
             self.inner.add(node)
         return state
 
@@ -210,8 +280,16 @@ class SampleFlow:
         name, args = op_name(node), named_args(node)
         if name in CREATORS or name in COUNTERS:
             dims = self.dims(node)
-            return PerSample(dims[0], 1, self._counted(node, args) if name in COUNTERS else None) if dims else SHARED
-        operands = node.all_input_nodes[:1] if name in CASTS | {"view_as", "reshape_as", "expand_as"} else node.all_input_nodes
+            return (
+                PerSample(dims[0], 1, self._counted(node, args) if name in COUNTERS else None)
+                if dims
+                else SHARED
+            )
+        operands = (
+            node.all_input_nodes[:1]
+            if name in CASTS | {"view_as", "reshape_as", "expand_as"}
+            else node.all_input_nodes
+        )
         states = [self.of(operand) for operand in operands]
         for state in states:
             if isinstance(state, Mixed):
@@ -219,8 +297,18 @@ class SampleFlow:
         if any(isinstance(state, Summed) for state in states):
             return linear_state(self, node, args)
         if any(isinstance(state, PerSample) and state.position for state in states):
-            if name not in POSITION_KEEPERS and name not in ("index", "index_select", "gather", "index_put", "getitem"):
-                return Mixed(node, f"`{name}` uses the position of a sample in the batch, which differs between parts of the batch")
+            if name not in POSITION_KEEPERS and name not in (
+                "index",
+                "index_select",
+                "gather",
+                "index_put",
+                "getitem",
+            ):
+                return Mixed(
+                    node,
+                    f"`{name}` uses the position of a sample in the batch, which differs between "
+                    "parts of the batch",
+                )
         if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
             return self._rule(node)(self, node, args)
         return self.by_shape(node, 1)
@@ -229,7 +317,9 @@ class SampleFlow:
         """Position of the values of `arange(batch x c)`; stride 0 where they count no rows."""
         rows = whole_number(expression(node.meta["val"].shape[0]) / self.symbol)
         start, step = args.get("start", 0), args.get("step", 1)
-        known = op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
+        known = (
+            op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
+        )
         return Position(rows * step, start) if known and rows else Position(0)
 
     def _rule(self, node: Node) -> Rule:
@@ -244,22 +334,33 @@ class SampleFlow:
             return pointwise_state
         return spatial_state if any(part in name for part in SPATIAL) else unknown_state
 
-    # ------------------------------------------------------------------------------------------------- shared by the rules
+    # -------------------------------------------------------------------------------------------------
+    # shared by the rules
 
     def reduction(self, node: Node, how: str) -> State:
         self.leaves[node] = how
         return SHARED if self.all_reduce and self.kinds[node] is Kind.ACTIVATION else Summed(node)
 
     def mean(self, node: Node, outer: int | Irregular) -> State:
-        """A mean over a dim of samples. Rows picked by a mask must be counted on the whole mini-batch, so the mask must be an input."""
+        """A mean over a dim of samples. Rows picked by a mask must be counted on the whole
+        mini-batch, so the mask must be an input.
+        """
         mask = outer.mask if isinstance(outer, Irregular) else None
         if mask is None:
             return self.reduction(node, "mean")
-        if self.kinds[mask] is Kind.ACTIVATION or not (op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES):
-            return Mixed(node, f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not known before the step")
+        if self.kinds[mask] is Kind.ACTIVATION or not (
+            op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES
+        ):
+            return Mixed(
+                node,
+                f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not "
+                "known before the step",
+            )
         return self.reduction(node, "row mean")
 
-    def by_shape(self, node: Node, outer: int | Irregular, position: Position | None = None) -> State | tuple[State, ...]:
+    def by_shape(
+        self, node: Node, outer: int | Irregular, position: Position | None = None
+    ) -> State | tuple[State, ...]:
         """PerSample where a result has the batch symbol, Shared where it has not."""
         value = node.meta["val"]
         states: list[State] = []

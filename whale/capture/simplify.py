@@ -9,7 +9,14 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.capture.causal import use_is_causal
-from whale.capture.ops import FINAL_VALUE, argument, gradient_carriers, op_name, remove_dead, returned_argument
+from whale.capture.ops import (
+    FINAL_VALUE,
+    argument,
+    gradient_carriers,
+    op_name,
+    remove_dead,
+    returned_argument,
+)
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 NEED_STRIDES = ("view_as_complex", "as_strided")
@@ -17,18 +24,29 @@ NEED_STRIDES = ("view_as_complex", "as_strided")
 
 
 def simplify(graph: Graph) -> None:
-    """Removes what costs time and changes nothing from a functional graph: operations that only hand on their input.
+    """Removes what costs time and changes nothing from a functional graph: operations that only
+    hand on their input.
 
-    Final values of buffers, which `make_functional` marks, stay as they are though no node of the graph uses them.
+    Final values of buffers, which `make_functional` marks, stay as they are though no node of the
+    graph uses them.
     """
     carriers = gradient_carriers(graph)
-    keep_strides = any(op_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype" for node in graph.nodes)
+    keep_strides = any(
+        op_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype"
+        for node in graph.nodes
+    )
     other_strides: set[Node] = set()
     for node in list(graph.nodes):
-        if not keep_strides and _skip_reshape(node) and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        if (
+            not keep_strides
+            and _skip_reshape(node)
+            and not node.args[0].meta["val"].is_contiguous()
+        ):  # type: ignore[union-attr]
             other_strides.update(node.users)
         equal = None if node.meta.get(FINAL_VALUE) else _equal_node(node, carriers)
-        if equal is None or (op_name(node) == "cat" and keep_strides and not equal.meta["val"].is_contiguous()):
+        if equal is None or (
+            op_name(node) == "cat" and keep_strides and not equal.meta["val"].is_contiguous()
+        ):
             continue
         if op_name(node) == "cat" and not equal.meta["val"].is_contiguous():
             other_strides.update(node.users)
@@ -40,9 +58,16 @@ def simplify(graph: Graph) -> None:
 
 
 def _skip_reshape(node: Node) -> bool:
-    """Takes the shape in one step where a tensor is reshaped twice and nobody else wants the shape between; says whether it did."""
+    """Takes the shape in one step where a tensor is reshaped twice and nobody else wants the shape
+    between; says whether it did.
+    """
     source = node.args[0] if node.args else None
-    if node.target not in RESHAPES or not isinstance(source, Node) or source.target not in RESHAPES or len(source.users) > 1:
+    if (
+        node.target not in RESHAPES
+        or not isinstance(source, Node)
+        or source.target not in RESHAPES
+        or len(source.users) > 1
+    ):
         return False
     if source.meta.get(FINAL_VALUE):
         return False
@@ -52,7 +77,9 @@ def _skip_reshape(node: Node) -> bool:
 
 
 def _relax_views(graph: Graph, changed: set[Node]) -> None:
-    """Behind tensors that now have other strides (a cat always gave a contiguous one) `view` may need to copy: `reshape` does."""
+    """Behind tensors that now have other strides (a cat always gave a contiguous one) `view` may
+    need to copy: `reshape` does.
+    """
     changed = set(changed)
     for node in graph.nodes:
         if node in changed or any(source in changed for source in node.all_input_nodes):
@@ -79,8 +106,12 @@ def _equal_node(node: Node, carriers: set[Node]) -> Node | None:
 
 
 def _same_shape(first: Node, second: Node) -> bool:
-    """Whether the shapes are equal for every size of the batch. As text: comparing a symbol with a number would fix the batch's size."""
-    return [str(size) for size in first.meta["val"].shape] == [str(size) for size in second.meta["val"].shape]
+    """Whether the shapes are equal for every size of the batch. As text: comparing a symbol with a
+    number would fix the batch's size.
+    """
+    return [str(size) for size in first.meta["val"].shape] == [
+        str(size) for size in second.meta["val"].shape
+    ]
 
 
 def _shorten_cat(node: Node) -> Node | None:

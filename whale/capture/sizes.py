@@ -1,6 +1,8 @@
-"""Sizes: every integer in the graph becomes a plain expression of the batch size, so that no size ever crosses a cut.
+"""Sizes: every integer in the graph becomes a plain expression of the batch size, so that no size
+ever crosses a cut.
 
-`aten.sym_size.int(hidden, 0)` would tie the reader to the stage that has `hidden`; `sym_size(input_ids, 0)` is known everywhere.
+`aten.sym_size.int(hidden, 0)` would tie the reader to the stage that has `hidden`;
+`sym_size(input_ids, 0)` is known everywhere.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from whale.capture.kinds import op_name
 
 
 def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:
-    """Rewrites every integer node as arithmetic on dim 0 of `batched_input`; leaves data-dependent sizes alone."""
+    """Rewrites every integer node as arithmetic on dim 0 of `batched_input`; leaves data-dependent
+    sizes alone.
+    """
     with graph.inserting_after(batched_input):
         base = graph.call_function(torch.ops.aten.sym_size.int, (batched_input, 0))
     base.meta["val"] = batched_input.meta["val"].shape[0]
     known: dict[sympy.Expr, Node | int] = {batch_symbol: base}
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if node is base or node.op != "call_function" or not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        if (
+            node is base
+            or node.op != "call_function"
+            or not isinstance(value, (int, torch.SymInt))
+            or isinstance(value, bool)
+        ):
             continue
         expression = sympy.Integer(value) if isinstance(value, int) else value.node.expr
         if expression.free_symbols - {batch_symbol}:
@@ -42,7 +51,9 @@ def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Nod
 
 
 def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node | int | None:
-    """Nodes that compute the expression, or None for forms that do not occur in practice (the old node stays then)."""
+    """Nodes that compute the expression, or None for forms that do not occur in practice (the old
+    node stays then).
+    """
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
@@ -62,13 +73,19 @@ def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node
     return result
 
 
-_MASKED = "keep the full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of `x[mask].mean()`"
+_MASKED = (
+    "keep the full shape and mask it: `torch.where(mask, x, 0).sum() / mask.sum()` instead of "
+    "`x[mask].mean()`"
+)
 _COUNTED = "count into a shape that is known: `F.one_hot(x, num_values).sum(0)`"
 _WAYS_OUT = {
     "nonzero": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
     "nonzero_numpy": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
     "where": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
-    "repeat_interleave": "say how long the result is (`output_size=`), a number that does not depend on the batch's values",
+    "repeat_interleave": (
+        "say how long the result is (`output_size=`), a number that does not depend on the "
+        "batch's values"
+    ),
     "bincount": _COUNTED,
     "unique": _COUNTED,
 }
@@ -76,16 +93,23 @@ _WAYS_OUT = {
 
 
 def refuse_unknown_sizes(captured: CapturedGraph) -> None:
-    """A plan needs every shape as an expression of the batch size; the rows that a mask picks are known only when the batch is there."""
+    """A plan needs every shape as an expression of the batch size; the rows that a mask picks are
+    known only when the batch is there.
+    """
     for node in captured.compute_nodes():
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else (values,):
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
-            if any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {captured.batch_symbol} for size in sizes):
+            if any(
+                isinstance(size, torch.SymInt)
+                and size.node.expr.free_symbols - {captured.batch_symbol}
+                for size in sizes
+            ):
                 name = op_name(node).strip("_0123456789")
                 said = "x[mask]" if name == "index" else name
                 raise ValueError(
-                    f"the shape of `{said}` depends on what the tensors hold ({user_line(node)}), and a plan, with `split` or without, "
+                    f"the shape of `{said}` depends on what the tensors hold ({user_line(node)}), "
+                    "and a plan, with `split` or without, "
                     f"needs every shape. Way out: {_WAYS_OUT.get(name, _MASKED)}"
                 )
 

@@ -22,12 +22,22 @@ RENAMED = {
     "transpose_.default": aten.transpose.int,
 }
 """twins under another name"""
-NOT_DATA = ("set_", "resize_", "resize_as_", "as_strided_", "requires_grad_", "retain_grad", "record_stream")
+NOT_DATA = (
+    "set_",
+    "resize_",
+    "resize_as_",
+    "as_strided_",
+    "requires_grad_",
+    "retain_grad",
+    "record_stream",
+)
 """operations that change a tensor object in ways that a graph of values cannot say"""
 
 
 def refuse(node: Node, why: str, way_out: str = "use the out-of-place form") -> NoReturn:
-    raise ValueError(f"`{node.target}` in module `{module_name(node)}` ({user_line(node)}) {why}: {way_out}")
+    raise ValueError(
+        f"`{node.target}` in module `{module_name(node)}` ({user_line(node)}) {why}: {way_out}"
+    )
 
 
 def twin_of(node: Node) -> Any:
@@ -35,7 +45,11 @@ def twin_of(node: Node) -> Any:
     _, name, overload = str(node.target).split(".")
     key, written = f"{name}.{overload}", written_names(node)
     if not op_name(node) or name in NOT_DATA:
-        refuse(node, "changes a tensor in a way that has no out-of-place form here", "write it without this call")
+        refuse(
+            node,
+            "changes a tensor in a way that has no out-of-place form here",
+            "write it without this call",
+        )
     if key in RENAMED:
         return RENAMED[key]
     wanted = [each.name for each in schema(node.target).arguments]
@@ -47,10 +61,14 @@ def twin_of(node: Node) -> Any:
         wanted = [each for each in wanted if each not in written]
     packet = getattr(aten, name, None)
     # the overload of the same name first
-    overloads = sorted(packet.overloads(), key=lambda each: each != overload) if packet is not None else []
+    overloads = (
+        sorted(packet.overloads(), key=lambda each: each != overload) if packet is not None else []
+    )
     for candidate in (getattr(packet, each) for each in overloads):
         arguments = schema(candidate).arguments
         # the first argument is called `self` or `input`
-        if [each.name for each in arguments][1:] == wanted[1:] and not any(is_written(each) for each in arguments):
+        if [each.name for each in arguments][1:] == wanted[1:] and not any(
+            is_written(each) for each in arguments
+        ):
             return candidate
     refuse(node, "has no out-of-place twin")

@@ -1,4 +1,6 @@
-"""Writing through a view: the operation that puts a view's new value into the tensor that it is a view of."""
+"""Writing through a view: the operation that puts a view's new value into the tensor that it is a
+view of.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,28 @@ from whale.capture.ops import argument, op_name
 
 aten = torch.ops.aten
 
-RESHAPES = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "atleast_1d", "atleast_2d", "atleast_3d")
+RESHAPES = (
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "view_as",
+    "reshape_as",
+    "squeeze",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+)
 SELF_INVERSE = ("transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT")
 SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 
 
-def view_inverse(view: Node, parent: Node, value: Node, sizes: Callable[[Node], list[int | Node]]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Operation and arguments that give `parent` with `value` in the place of its view `view`; None where we know no such operation."""
+def view_inverse(
+    view: Node, parent: Node, value: Node, sizes: Callable[[Node], list[int | Node]]
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Operation and arguments that give `parent` with `value` in the place of its view `view`; None
+    where we know no such operation.
+    """
     before: torch.Tensor = parent.meta["val"]
     name, dim = op_name(view), argument(view, "dim") if op_name(view) else None
     if view.target is operator.getitem:
@@ -27,14 +44,33 @@ def view_inverse(view: Node, parent: Node, value: Node, sizes: Callable[[Node], 
     if name == "select":
         return aten.select_scatter.default, (parent, value, dim, argument(view, "index"))
     if name == "slice":
-        return aten.slice_scatter.default, (parent, value, dim, *(argument(view, each) for each in ("start", "end", "step")))
-    if name == "narrow" and isinstance(argument(view, "start"), int) and isinstance(argument(view, "length"), int):
+        return aten.slice_scatter.default, (
+            parent,
+            value,
+            dim,
+            *(argument(view, each) for each in ("start", "end", "step")),
+        )
+    if (
+        name == "narrow"
+        and isinstance(argument(view, "start"), int)
+        and isinstance(argument(view, "length"), int)
+    ):
         start = argument(view, "start")
         assert dim is not None
         start = start + before.shape[dim] if start < 0 else start
-        return aten.slice_scatter.default, (parent, value, dim, start, start + argument(view, "length"))
+        return aten.slice_scatter.default, (
+            parent,
+            value,
+            dim,
+            start,
+            start + argument(view, "length"),
+        )
     if name == "diagonal":
-        return aten.diagonal_scatter.default, (parent, value, *(argument(view, each) for each in ("offset", "dim1", "dim2")))
+        return aten.diagonal_scatter.default, (
+            parent,
+            value,
+            *(argument(view, each) for each in ("offset", "dim1", "dim2")),
+        )
     if name in SELF_INVERSE:
         return view.target, (value, *view.args[1:])
     if name in ("movedim", "moveaxis"):
@@ -59,7 +95,9 @@ def _part_inverse(view: Node, parent: Node, value: Node) -> tuple[Any, tuple[Any
         return aten.select_scatter.default, (parent, value, argument(parts, "dim"), index)
     if op_name(parts) in SPLITS:
         dim = argument(parts, "dim")
-        lengths = [part.shape[dim] for part in parts.meta["val"][: index % len(parts.meta["val"]) + 1]]
+        lengths = [
+            part.shape[dim] for part in parts.meta["val"][: index % len(parts.meta["val"]) + 1]
+        ]
         if all(isinstance(length, int) for length in lengths):
             return aten.slice_scatter.default, (parent, value, dim, sum(lengths[:-1]), sum(lengths))
     return None

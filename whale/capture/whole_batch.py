@@ -1,4 +1,6 @@
-"""The values that depend on the inputs of the whole mini-batch, as a graph of their own: it holds no parameter and runs before a step."""
+"""The values that depend on the inputs of the whole mini-batch, as a graph of their own: it holds
+no parameter and runs before a step.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ class WholeGraph:
         while stack:
             current = stack.pop()
             if not self._is_size(current):
-                new = [operand for operand in current.all_input_nodes if operand not in needed and operand not in self.copies]
+                new = [
+                    operand
+                    for operand in current.all_input_nodes
+                    if operand not in needed and operand not in self.copies
+                ]
                 needed.update(new)
                 stack.extend(new)
         for current in sorted(needed - self.copies.keys(), key=self.order.__getitem__):
@@ -55,7 +61,11 @@ class WholeGraph:
         if self._is_size(node):
             times = expression(node) / self.captured.batch_symbol
             if times.is_Integer:
-                return self.graph.call_function(operator.mul, (self.samples(), int(times))) if times > 1 else self.samples()
+                return (
+                    self.graph.call_function(operator.mul, (self.samples(), int(times)))
+                    if times > 1
+                    else self.samples()
+                )
             return self._number_of_rows(node)
         return self.graph.node_copy(node, self.copies.__getitem__)
 
@@ -73,7 +83,11 @@ class WholeGraph:
     def _number_of_rows(self, size: Node) -> Node:
         """The number of rows that a mask picks from the whole mini-batch, as a number."""
         state = self.flow.of(size.args[0])
-        assert isinstance(state, PerSample) and isinstance(state.outer, Irregular) and state.outer.mask is not None
+        assert (
+            isinstance(state, PerSample)
+            and isinstance(state.outer, Irregular)
+            and state.outer.mask is not None
+        )
         (symbol,) = expression(size).free_symbols
         rows = self.graph.call_function(aten.item.default, (self.rows(state.outer.mask),))
         return self.graph.call_function(operator.mul, (rows, int(expression(size) / symbol)))
@@ -87,19 +101,27 @@ class WholeGraph:
         return self.graph.call_function(aten.sym_size.int, (self.copies[self.anchor], 0))
 
     def as_tensor(self, number: Node, dtype: torch.dtype) -> Node:
-        return self.graph.call_function(aten.new_full.default, (self.copies[self.anchor], [], number), {"dtype": dtype})  # type: ignore[index]
+        like = self.copies[self.anchor]  # type: ignore[index]
+        return self.graph.call_function(aten.new_full.default, (like, [], number), {"dtype": dtype})
 
     def class_counts(self, args: dict[str, Any]) -> Node:
-        """How often each class is a target (C,), without those to ignore; without class weights: in all ()."""
+        """How often each class is a target (C,), without those to ignore; without class weights: in
+        all ().
+        """
         target = self.graph.call_function(aten.to.dtype, (self.copy(args["target"]), torch.int64))
         valid = self.graph.call_function(aten.ne.Scalar, (target, args["ignore_index"]))
         if args["weight"] is None:
             return self.graph.call_function(aten.sum.default, (valid,))
         classes = args["weight"].meta["val"].shape[0]
-        zeros = self.graph.call_function(aten.new_zeros.default, (target, [classes]), {"dtype": torch.int64})
+        zeros = self.graph.call_function(
+            aten.new_zeros.default, (target, [classes]), {"dtype": torch.int64}
+        )
         known = self.graph.call_function(aten.mul.Tensor, (target, valid))
         places = self.graph.call_function(aten.flatten.using_ints, (known,))
-        ones = self.graph.call_function(aten.flatten.using_ints, (self.graph.call_function(aten.to.dtype, (valid, torch.int64)),))
+        ones = self.graph.call_function(
+            aten.flatten.using_ints,
+            (self.graph.call_function(aten.to.dtype, (valid, torch.int64)),),
+        )
         return self.graph.call_function(aten.scatter_add.default, (zeros, 0, places, ones))
 
     def finish(self) -> GraphModule:

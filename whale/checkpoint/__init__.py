@@ -14,12 +14,26 @@ How an engine uses it:
 
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.format import Entry, FileInfo, Index, Piece, Target, read_index
-from whale.checkpoint.optimizer_state import merge_values, pack_optimizer, pack_scheduler, unpack_optimizer, unpack_scheduler
+from whale.checkpoint.optimizer_state import (
+    merge_values,
+    pack_optimizer,
+    pack_scheduler,
+    unpack_optimizer,
+    unpack_scheduler,
+)
 from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
 from whale.checkpoint.random_state import pack_rng, unpack_rng
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
 from whale.checkpoint.saver import AsyncSaver, Handle, nothing_to_save
-from whale.checkpoint.writer import Part, Snapshot, assign_writers, await_outcome, finish, take_snapshot, write_rank
+from whale.checkpoint.writer import (
+    Part,
+    Snapshot,
+    assign_writers,
+    await_outcome,
+    finish,
+    take_snapshot,
+    write_rank,
+)
 
 __all__ = [
     "AsyncSaver",

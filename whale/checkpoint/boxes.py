@@ -1,6 +1,8 @@
-"""Boxes of a tensor: index ranges, one [start, stop) for each dim. Exact cover, intersection, and which bytes a box is.
+"""Boxes of a tensor: index ranges, one [start, stop) for each dim. Exact cover, intersection, and
+which bytes a box is.
 
-A tensor's pieces are right when each lies inside the shape, no two overlap, and their volumes add up to the tensor's:
+A tensor's pieces are right when each lies inside the shape, no two overlap, and their volumes add
+up to the tensor's:
 
     inside  and  disjoint  and  sum of volumes = volume        <=>        every element exactly once                    (1)
 """
@@ -34,7 +36,9 @@ def volume(box: Box) -> int:
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
-    return len(box) == len(shape) and all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape))
+    return len(box) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(box, shape)
+    )
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -45,7 +49,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def relative(box: Box, origin: Box) -> Box:
     """`box` in the indices of a tensor that holds `origin`."""
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
+    return tuple(
+        (start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True)
+    )
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -67,12 +73,19 @@ def why_not_cover(boxes: Sequence[Box], shape: Sequence[int]) -> str:
         return f"pieces {_text(boxes[pair[0]])} and {_text(boxes[pair[1]])} overlap"
     covered = sum(volume(box) for box in boxes)
     if covered != math.prod(shape):
-        return f"its pieces hold {covered:,} of the {math.prod(shape):,} elements of shape {list(shape)}"
+        return (
+            f"its pieces hold {covered:,} of the {math.prod(shape):,} elements of shape "
+            f"{list(shape)}"
+        )
     return ""
 
 
-def byte_segments(shape: Sequence[int], box: Box, itemsize: int, grain: int) -> list[tuple[int, int]]:
-    """Bytes [start, stop) of a row-major tensor that hold `box`, widened to multiples of `grain` bytes, joined where they touch."""
+def byte_segments(
+    shape: Sequence[int], box: Box, itemsize: int, grain: int
+) -> list[tuple[int, int]]:
+    """Bytes [start, stop) of a row-major tensor that hold `box`, widened to multiples of `grain`
+    bytes, joined where they touch.
+    """
     total = math.prod(shape) * itemsize
     cut = max((dim for dim, (r, size) in enumerate(zip(box, shape)) if r != (0, size)), default=0)
     inner = math.prod(shape[cut + 1 :]) * itemsize
@@ -94,7 +107,9 @@ def byte_segments(shape: Sequence[int], box: Box, itemsize: int, grain: int) -> 
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Two boxes that share an element. They are sorted by start, so each is compared with later ones only."""
+    """Two boxes that share an element. They are sorted by start, so each is compared with later
+    ones only.
+    """
     if len(boxes) < 2:
         return None
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), -1, 2)

@@ -11,26 +11,46 @@ NOT_ALLOWED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or must not be loaded. The model and optimizer in memory are as they were."""
+    """A checkpoint could not be written, or must not be loaded. The model and optimizer in memory
+    are as they were.
+    """
 
 
-def explain(error: OSError, doing: str, path: Path, num_bytes: int | None = None) -> CheckpointError:
-    """The error of an operating system call in plain words: what happened, where, the bytes, and what to do."""
+def explain(
+    error: OSError, doing: str, path: Path, num_bytes: int | None = None
+) -> CheckpointError:
+    """The error of an operating system call in plain words: what happened, where, the bytes, and
+    what to do.
+    """
     if error.errno in FULL:
-        needed = f"this file needs {num_bytes:,} bytes" if num_bytes is not None else "more space is needed"
+        needed = (
+            f"this file needs {num_bytes:,} bytes"
+            if num_bytes is not None
+            else "more space is needed"
+        )
         what = (
-            f"the disk is full: {needed}, {_free_bytes(path)} are free. Free some space, keep fewer checkpoints (keep=...), "
+            f"the disk is full: {needed}, {_free_bytes(path)} are free. Free some space, keep "
+            "fewer checkpoints (keep=...), "
             f"or save to another folder"
         )
     elif error.errno == errno.EFBIG:
         size = f" of {num_bytes:,} bytes" if num_bytes is not None else ""
-        what = f"a file{size} is larger than the file system or a limit allows. Raise `ulimit -f`, or save to another folder"
+        what = (
+            f"a file{size} is larger than the file system or a limit allows. Raise `ulimit -f`, "
+            "or save to another folder"
+        )
     elif error.errno in NOT_ALLOWED:
-        why = "the file system is read-only" if error.errno == errno.EROFS else "this user may not write there"
+        why = (
+            "the file system is read-only"
+            if error.errno == errno.EROFS
+            else "this user may not write there"
+        )
         what = f"{why}. Save to a folder that you can write to, or change its permissions"
     else:
         what = f"{error.strerror or error}. Check the disk, or save to another folder"
-    return CheckpointError(f"{doing} {path} failed: {what}. Earlier checkpoints are untouched, and training can go on")
+    return CheckpointError(
+        f"{doing} {path} failed: {what}. Earlier checkpoints are untouched, and training can go on"
+    )
 
 
 def _free_bytes(path: Path) -> str:

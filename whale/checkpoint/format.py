@@ -8,8 +8,9 @@
       .tmp_00000013_<save id>/       being written, or left over from a crash
       step_00000012.old/             only after a crash in the moment in which a step is saved a second time: counts as step 12
 
-`index.json` starts with the SHA-256 of the rest of the file: an index that was edited or cut short is refused. Everything in it is checked
-for type, size and sense before it is used, and nothing in it can name a file outside the folder.
+`index.json` starts with the SHA-256 of the rest of the file: an index that was edited or cut short
+is refused. Everything in it is checked for type, size and sense before it is used, and nothing in
+it can name a file outside the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from whale.checkpoint.boxes import Box, volume, why_not_cover
 from whale.checkpoint.errors import CheckpointError
-from whale.checkpoint.tensor_files import CHECKSUM_DIGITS, DTYPES, PAGE_BYTES, num_blocks, open_regular
+from whale.checkpoint.tensor_files import (
+    CHECKSUM_DIGITS,
+    DTYPES,
+    PAGE_BYTES,
+    num_blocks,
+    open_regular,
+)
 
 FORMAT = 1  # raised when the meaning of a field changes
 INDEX = "index.json"
@@ -119,7 +126,9 @@ RANK_REPORT = TypeAdapter(RankReport)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes. `save_id` is the same on all ranks and new for every save, so that no two saves ever share a temporary folder."""
+    """Where a save goes. `save_id` is the same on all ranks and new for every save, so that no two
+    saves ever share a temporary folder.
+    """
 
     folder: Path
     step: int
@@ -127,7 +136,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if not SAVE_ID.fullmatch(self.save_id):
-            raise ValueError(f"a save id has 1 to 64 letters, digits, '_' or '-', not {self.save_id!r}")
+            raise ValueError(
+                f"a save id has 1 to 64 letters, digits, '_' or '-', not {self.save_id!r}"
+            )
         if self.step < 0:
             raise ValueError(f"the step of a checkpoint is at least 0, not {self.step}")
 
@@ -154,7 +165,11 @@ def rank_failure(rank: int) -> str:
 
 def index_bytes(index: Index) -> bytes:
     """`{"checksum":"<sha-256 of what follows>","index":{...}}`"""
-    body = b'"index":' + json.dumps(asdict(index), separators=(",", ":"), allow_nan=False).encode() + b"}\n"
+    body = (
+        b'"index":'
+        + json.dumps(asdict(index), separators=(",", ":"), allow_nan=False).encode()
+        + b"}\n"
+    )
     return _prefix(body) + body
 
 
@@ -164,7 +179,10 @@ def read_index(path: Path) -> Index:
     content = _read_small(file)
     start = len(_prefix(b""))
     if content[:start] != _prefix(content[start:]):
-        raise CheckpointError(f"{file} was changed or cut short after it was written: its checksum is wrong. Load another checkpoint")
+        raise CheckpointError(
+            f"{file} was changed or cut short after it was written: its checksum is wrong. Load "
+            "another checkpoint"
+        )
     try:
         index = INDEX_FILE.validate_json(content).index
     except ValidationError as error:
@@ -189,14 +207,26 @@ def read_report(file: Path) -> RankReport:
 def check_index(index: Index, file: Path) -> None:
     """Raises when the index does not make sense as a whole, naming the tensor."""
     if not 0 <= index.step < 10**18 or not SAVE_ID.fullmatch(index.save_id):
-        raise CheckpointError(f"{file} has step {index.step} and save id {index.save_id[:80]!r}: it was not written by Whale")
+        raise CheckpointError(
+            f"{file} has step {index.step} and save id {index.save_id[:80]!r}: it was not written "
+            "by Whale"
+        )
     if not PAGE_BYTES <= index.block_bytes <= MAX_BLOCK_BYTES:
-        raise CheckpointError(f"{file} has blocks of {index.block_bytes} bytes, allowed are {PAGE_BYTES} to {MAX_BLOCK_BYTES}")
+        raise CheckpointError(
+            f"{file} has blocks of {index.block_bytes} bytes, allowed are {PAGE_BYTES} to "
+            f"{MAX_BLOCK_BYTES}"
+        )
     for name, info in index.files.items():
         if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{file} names the file {name[:80]!r}: only files like {rank_file(0)!r} in its own folder are read")
+            raise CheckpointError(
+                f"{file} names the file {name[:80]!r}: only files like {rank_file(0)!r} in its "
+                "own folder are read"
+            )
         if info.num_bytes < 8:
-            raise CheckpointError(f"{file} says that {name} has {info.num_bytes} bytes, a safetensors file has at least 8")
+            raise CheckpointError(
+                f"{file} says that {name} has {info.num_bytes} bytes, a safetensors file has at "
+                "least 8"
+            )
     places: set[tuple[str, str]] = set()
     for name, entry in index.tensors.items():
         problem = _problem_of_entry(entry, index)
@@ -212,7 +242,10 @@ def _problem_of_entry(entry: Entry, index: Index) -> str:
     if entry.dtype not in DTYPES:
         return f"its dtype {entry.dtype[:20]!r} is not one of {', '.join(DTYPES)}"
     itemsize = DTYPES[entry.dtype].itemsize
-    if any(size < 0 for size in entry.shape) or math.prod(max(size, 1) for size in entry.shape) * itemsize >= 1 << 62:
+    if (
+        any(size < 0 for size in entry.shape)
+        or math.prod(max(size, 1) for size in entry.shape) * itemsize >= 1 << 62
+    ):
         return f"its shape {list(entry.shape)[:8]} is impossible"
     problem = why_not_cover([piece.ranges for piece in entry.pieces], entry.shape)
     if problem:
@@ -222,7 +255,10 @@ def _problem_of_entry(entry: Entry, index: Index) -> str:
         if piece.file not in index.files:
             return f"its file {piece.file[:80]!r} is not listed"
         if num_bytes > index.files[piece.file].num_bytes:
-            return f"its piece has {num_bytes:,} bytes, {piece.file} has {index.files[piece.file].num_bytes:,} in all"
+            return (
+                f"its piece has {num_bytes:,} bytes, {piece.file} has "
+                f"{index.files[piece.file].num_bytes:,} in all"
+            )
         expected = num_blocks(num_bytes, index.block_bytes) * CHECKSUM_DIGITS
         if len(piece.checksums) != expected or not HEXADECIMAL.fullmatch(piece.checksums):
             return f"it has {len(piece.checksums)} digits of checksums, not {expected}"
@@ -238,7 +274,8 @@ def _check_format(content: bytes, file: Path) -> None:
     found = re.match(rb'"index":\{"format":([0-9]{1,9}),', content[len(_prefix(b"")) :])
     if found and int(found[1]) != FORMAT:
         raise CheckpointError(
-            f"{file} has checkpoint format {int(found[1])}, this Whale reads {FORMAT}: load it with the Whale that wrote it"
+            f"{file} has checkpoint format {int(found[1])}, this Whale reads {FORMAT}: load it "
+            "with the Whale that wrote it"
         )
     if not found:
         raise CheckpointError(f"{file} is not an index: it does not start with a format")
@@ -249,7 +286,10 @@ def _read_small(file: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as opened:
         size = os.fstat(descriptor).st_size
         if size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{file} has {size:,} bytes, at most {MAX_INDEX_BYTES:,} are read: it was not written by Whale")
+            raise CheckpointError(
+                f"{file} has {size:,} bytes, at most {MAX_INDEX_BYTES:,} are read: it was not "
+                "written by Whale"
+            )
         return opened.read(MAX_INDEX_BYTES)
 
 

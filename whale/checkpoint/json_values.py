@@ -1,7 +1,8 @@
-"""Python values as JSON and back, exactly: tuples, infinities, dicts with number keys, counters and 0-dim tensors included.
+"""Python values as JSON and back, exactly: tuples, infinities, dicts with number keys, counters and
+0-dim tensors included.
 
-What JSON cannot hold is written as `{"!tuple": [1, 2]}`: an object with one key that starts with "!". Reading makes only the kinds listed
-here, so nothing from a file is ever called or imported.
+What JSON cannot hold is written as `{"!tuple": [1, 2]}`: an object with one key that starts with
+"!". Reading makes only the kinds listed here, so nothing from a file is ever called or imported.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from whale.checkpoint.errors import CheckpointError
 
 SCALAR_DTYPES = {
     str(dtype): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
 }
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in terms of JSON. `where` names it in the refusal of what cannot be held: functions, open files, whole tensors."""
+    """`value` in terms of JSON. `where` names it in the refusal of what cannot be held: functions,
+    open files, whole tensors.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, np.generic):
@@ -44,7 +56,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, where)
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold (numbers, text, lists, dicts "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold (numbers, text, lists, dicts "
         f"and 0-dim tensors can). Leave it out of the state, and build it again before loading"
     )
 
@@ -72,12 +85,20 @@ def decode(value: Any) -> Any:
             return torch.tensor(decode(inner[1]), dtype=SCALAR_DTYPES[inner[0]])
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
         pass
-    raise CheckpointError(f"a value of the checkpoint is marked {tag!r} but is not one: the file was damaged or made by something else")
+    raise CheckpointError(
+        f"a value of the checkpoint is marked {tag!r} but is not one: the file was damaged or "
+        "made by something else"
+    )
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:
-    plain = not isinstance(value, Counter) and all(isinstance(key, str) and not key.startswith("!") for key in value)
+    plain = not isinstance(value, Counter) and all(
+        isinstance(key, str) and not key.startswith("!") for key in value
+    )
     if plain:
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    pairs = [
+        [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+        for key, item in value.items()
+    ]
     return {"!counter" if isinstance(value, Counter) else "!dict": pairs}

@@ -1,13 +1,14 @@
-"""Optimizer and LR scheduler state by parameter name, so that any plan can load what any other plan saved.
+"""Optimizer and LR scheduler state by parameter name, so that any plan can load what any other plan
+saved.
 
-A torch optimizer numbers its parameters; here every state tensor has a name of its own, `optimizer/<parameter>/<key>`, and everything that
-is not a tensor goes to the values:
+A torch optimizer numbers its parameters; here every state tensor has a name of its own,
+`optimizer/<parameter>/<key>`, and everything that is not a tensor goes to the values:
 
     {"groups": [{"position": 0, "names": ["wte.weight", ...], "options": {"lr": 0.1, ...}}],
      "state": {"wte.weight": {"tensors": ["step", "exp_avg", "exp_avg_sq"], "values": {}}}, "extra": {}}
 
-Each rank packs what it writes; `merge_values` unites the ranks' values. When loading, a group takes its options from the saved group that
-held its parameters.
+Each rank packs what it writes; `merge_values` unites the ranks' values. When loading, a group takes
+its options from the saved group that held its parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from whale.checkpoint.json_values import encode
 PREFIX = "optimizer/"
 NOT_OPTIONS = ("params", "param_names")
 GROUP_LISTS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""lists of a scheduler with one number for each group, and where the group itself has that number"""
+"""lists of a scheduler with one number for each group, and where the group itself has that number
+"""
 
 Parameter = torch.nn.Parameter | Tensor
 
@@ -39,9 +41,13 @@ def parameter_name(name: str) -> str:
 
 
 def pack_optimizer(
-    optimizer: torch.optim.Optimizer, names_of: Mapping[Parameter, str], only: Collection[str] | None = None
+    optimizer: torch.optim.Optimizer,
+    names_of: Mapping[Parameter, str],
+    only: Collection[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, values) of the optimizer. `only`: names of the parameters that this rank writes, when other ranks hold some of them too."""
+    """(tensors, values) of the optimizer. `only`: names of the parameters that this rank writes,
+    when other ranks hold some of them too.
+    """
     packed = optimizer.state_dict()
     kind = type(optimizer).__name__
     tensors: dict[str, Tensor] = {}
@@ -50,7 +56,9 @@ def pack_optimizer(
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         encode(options, f"group {position} of {kind}")  # refuses what cannot be saved, by its name
         names = []
-        for number, parameter in zip(group["params"], optimizer.param_groups[position]["params"], strict=True):
+        for number, parameter in zip(
+            group["params"], optimizer.param_groups[position]["params"], strict=True
+        ):
             name = _name_of(parameter, names_of, kind)
             if only is not None and name not in only:
                 continue
@@ -60,7 +68,9 @@ def pack_optimizer(
         if names:
             values["groups"].append({"position": position, "names": names, "options": options})
     shared = {key: value for key, value in packed["state"].items() if not isinstance(key, int)}
-    values["extra"] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    values["extra"] = {
+        key: value for key, value in packed.items() if key not in ("state", "param_groups")
+    }
     encode({"state": shared, **values["extra"]}, f"the state of {kind}")
     values["shared"] = shared
     return tensors, values
@@ -73,21 +83,37 @@ def merge_values(values: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
         if not one:
             continue
         if not merged:
-            merged = {"kind": one["kind"], "groups": [], "state": {}, "extra": one["extra"], "shared": one["shared"]}
+            merged = {
+                "kind": one["kind"],
+                "groups": [],
+                "state": {},
+                "extra": one["extra"],
+                "shared": one["shared"],
+            }
         if one["kind"] != merged["kind"]:
-            raise CheckpointError(f"one rank saved the optimizer {merged['kind']}, another {one['kind']}")
+            raise CheckpointError(
+                f"one rank saved the optimizer {merged['kind']}, another {one['kind']}"
+            )
         merged["groups"].extend(one["groups"])
         merged["state"].update(one["state"])
     return merged
 
 
 def unpack_optimizer(
-    optimizer: torch.optim.Optimizer, names_of: Mapping[Parameter, str], read: Callable[[str], Tensor], values: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names_of: Mapping[Parameter, str],
+    read: Callable[[str], Tensor],
+    values: Mapping[str, Any],
 ) -> None:
-    """Loads merged values and the tensors that `read(name)` gives. All is read before anything of the optimizer changes."""
+    """Loads merged values and the tensors that `read(name)` gives. All is read before anything of
+    the optimizer changes.
+    """
     kind = type(optimizer).__name__
     if values.get("kind") != kind:
-        raise CheckpointError(f"the checkpoint holds the state of {values.get('kind') or 'no optimizer'}, this job uses {kind}")
+        raise CheckpointError(
+            f"the checkpoint holds the state of {values.get('kind') or 'no optimizer'}, this job "
+            f"uses {kind}"
+        )
     packed = optimizer.state_dict()
     options_of = {name: group["options"] for group in values["groups"] for name in group["names"]}
     by_position = {group["position"]: group["options"] for group in reversed(values["groups"])}
@@ -101,7 +127,10 @@ def unpack_optimizer(
         for number, name in zip(group["params"], names, strict=True):
             if name in values["state"]:
                 found = values["state"][name]
-                state[number] = {**{key: read(state_name(name, key)) for key in found["tensors"]}, **found["values"]}
+                state[number] = {
+                    **{key: read(state_name(name, key)) for key in found["tensors"]},
+                    **found["values"],
+                }
     optimizer.load_state_dict({**packed, **values["extra"], "state": state, "param_groups": groups})
 
 
@@ -112,34 +141,57 @@ def pack_scheduler(scheduler: Any) -> dict[str, Any]:
     return {"kind": type(scheduler).__name__, "state": state}
 
 
-def unpack_scheduler(scheduler: Any, values: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """After `unpack_optimizer`: this rank's optimizer may have another number of groups than the one that was saved."""
+def unpack_scheduler(
+    scheduler: Any, values: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    """After `unpack_optimizer`: this rank's optimizer may have another number of groups than the
+    one that was saved.
+    """
     kind = type(scheduler).__name__
     if values.get("kind") != kind:
-        raise CheckpointError(f"the checkpoint holds the state of {values.get('kind') or 'no scheduler'}, this job uses {kind}")
+        raise CheckpointError(
+            f"the checkpoint holds the state of {values.get('kind') or 'no scheduler'}, this job "
+            f"uses {kind}"
+        )
     scheduler.load_state_dict(_fit(values["state"], scheduler.state_dict(), optimizer, kind))
 
 
 def _fit(saved: Any, current: Any, optimizer: torch.optim.Optimizer, where: str) -> Any:
-    """`saved` with its lists that have one number for each group made for this optimizer's groups."""
+    """`saved` with its lists that have one number for each group made for this optimizer's
+    groups.
+    """
     if isinstance(saved, dict) and isinstance(current, dict):
         num_groups = len(optimizer.param_groups)
         fitted = {}
         for key, value in saved.items():
             other = current.get(key)
             if key in GROUP_LISTS and isinstance(value, list) and len(value) != num_groups:
-                fitted[key] = [group.get(GROUP_LISTS[key], group["lr"]) for group in optimizer.param_groups]
-            elif isinstance(value, list) and isinstance(other, list) and len(value) != len(other) == num_groups:
-                raise CheckpointError(f"{where}.{key} has {len(value)} numbers, one for each group, but here are {num_groups} groups")
+                fitted[key] = [
+                    group.get(GROUP_LISTS[key], group["lr"]) for group in optimizer.param_groups
+                ]
+            elif (
+                isinstance(value, list)
+                and isinstance(other, list)
+                and len(value) != len(other) == num_groups
+            ):
+                raise CheckpointError(
+                    f"{where}.{key} has {len(value)} numbers, one for each group, but here are "
+                    f"{num_groups} groups"
+                )
             else:
                 fitted[key] = _fit(value, other, optimizer, f"{where}.{key}")
         return fitted
     if isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
-        return [_fit(*pair, optimizer, f"{where}[{place}]") for place, pair in enumerate(zip(saved, current, strict=True))]
+        return [
+            _fit(*pair, optimizer, f"{where}[{place}]")
+            for place, pair in enumerate(zip(saved, current, strict=True))
+        ]
     return saved
 
 
-def _pack_state(name: str, state: Mapping[str, Any], kind: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _pack_state(
+    name: str, state: Mapping[str, Any], kind: str, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     rest = {key: value for key, value in state.items() if key not in own}
     encode(rest, f"the state of {kind} for {name}")
@@ -147,11 +199,14 @@ def _pack_state(name: str, state: Mapping[str, Any], kind: str, tensors: dict[st
     return {"tensors": list(own), "values": rest}
 
 
-def _options(names: list[str], options_of: Mapping[str, dict[str, Any]], position: int) -> dict[str, Any]:
+def _options(
+    names: list[str], options_of: Mapping[str, dict[str, Any]], position: int
+) -> dict[str, Any]:
     missing = [name for name in names if name not in options_of]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no optimizer state for {len(missing)} parameters, the first are {', '.join(missing[:3])}: "
+            f"the checkpoint has no optimizer state for {len(missing)} parameters, the first are "
+            f"{', '.join(missing[:3])}: "
             f"it was saved from another model, or these were frozen then"
         )
     chosen = options_of[names[0]]
@@ -159,7 +214,8 @@ def _options(names: list[str], options_of: Mapping[str, dict[str, Any]], positio
         if options_of[name] != chosen:
             different = [key for key in chosen if options_of[name].get(key) != chosen[key]]
             raise CheckpointError(
-                f"{names[0]} and {name} are both in group {position} now, but were saved in groups with different {', '.join(different)}. "
+                f"{names[0]} and {name} are both in group {position} now, but were saved in "
+                f"groups with different {', '.join(different)}. "
                 f"Make the same groups as when it was saved"
             )
     return chosen
@@ -168,6 +224,7 @@ def _options(names: list[str], options_of: Mapping[str, dict[str, Any]], positio
 def _name_of(parameter: Parameter, names_of: Mapping[Parameter, str], kind: str) -> str:
     if parameter not in names_of:
         raise CheckpointError(
-            f"{kind} holds a parameter of shape {list(parameter.shape)} that is not one of the model's: give it the model's own"
+            f"{kind} holds a parameter of shape {list(parameter.shape)} that is not one of the "
+            "model's: give it the model's own"
         )
     return names_of[parameter]

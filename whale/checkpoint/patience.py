@@ -1,4 +1,6 @@
-"""Ranks that save meet in a folder only: how long one waits there for the others, and how it sees that nobody can write any more."""
+"""Ranks that save meet in a folder only: how long one waits there for the others, and how it sees
+that nobody can write any more.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ class Patience:
 
     @property
     def limit_s(self) -> float:
-        return self._limit_s if threading.main_thread().is_alive() else min(self._limit_s, EXIT_TIMEOUT_S)
+        return (
+            self._limit_s
+            if threading.main_thread().is_alive()
+            else min(self._limit_s, EXIT_TIMEOUT_S)
+        )
 
     def pause(self) -> None:
         time.sleep(POLL_S)

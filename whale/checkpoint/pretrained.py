@@ -1,11 +1,13 @@
-"""Weights that others trained, in the Hugging Face layout: read straight into the shards, each rank only what it needs. And the way back.
+"""Weights that others trained, in the Hugging Face layout: read straight into the shards, each rank
+only what it needs. And the way back.
 
     model.safetensors                                   one file, or
     model.safetensors.index.json                        {"weight_map": {name: file}} and
     model-00001-of-00002.safetensors, ...               several
 
-Links are followed here (the Hugging Face cache is made of them); a file is only ever parsed as safetensors, so a bad one can do no more
-than be refused. These files have no checksums: sizes and shapes are checked, content cannot be.
+Links are followed here (the Hugging Face cache is made of them); a file is only ever parsed as
+safetensors, so a bad one can do no more than be refused. These files have no checksums: sizes and
+shapes are checked, content cannot be.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class PretrainedReader:
         file = self._file(name)
         shape = file.tensors[name].shape
         if ranges is not None and not is_inside(ranges, shape):
-            raise CheckpointError(f"{name} in {file.path} has shape {list(shape)}, it has no {ranges}")
+            raise CheckpointError(
+                f"{name} in {file.path} has shape {list(shape)}, it has no {ranges}"
+            )
         return file.read(name, ranges)
 
     def match(
@@ -85,10 +89,12 @@ class PretrainedReader:
         prefixes: Iterable[str] = (),
         optional: Iterable[str] = (),
     ) -> Match:
-        """Finds each wanted name among the stored ones, also when one side has a leading prefix (`model.`, `transformer.`) more.
+        """Finds each wanted name among the stored ones, also when one side has a leading prefix
+        (`model.`, `transformer.`) more.
 
-        `aliases`: name -> first name of the same tied tensor: one of them is enough. `prefixes`: likely ones (`base_model_prefix`).
-        `optional`: names that need not be there, such as buffers; they are found in the same way as the wanted ones.
+        `aliases`: name -> first name of the same tied tensor: one of them is enough. `prefixes`:
+        likely ones (`base_model_prefix`). `optional`: names that need not be there, such as
+        buffers; they are found in the same way as the wanted ones.
         """
         names = list(wanted)
         ties: dict[str, list[str]] = {}
@@ -100,24 +106,36 @@ class PretrainedReader:
             found = {}
             for name in names:
                 tied = ties[(aliases or {}).get(name, name)]
-                hit = next((stored for each in [name, *tied] if (stored := stored_name(each)) in self._file_of), None)
+                hit = next(
+                    (
+                        stored
+                        for each in [name, *tied]
+                        if (stored := stored_name(each)) in self._file_of
+                    ),
+                    None,
+                )
                 if hit is not None:
                     found[name] = hit
             results.append((how, found))
         complete = [(how, found) for how, found in results if len(found) == len(names)]
         if not complete:
-            raise CheckpointError(self._missing(names, max(results, key=lambda result: len(result[1]))[1]))
+            raise CheckpointError(
+                self._missing(names, max(results, key=lambda result: len(result[1]))[1])
+            )
         how, found = complete[0]  # unchanged names come first
         if how and any(other != found for _, other in complete[1:]):
             raise CheckpointError(
-                f"the names in {self.path} fit the model in more than one way ({', '.join(how for how, _ in complete)}): "
+                f"the names in {self.path} fit the model in more than one way "
+                f"({', '.join(how for how, _ in complete)}): "
                 f"rename them, or give prefixes=[...]"
             )
         rename = dict(attempts)[how]
         found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
         used = set(found.values())
         tied_too = {stored for tied in ties.values() for stored in tied if len(tied) > 1}
-        unexpected = tuple(name for name in self._file_of if name not in used and name not in tied_too)
+        unexpected = tuple(
+            name for name in self._file_of if name not in used and name not in tied_too
+        )
         return Match(found, unexpected, how)
 
     def _attempts(self, names: list[str], prefixes: Iterable[str]) -> list[tuple[str, _Rename]]:
@@ -135,14 +153,19 @@ class PretrainedReader:
     def _missing(self, names: list[str], found: Mapping[str, str]) -> str:
         missing = [name for name in names if name not in found]
         return (
-            f"{self.path} lacks {len(missing)} of the {len(names)} tensors that the model needs, the first are {', '.join(missing[:3])}."
-            f"{nearest(missing[0], self._file_of)} Is it of another model? It holds {', '.join(list(self._file_of)[:3])}, ..."
+            f"{self.path} lacks {len(missing)} of the {len(names)} tensors that the model needs, "
+            f"the first are {', '.join(missing[:3])}."
+            f"{nearest(missing[0], self._file_of)} Is it of another model? It holds "
+            f"{', '.join(list(self._file_of)[:3])}, ..."
         )
 
     def _find(self) -> dict[str, str]:
         """name -> file name."""
         if not self.path.exists():
-            raise CheckpointError(f"{self.path} does not exist: give a .safetensors file or a folder that holds {SINGLE} or {SHARDED}")
+            raise CheckpointError(
+                f"{self.path} does not exist: give a .safetensors file or a folder that holds "
+                f"{SINGLE} or {SHARDED}"
+            )
         if self.path.is_file():
             if self.path.suffix in PICKLES:
                 raise CheckpointError(f"{self.path} is a pickle. {CONVERT}")
@@ -154,7 +177,10 @@ class PretrainedReader:
         pickles = sorted(item.name for item in self.path.iterdir() if item.suffix in PICKLES)
         if pickles:
             raise CheckpointError(f"{self.path} holds only pickles ({pickles[0]}). {CONVERT}")
-        raise CheckpointError(f"{self.path} holds neither {SINGLE} nor {SHARDED}: give a folder in the Hugging Face layout")
+        raise CheckpointError(
+            f"{self.path} holds neither {SINGLE} nor {SHARDED}: give a folder in the Hugging Face "
+            "layout"
+        )
 
     def _read_weight_map(self) -> dict[str, str]:
         file = self.path / SHARDED
@@ -168,19 +194,30 @@ class PretrainedReader:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file} is not an index of shards: {error}") from None
         for name, shard in found.items():
-            if not isinstance(shard, str) or shard != os.path.basename(shard) or not shard.endswith(".safetensors") or "\\" in shard:
+            if (
+                not isinstance(shard, str)
+                or shard != os.path.basename(shard)
+                or not shard.endswith(".safetensors")
+                or "\\" in shard
+            ):
                 raise CheckpointError(
-                    f"{file} says that {name[:200]} is in {str(shard)[:80]!r}: only .safetensors files beside it are read"
+                    f"{file} says that {name[:200]} is in {str(shard)[:80]!r}: only .safetensors "
+                    "files beside it are read"
                 )
         return found
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._file_of:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}.{nearest(name, self._file_of)}")
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r}.{nearest(name, self._file_of)}"
+            )
         shard = self._file_of[name]
         file = self._files.get(shard) or self._open(shard, self.path / shard)
         if name not in file.tensors:
-            raise CheckpointError(f"{file.path} does not hold {name}, though {SHARDED} says so: download the files again")
+            raise CheckpointError(
+                f"{file.path} does not hold {name}, though {SHARDED} says so: download the files "
+                "again"
+            )
         return file
 
     def _open(self, shard: str, path: Path) -> TensorFile:
@@ -201,9 +238,11 @@ class _Rename:
 
 
 def export_safetensors(path: str | Path, state_dict: Mapping[str, Tensor]) -> Path:
-    """Writes a state dict as one safetensors file that Hugging Face reads, aside first, then renamed into place.
+    """Writes a state dict as one safetensors file that Hugging Face reads, aside first, then
+    renamed into place.
 
-    Of tied tensors the first name is written, as `save_pretrained` does; the file's metadata says what the others were.
+    Of tied tensors the first name is written, as `save_pretrained` does; the file's metadata says
+    what the others were.
     """
     final = Path(path)
     if final.suffix != ".safetensors":
@@ -226,7 +265,9 @@ def export_safetensors(path: str | Path, state_dict: Mapping[str, Tensor]) -> Pa
         os.replace(aside, final)
         sync_folder(final.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):  # what stands in the way of the folder also stands in the way of this
+        with contextlib.suppress(
+            OSError
+        ):  # what stands in the way of the folder also stands in the way of this
             aside.unlink(missing_ok=True)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         raise explain(error, "exporting", final, needed) from error

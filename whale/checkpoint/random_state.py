@@ -1,4 +1,6 @@
-"""The random number generators of this process: torch (CPU and GPU), numpy and Python, as tensors and numbers, never as pickles."""
+"""The random number generators of this process: torch (CPU and GPU), numpy and Python, as tensors
+and numbers, never as pickles.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def pack_rng(prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     if name != NUMPY_GENERATOR:
         raise CheckpointError(
-            f"numpy's global generator is {name}, only {NUMPY_GENERATOR} can be saved: do not call np.random.set_bit_generator"
+            f"numpy's global generator is {name}, only {NUMPY_GENERATOR} can be saved: do not "
+            "call np.random.set_bit_generator"
         )
     tensors = {
         f"{prefix}torch": torch.get_rng_state(),
@@ -41,14 +44,28 @@ def pack_rng(prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, Any]) -> None:
-    """Sets all generators to the saved state. Everything is read and checked before the first one changes."""
+    """Sets all generators to the saved state. Everything is read and checked before the first one
+    changes.
+    """
     try:
-        python = (int(values["python"]["version"]), tuple(_words(read(f"{prefix}python"), NUM_WORDS + 1)), values["python"]["gauss"])
+        python = (
+            int(values["python"]["version"]),
+            tuple(_words(read(f"{prefix}python"), NUM_WORDS + 1)),
+            values["python"]["gauss"],
+        )
         saved = values["numpy"]
         words = np.array(_words(read(f"{prefix}numpy"), NUM_WORDS), dtype=np.uint32)
-        if not 0 <= int(saved["position"]) <= NUM_WORDS:  # numpy does not look, and would read beyond the end of its memory
+        if (
+            not 0 <= int(saved["position"]) <= NUM_WORDS
+        ):  # numpy does not look, and would read beyond the end of its memory
             raise ValueError(f"numpy's position is {saved['position']}, not 0 to {NUM_WORDS}")
-        numpy = (NUMPY_GENERATOR, words, int(saved["position"]), int(saved["has_gauss"]), float(saved["cached"]))
+        numpy = (
+            NUMPY_GENERATOR,
+            words,
+            int(saved["position"]),
+            int(saved["has_gauss"]),
+            float(saved["cached"]),
+        )
         own = read(f"{prefix}torch")
         cuda = read(f"{prefix}cuda") if values["cuda"] and torch.cuda.is_available() else None
         torch.Generator().set_state(own)  # each of these refuses a state that is none
@@ -57,7 +74,9 @@ def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, 
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"the random number state {prefix}* of the checkpoint is not one: {error}") from None
+        raise CheckpointError(
+            f"the random number state {prefix}* of the checkpoint is not one: {error}"
+        ) from None
     torch.set_rng_state(own)
     random.setstate(python)
     np.random.set_state(numpy)
@@ -68,5 +87,7 @@ def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, 
 def _words(tensor: Tensor, count: int) -> list[int]:
     words: list[int] = tensor.tolist()
     if tensor.dim() != 1 or len(words) != count or any(not 0 <= word < 1 << 32 for word in words):
-        raise ValueError(f"{count} numbers of 32 bits were expected, got a tensor of shape {list(tensor.shape)}")
+        raise ValueError(
+            f"{count} numbers of 32 bits were expected, got a tensor of shape {list(tensor.shape)}"
+        )
     return words

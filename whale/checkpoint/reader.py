@@ -1,7 +1,9 @@
-"""Reading a checkpoint: any tensor, whole or a box of it, whoever wrote which part. Only what is needed is read, and all of it is checked.
+"""Reading a checkpoint: any tensor, whole or a box of it, whoever wrote which part. Only what is
+needed is read, and all of it is checked.
 
-A whole tensor costs its own bytes and nothing else. A box costs the blocks that it touches: a range of dim 0 at most one block more on
-each side of each piece, a range of an inner dim up to all rows that it crosses (unless its runs are longer than a block).
+A whole tensor costs its own bytes and nothing else. A box costs the blocks that it touches: a range
+of dim 0 at most one block more on each side of each piece, a range of an inner dim up to all rows
+that it crosses (unless its runs are longer than a block).
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from whale.checkpoint.boxes import Box, extents, intersect, is_inside, relative,
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.format import CHECKPOINT_NAME, INDEX, Entry, Index, Piece, read_index
 from whale.checkpoint.json_values import decode
-from whale.checkpoint.tensor_files import CHECKSUM_DIGITS, DTYPES, TensorFile, block_checksum, file_checksum
+from whale.checkpoint.tensor_files import (
+    CHECKSUM_DIGITS,
+    DTYPES,
+    TensorFile,
+    block_checksum,
+    file_checksum,
+)
 from whale.names import nearest
 
 logger = logging.getLogger("whale")
@@ -31,12 +39,16 @@ MAX_OPEN_FILES = 64  # far below the usual limit of 1,024 for a process
 
 
 def find_checkpoints(folder: str | Path) -> list[Path]:
-    """Complete checkpoints in a folder, the latest step first. What is damaged or incomplete is left out, with a warning."""
+    """Complete checkpoints in a folder, the latest step first. What is damaged or incomplete is
+    left out, with a warning.
+    """
     root = Path(folder)
     if not root.is_dir():
         return []
     found: dict[int, Path] = {}
-    for path in sorted(root.iterdir(), reverse=True):  # `step_12.old` comes before `step_12`, which replaces it
+    for path in sorted(
+        root.iterdir(), reverse=True
+    ):  # `step_12.old` comes before `step_12`, which replaces it
         match = CHECKPOINT_NAME.fullmatch(path.name)
         if not match:
             continue
@@ -57,7 +69,9 @@ def resolve(path: str | Path) -> Path:
     if not found:
         names = sorted(item.name for item in given.iterdir())[:5] if given.is_dir() else []
         there = f"it holds {', '.join(names) or 'nothing'}" if given.is_dir() else "it is no folder"
-        raise CheckpointError(f"{given} has no complete checkpoint ({there}): give a folder that engine.save wrote to")
+        raise CheckpointError(
+            f"{given} has no complete checkpoint ({there}): give a folder that engine.save wrote to"
+        )
     return found[0]
 
 
@@ -68,12 +82,17 @@ def check_files(path: Path, index: Index) -> None:
         try:
             status = os.lstat(file)
         except OSError:
-            raise CheckpointError(f"{file} is missing: the checkpoint is not complete. Load another one") from None
+            raise CheckpointError(
+                f"{file} is missing: the checkpoint is not complete. Load another one"
+            ) from None
         if stat.S_ISLNK(status.st_mode):
-            raise CheckpointError(f"{file} is a symbolic link: a checkpoint is read from its own folder only")
+            raise CheckpointError(
+                f"{file} is a symbolic link: a checkpoint is read from its own folder only"
+            )
         if not stat.S_ISREG(status.st_mode) or status.st_size != info.num_bytes:
             raise CheckpointError(
-                f"{file} has {status.st_size:,} bytes, it was written with {info.num_bytes:,}: it was cut short or changed. "
+                f"{file} has {status.st_size:,} bytes, it was written with {info.num_bytes:,}: it "
+                "was cut short or changed. "
                 f"Load another checkpoint"
             )
 
@@ -88,9 +107,13 @@ class Reader:
         self.step = self.index.step
         self.values: dict[str, Any] = decode(self.index.values)
         """of the job"""
-        self.rank_values: list[dict[str, Any]] = [decode(values) for values in self.index.rank_values]
+        self.rank_values: list[dict[str, Any]] = [
+            decode(values) for values in self.index.rank_values
+        ]
         """by rank of the job that saved"""
-        self._by_file: dict[str, dict[str, tuple[Entry, Piece]]] = {name: {} for name in self.index.files}
+        self._by_file: dict[str, dict[str, tuple[Entry, Piece]]] = {
+            name: {} for name in self.index.files
+        }
         for entry in self.index.tensors.values():
             for piece in entry.pieces:
                 self._by_file[piece.file][piece.key] = (entry, piece)
@@ -100,7 +123,12 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __contains__(self, name: str) -> bool:
@@ -125,11 +153,15 @@ class Reader:
         return self._closed_bytes_read + sum(file.num_bytes_read for file in self._open.values())
 
     def read(self, name: str, ranges: Box | None = None) -> Tensor:
-        """A tensor, or the box `ranges` of it, on the CPU. Every byte that was read has been checked."""
+        """A tensor, or the box `ranges` of it, on the CPU. Every byte that was read has been
+        checked.
+        """
         entry = self._entry(name)
         wanted = whole(entry.shape) if ranges is None else ranges
         if not is_inside(wanted, entry.shape):
-            raise CheckpointError(f"{name} in {self.path} has shape {list(entry.shape)}, it has no {wanted}")
+            raise CheckpointError(
+                f"{name} in {self.path} has shape {list(entry.shape)}, it has no {wanted}"
+            )
         if 0 in extents(wanted):
             return torch.empty(extents(wanted), dtype=DTYPES[entry.dtype])
         if len(entry.pieces) == 1:
@@ -144,28 +176,34 @@ class Reader:
     def _entry(self, name: str) -> Entry:
         if name not in self.index.tensors:
             raise CheckpointError(
-                f"{self.path} has no tensor {name!r}: it was saved from another model, optimizer or setting."
+                f"{self.path} has no tensor {name!r}: it was saved from another model, optimizer "
+                "or setting."
                 f"{nearest(name, self.index.tensors)}"
             )
         return self.index.tensors[name]
 
     def _read_piece(self, name: str, piece: Piece, wanted: Box) -> Tensor:
         check = self._checker(name, piece)
-        return self._file(piece.file).read(piece.key, relative(wanted, piece.ranges), self.index.block_bytes, check)
+        return self._file(piece.file).read(
+            piece.key, relative(wanted, piece.ranges), self.index.block_bytes, check
+        )
 
     def _checker(self, name: str, piece: Piece) -> Callable[[int, memoryview], None]:
         def check(block: int, content: memoryview) -> None:
             expected = piece.checksums[block * CHECKSUM_DIGITS : (block + 1) * CHECKSUM_DIGITS]
             if block_checksum(content) != expected:
                 raise CheckpointError(
-                    f"{self.path / piece.file} is damaged inside {name!r}: block {block} has checksum {block_checksum(content)}, "
+                    f"{self.path / piece.file} is damaged inside {name!r}: block {block} has "
+                    f"checksum {block_checksum(content)}, "
                     f"it was written with {expected}. Load another checkpoint"
                 )
 
         return check
 
     def _file(self, name: str) -> TensorFile:
-        """An open file whose header agrees with the index. The file's checksum covers header and blocks' checksums."""
+        """An open file whose header agrees with the index. The file's checksum covers header and
+        blocks' checksums.
+        """
         if name not in self._open:
             while len(self._open) >= MAX_OPEN_FILES:
                 self._close_oldest()
@@ -187,13 +225,19 @@ class Reader:
             if (stored.dtype, stored.shape) != (entry.dtype, extents(piece.ranges)):
                 wrong = key
         if wrong is None:
-            order = sorted(file.tensors, key=lambda key: (file.tensors[key].start, file.tensors[key].num_bytes))
+            order = sorted(
+                file.tensors, key=lambda key: (file.tensors[key].start, file.tensors[key].num_bytes)
+            )
             # empty tensors have no blocks, so their order among equals does not matter
-            if file_checksum(file.header, (pieces[key][1].checksums for key in order)) == self.index.files[name].checksum:
+            if (
+                file_checksum(file.header, (pieces[key][1].checksums for key in order))
+                == self.index.files[name].checksum
+            ):
                 return
         about = f": they disagree about {wrong[:200]!r}" if wrong is not None else ""
         raise CheckpointError(
-            f"{file.path} is not the file that {INDEX} describes{about}. It was swapped or changed; load another checkpoint"
+            f"{file.path} is not the file that {INDEX} describes{about}. It was swapped or "
+            "changed; load another checkpoint"
         )
 
     def _close_oldest(self) -> None:

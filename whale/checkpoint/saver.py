@@ -1,7 +1,8 @@
 """Saving beside training: the copy is made at once, everything slow happens in a background thread.
 
-One save at a time: a second `save` waits for the first (and says how long), because both would need memory for a copy of the state.
-The thread runs at low priority, so that on a machine whose cores are all busy training keeps them.
+One save at a time: a second `save` waits for the first (and says how long), because both would need
+memory for a copy of the state. The thread runs at low priority, so that on a machine whose cores
+are all busy training keeps them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from torch import Tensor
 from whale.checkpoint.errors import CheckpointError, explain
 from whale.checkpoint.format import Target
 from whale.checkpoint.json_values import encode
-from whale.checkpoint.writer import TIMEOUT_S, Part, Snapshot, await_outcome, finish, give_up, take_snapshot, write_rank
+from whale.checkpoint.writer import (
+    TIMEOUT_S,
+    Part,
+    Snapshot,
+    await_outcome,
+    finish,
+    give_up,
+    take_snapshot,
+    write_rank,
+)
 
 logger = logging.getLogger("whale")
 
-NICENESS = 15  # a niced thread gets about 3 % of a core that somebody else wants, and all of one that nobody wants (Linux)
+# a niced thread gets about 3 % of a core that somebody else wants, and all of one that nobody wants
+# (Linux)
+NICENESS = 15
 
 
 class Handle:
@@ -42,7 +54,9 @@ class Handle:
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Returns the folder when the checkpoint is in place on every rank's behalf; raises `CheckpointError` when it went wrong."""
+        """Returns the folder when the checkpoint is in place on every rank's behalf; raises
+        `CheckpointError` when it went wrong.
+        """
         try:
             return self._future.result(timeout_s)
         except TimeoutError:
@@ -57,11 +71,13 @@ def nothing_to_save(path: Path) -> Handle:
 
 
 class AsyncSaver:
-    """Saves one rank's part of checkpoints into a folder. Each rank makes one, with the same `job_id`, and calls `save` at the same steps.
+    """Saves one rank's part of checkpoints into a folder. Each rank makes one, with the same
+    `job_id`, and calls `save` at the same steps.
 
-    `job_id`: any name that all ranks of this run share and no other run has (rank 0 draws it and tells the others).
-    `keep`: how many checkpoints stay; None = all. `timeout_s`: how long ranks wait for each other without progress.
-    `keep_buffers`: whether the memory of the copy stays allocated between saves, which makes the copy about five times faster.
+    `job_id`: any name that all ranks of this run share and no other run has (rank 0 draws it and
+    tells the others). `keep`: how many checkpoints stay; None = all. `timeout_s`: how long ranks
+    wait for each other without progress. `keep_buffers`: whether the memory of the copy stays
+    allocated between saves, which makes the copy about five times faster.
     """
 
     def __init__(
@@ -76,7 +92,10 @@ class AsyncSaver:
         keep_buffers: bool = True,
     ) -> None:
         if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}: at least the checkpoint just written must stay. Use keep=None to keep all")
+            raise ValueError(
+                f"keep={keep}: at least the checkpoint just written must stay. Use keep=None to "
+                "keep all"
+            )
         self.folder = Path(folder)
         self._job_id = job_id
         self._rank = rank
@@ -96,20 +115,26 @@ class AsyncSaver:
         rank_values: Mapping[str, Any] | None = None,
         parts: Mapping[str, Part] | None = None,
     ) -> Handle:
-        """Copies this rank's state and starts writing it. Training can change the tensors as soon as this returns.
+        """Copies this rank's state and starts writing it. Training can change the tensors as soon
+        as this returns.
 
-        `values`: of the job; rank 0's count. `rank_values`: of this rank. `parts`: for tensors that are only a part of the whole one.
-        What cannot be saved at all (a function among the values, a sparse tensor) is refused here; everything later comes from `wait`.
+        `values`: of the job; rank 0's count. `rank_values`: of this rank. `parts`: for tensors that
+        are only a part of the whole one. What cannot be saved at all (a function among the values,
+        a sparse tensor) is refused here; everything later comes from `wait`.
         """
         self._wait_for_previous()
         self._num_saves += 1
         target = Target(self.folder, step, f"{self._job_id}_{self._num_saves}")
         job_values = encode(dict(values or {}), "values")
-        snapshot = take_snapshot(tensors, rank_values, parts, self._buffers if self._keep_buffers else None)
+        snapshot = take_snapshot(
+            tensors, rank_values, parts, self._buffers if self._keep_buffers else None
+        )
         future: Future[Path] = Future()
         handle = Handle(target.final, snapshot.num_bytes, future)
         # not a daemon: a script that ends right after `save` still gets its checkpoint
-        threading.Thread(target=self._run, args=(target, snapshot, job_values, future), name="whale-checkpoint").start()
+        threading.Thread(
+            target=self._run, args=(target, snapshot, job_values, future), name="whale-checkpoint"
+        ).start()
         self._current = handle
         return handle
 
@@ -128,19 +153,31 @@ class AsyncSaver:
         waited_s = time.monotonic() - start
         if waited_s > 0.1:
             logger.warning(
-                "this save waited %.1f s for %s to be written: save less often, or to a faster disk", waited_s, self._current.path
+                "this save waited %.1f s for %s to be written: save less often, or to a faster "
+                "disk",
+                waited_s,
+                self._current.path,
             )
 
-    def _run(self, target: Target, snapshot: Snapshot, values: dict[str, Any], future: Future[Path]) -> None:
+    def _run(
+        self, target: Target, snapshot: Snapshot, values: dict[str, Any], future: Future[Path]
+    ) -> None:
         """The background thread. Whatever happens ends in the future."""
         _lower_priority()
         try:
             future.set_result(self._write(target, snapshot, values))
         except BaseException as error:
             known = explain(error, "saving", target.final) if isinstance(error, OSError) else error
-            logger.error("the checkpoint of step %d was not saved on rank %d: %s", target.step, self._rank, known)
+            logger.error(
+                "the checkpoint of step %d was not saved on rank %d: %s",
+                target.step,
+                self._rank,
+                known,
+            )
             future.set_exception(
-                known if isinstance(known, CheckpointError) else CheckpointError(f"saving {target.final} failed: {known!r}")
+                known
+                if isinstance(known, CheckpointError)
+                else CheckpointError(f"saving {target.final} failed: {known!r}")
             )
 
     def _write(self, target: Target, snapshot: Snapshot, values: dict[str, Any]) -> Path:
@@ -156,7 +193,9 @@ class AsyncSaver:
 
 
 def _lower_priority() -> None:
-    """On Linux the niceness of a thread is its own; elsewhere it would be the whole process's, so it is left alone."""
+    """On Linux the niceness of a thread is its own; elsewhere it would be the whole process's, so
+    it is left alone.
+    """
     if sys.platform == "linux":
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,8 +1,11 @@
-"""Parts of tensors in checkpoints: a rank's shard as boxes of the whole tensor, and back. So any grid loads what any other saved.
+"""Parts of tensors in checkpoints: a rank's shard as boxes of the whole tensor, and back. So any
+grid loads what any other saved.
 
-A shard that is cut in a fused dim is several boxes (one in each segment); each is a piece of its own in the rank's file. Optimizer state
-that has the shape of its parameter is cut like it. A number of its own (the step) is written by the rank of the first part. Anything else
-belongs to that very part of the parameter (the row means of Adafactor): it is kept under a name of its own and fits only the same cut.
+A shard that is cut in a fused dim is several boxes (one in each segment); each is a piece of its
+own in the rank's file. Optimizer state that has the shape of its parameter is cut like it. A number
+of its own (the step) is written by the rank of the first part. Anything else belongs to that very
+part of the parameter (the row means of Adafactor): it is kept under a name of its own and fits only
+the same cut.
 """
 
 from __future__ import annotations
@@ -29,11 +32,17 @@ def pieces(name: str, tensor: Tensor, shard: Shard, shape: Sequence[int]) -> Pie
     boxes = shard.boxes(shape)
     keys = [name] if len(boxes) == 1 else [f"{name}[{number}]" for number in range(len(boxes))]
     tensors = {key: tensor[slices(own)] for key, (_, own) in zip(keys, boxes, strict=True)}
-    return tensors, {key: Part(tuple(shape), box, name) for key, (box, _) in zip(keys, boxes, strict=True)}
+    return tensors, {
+        key: Part(tuple(shape), box, name) for key, (box, _) in zip(keys, boxes, strict=True)
+    }
 
 
-def state_pieces(name: str, tensor: Tensor, shard: Shard, shape: Sequence[int], is_first: bool) -> Pieces:
-    """A tensor of the optimizer state of a parameter. `is_first`: this rank writes the first part of the parameter."""
+def state_pieces(
+    name: str, tensor: Tensor, shard: Shard, shape: Sequence[int], is_first: bool
+) -> Pieces:
+    """A tensor of the optimizer state of a parameter. `is_first`: this rank writes the first part
+    of the parameter.
+    """
     if shard.ranges is None or tensor.shape == shard.shape:
         return pieces(name, tensor, shard, shape)
     if not tensor.dim():
@@ -41,7 +50,9 @@ def state_pieces(name: str, tensor: Tensor, shard: Shard, shape: Sequence[int], 
     return {_own_name(name, shard): tensor}, {}
 
 
-def read_shard(read: Read, name: str, shard: Shard, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def read_shard(
+    read: Read, name: str, shard: Shard, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """A shard, box by box: `read(name, box)` gives one; None for all."""
     if shard.ranges is None:
         return read(name, None)
@@ -52,8 +63,12 @@ def read_shard(read: Read, name: str, shard: Shard, shape: Sequence[int], dtype:
     return tensor
 
 
-def read_state(read: Read, shapes: Mapping[str, Sequence[int]], name: str, shard: Shard, shape: Sequence[int]) -> Tensor:
-    """A tensor of the optimizer state. `shapes`: of everything in the checkpoint; `shape`: of the whole parameter."""
+def read_state(
+    read: Read, shapes: Mapping[str, Sequence[int]], name: str, shard: Shard, shape: Sequence[int]
+) -> Tensor:
+    """A tensor of the optimizer state. `shapes`: of everything in the checkpoint; `shape`: of the
+    whole parameter.
+    """
     own = _own_name(name, shard)
     if own in shapes:
         return read(own, None)
@@ -62,8 +77,10 @@ def read_state(read: Read, shapes: Mapping[str, Sequence[int]], name: str, shard
     if name in shapes and (shard.ranges is None or not len(shapes[name])):
         return read(name, None)
     raise CheckpointError(
-        f"the optimizer state {name!r} belongs to another part of the parameter than this rank holds, and cannot be cut anew: "
-        f"load it with the grid and the number of devices that it was saved with, or start the optimizer afresh (weights=...)"
+        f"the optimizer state {name!r} belongs to another part of the parameter than this rank "
+        "holds, and cannot be cut anew: "
+        "load it with the grid and the number of devices that it was saved with, or start the "
+        "optimizer afresh (weights=...)"
     )
 
 
@@ -71,4 +88,6 @@ def _own_name(name: str, shard: Shard) -> str:
     """Of what belongs to this very part: `optimizer/w/row of [0:4] x [2:6]`."""
     if shard.ranges is None:
         return name
-    return f"{name} of " + " x ".join("[" + ", ".join(f"{start}:{stop}" for start, stop in dim) + "]" for dim in shard.ranges)
+    return f"{name} of " + " x ".join(
+        "[" + ", ".join(f"{start}:{stop}" for start, stop in dim) + "]" for dim in shard.ranges
+    )

@@ -2,9 +2,11 @@
 
     u64 header length | JSON header: key -> dtype, shape, data_offsets | bytes of the tensors, one after the other
 
-Checksums are CRC-32 (`zlib`), measured on one core of the build machine: 3.2 GiB/s, against 1.4 for SHA-256 and 0.7 for BLAKE2b; all three
-let other threads run meanwhile. They find damage and mix-ups. They are no signature: who can write to the folder can write new checksums.
-A file's own checksum is the SHA-256 of its header and its blocks' checksums: a rank checks it without reading the tensors of others.
+Checksums are CRC-32 (`zlib`), measured on one core of the build machine: 3.2 GiB/s, against 1.4 for
+SHA-256 and 0.7 for BLAKE2b; all three let other threads run meanwhile. They find damage and
+mix-ups. They are no signature: who can write to the folder can write new checksums. A file's own
+checksum is the SHA-256 of its header and its blocks' checksums: a rank checks it without reading
+the tensors of others.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BLOCK_BYTES = 1 << 18
-"""of one checksum. Small, because a slice costs whole blocks. 256 KiB, 1 MiB and 4 MiB slowed training beside a save alike, as far as a
-noisy machine could tell"""
+"""of one checksum. Small, because a slice costs whole blocks. 256 KiB, 1 MiB and 4 MiB slowed
+training beside a save alike, as far as a noisy machine could tell"""
 WRITE_BYTES = 1 << 22  # of one write call; a multiple of BLOCK_BYTES, or blocks would be cut
 CHECKSUM_DIGITS = 8  # CRC-32 in hexadecimal
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -80,7 +82,10 @@ class Stored:
 
 def dtype_name(tensor: Tensor, name: str) -> str:
     if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{name} is {tensor.dtype}, {tensor.layout}: safetensors files cannot hold that. Convert it before saving")
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, {tensor.layout}: safetensors files cannot hold that. "
+            "Convert it before saving"
+        )
     return DTYPE_NAMES[tensor.dtype]
 
 
@@ -96,9 +101,15 @@ def file_checksum(header: bytes, block_checksums: Iterator[str]) -> str:
     return total.hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Writes a safetensors file and flushes it to the disk. Tensors may be on any device; they are taken one at a time."""
-    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # large items first: all are aligned
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Written:
+    """Writes a safetensors file and flushes it to the disk. Tensors may be on any device; they are
+    taken one at a time.
+    """
+    order = sorted(
+        tensors, key=lambda key: (-tensors[key].element_size(), key)
+    )  # large items first: all are aligned
     header = _header(order, tensors, metadata)
     checksums: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -109,7 +120,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    num_bytes = len(header) + sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors.values()
+    )
     return Written(num_bytes, file_checksum(header, (checksums[key] for key in order)), checksums)
 
 
@@ -135,16 +148,28 @@ def sync_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, follow_links: bool) -> int:
-    """Opens a file for reading: a plain file, not a pipe or device, and no link unless links are followed."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0))
+    """Opens a file for reading: a plain file, not a pipe or device, and no link unless links are
+    followed.
+    """
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_NONBLOCK", 0)
+        | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0))
+    )
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is not complete. Load another one") from None
+        raise CheckpointError(
+            f"{path} is missing: the checkpoint is not complete. Load another one"
+        ) from None
     except OSError as error:
         if path.is_symlink() and not follow_links:
-            raise CheckpointError(f"{path} is a symbolic link: a checkpoint is read from its own folder only") from None
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the disk and the permissions") from None
+            raise CheckpointError(
+                f"{path} is a symbolic link: a checkpoint is read from its own folder only"
+            ) from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}. Check the disk and the permissions"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a plain file")
@@ -152,7 +177,9 @@ def open_regular(path: Path, follow_links: bool) -> int:
 
 
 class TensorFile:
-    """A safetensors file opened for reading. Only the header is read at first; every offset in it is checked against the file's size."""
+    """A safetensors file opened for reading. Only the header is read at first; every offset in it
+    is checked against the file's size.
+    """
 
     def __init__(self, path: Path, follow_links: bool = False) -> None:
         self.path = path
@@ -172,16 +199,27 @@ class TensorFile:
             self._descriptor = -1
 
     def read(
-        self, key: str, box: Box | None = None, block_bytes: int = 0, check: Callable[[int, memoryview], None] | None = None
+        self,
+        key: str,
+        box: Box | None = None,
+        block_bytes: int = 0,
+        check: Callable[[int, memoryview], None] | None = None,
     ) -> Tensor:
-        """A tensor, or the box of it. With `check`, whole blocks are read and each is shown to `check(number, bytes)`."""
+        """A tensor, or the box of it. With `check`, whole blocks are read and each is shown to
+        `check(number, bytes)`.
+        """
         stored = self.tensors[key]
         if stored.dtype not in DTYPES:
-            raise CheckpointError(f"{key} in {self.path} is {stored.dtype}, which Whale does not know. It knows {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"{key} in {self.path} is {stored.dtype}, which Whale does not know. It knows "
+                f"{', '.join(DTYPES)}"
+            )
         dtype = DTYPES[stored.dtype]
         if stored.num_bytes == 0 or (box is not None and 0 in extents(box)):
             return torch.empty(stored.shape if box is None else extents(box), dtype=dtype)
-        buffer = np.empty(stored.num_bytes, dtype=np.uint8)  # bytes that are not read cost no memory: the system gives pages when written
+        buffer = np.empty(
+            stored.num_bytes, dtype=np.uint8
+        )  # bytes that are not read cost no memory: the system gives pages when written
         view = buffer.data
         for start, stop in self._segments(stored, box, block_bytes if check else 0):
             self._read_into(view[start:stop], stored.start + start, key)
@@ -199,7 +237,10 @@ class TensorFile:
         itemsize = DTYPES[stored.dtype].itemsize
         grain = block_bytes
         if not grain:
-            cut = max((dim for dim, (r, size) in enumerate(zip(box, stored.shape)) if r != (0, size)), default=0)
+            cut = max(
+                (dim for dim, (r, size) in enumerate(zip(box, stored.shape)) if r != (0, size)),
+                default=0,
+            )
             grain = 1 if math.prod(extents(box)[cut:]) * itemsize >= SHORT_RUN_BYTES else PAGE_BYTES
         return byte_segments(stored.shape, box, itemsize, grain)
 
@@ -208,16 +249,22 @@ class TensorFile:
             try:
                 count = os.preadv(self._descriptor, [view], offset)
             except OSError as error:
-                raise CheckpointError(f"reading {what} from {self.path} failed: {error.strerror}. Check the disk") from None
+                raise CheckpointError(
+                    f"reading {what} from {self.path} failed: {error.strerror}. Check the disk"
+                ) from None
             if count == 0:
-                raise CheckpointError(f"{self.path} ends inside {what}: it was cut short. Load another checkpoint, or copy it again")
+                raise CheckpointError(
+                    f"{self.path} ends inside {what}: it was cut short. Load another checkpoint, "
+                    "or copy it again"
+                )
             self.num_bytes_read += count
             view, offset = view[count:], offset + count
 
     def _read_header(self) -> bytes:
         if self.num_bytes < 8:
             raise CheckpointError(
-                f"{self.path} is not a safetensors file: it has {self.num_bytes} bytes. It was cut short, or never written"
+                f"{self.path} is not a safetensors file: it has {self.num_bytes} bytes. It was "
+                "cut short, or never written"
             )
         prefix = bytearray(8)
         self._read_into(memoryview(prefix), 0, "the header")
@@ -226,7 +273,8 @@ class TensorFile:
             is_pickle = prefix[:2] == b"PK" or prefix[0] == 0x80
             kind = "It looks like a pickle, which Whale never opens. " if is_pickle else ""
             raise CheckpointError(
-                f"{self.path} is not a whole safetensors file: a header of {length:,} bytes does not fit in {self.num_bytes:,}. {kind}"
+                f"{self.path} is not a whole safetensors file: a header of {length:,} bytes does "
+                f"not fit in {self.num_bytes:,}. {kind}"
                 f"Load another file"
             )
         header = bytearray(length)
@@ -240,17 +288,29 @@ class TensorFile:
             base = len(self.header)
             tensors = {key: _stored(item, base) for key, item in raw.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self.path} is not a safetensors file: its header cannot be read ({error})") from None
+            raise CheckpointError(
+                f"{self.path} is not a safetensors file: its header cannot be read ({error})"
+            ) from None
         end = base
-        for key, stored in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].num_bytes)):
-            size = math.prod(stored.shape) * DTYPES[stored.dtype].itemsize if stored.dtype in DTYPES else stored.num_bytes
+        for key, stored in sorted(
+            tensors.items(), key=lambda pair: (pair[1].start, pair[1].num_bytes)
+        ):
+            size = (
+                math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+                if stored.dtype in DTYPES
+                else stored.num_bytes
+            )
             if stored.start != end or stored.num_bytes != size:
                 raise CheckpointError(
-                    f"{self.path} is damaged: {key} of shape {list(stored.shape)} does not have {stored.num_bytes:,} bytes"
+                    f"{self.path} is damaged: {key} of shape {list(stored.shape)} does not have "
+                    f"{stored.num_bytes:,} bytes"
                 )
             end += stored.num_bytes
         if end != self.num_bytes:
-            raise CheckpointError(f"{self.path} has {self.num_bytes:,} bytes, its header says {end:,}: it was cut short or changed")
+            raise CheckpointError(
+                f"{self.path} has {self.num_bytes:,} bytes, its header says {end:,}: it was cut "
+                "short or changed"
+            )
         return metadata if isinstance(metadata, dict) else {}, tensors
 
 
@@ -260,9 +320,16 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
     for key in order:
         tensor = tensors[key]
         if key == "__metadata__":
-            raise CheckpointError("a tensor cannot have the name '__metadata__': safetensors files use it for themselves")
+            raise CheckpointError(
+                "a tensor cannot have the name '__metadata__': safetensors files use it for "
+                "themselves"
+            )
         stop = offset + tensor.numel() * tensor.element_size()
-        entries[key] = {"dtype": dtype_name(tensor, key), "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        entries[key] = {
+            "dtype": dtype_name(tensor, key),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, stop],
+        }
         offset = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -273,7 +340,15 @@ def _write_tensor(descriptor: int, tensor: Tensor) -> str:
     """Writes a tensor's bytes; gives its blocks' checksums."""
     if tensor.numel() == 0:
         return ""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = (
+        tensor.detach()
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
     view = flat.numpy().data
     checksums = []
     for start in range(0, len(view), WRITE_BYTES):
@@ -303,7 +378,9 @@ def _stored(item: dict[str, Any], base: int) -> Stored:
         or any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers)
         or stop < start
     ):
-        raise ValueError(f"an entry has the shape {item['shape']} and offsets {item['data_offsets']}")
+        raise ValueError(
+            f"an entry has the shape {item['shape']} and offsets {item['data_offsets']}"
+        )
     return Stored(item["dtype"], tuple(item["shape"]), base + start, stop - start)
 
 

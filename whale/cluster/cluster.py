@@ -40,7 +40,9 @@ class Cluster:
     host_links: tuple[HostLinks, ...] = ()
     """hosts with links of their own"""
     all_reduce: Link | None = None
-    """measured sum over all devices: latency, and the bytes per second that each device sends; None: not measured"""
+    """measured sum over all devices: latency, and the bytes per second that each device sends;
+    None: not measured
+    """
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -48,10 +50,16 @@ class Cluster:
         places: dict[tuple[str, int], int] = {}
         for position, device in enumerate(self.devices):
             if device.rank != position:
-                raise ValueError(f"device {position} of the cluster has rank {device.rank}; list the devices in rank order, from 0")
+                raise ValueError(
+                    f"device {position} of the cluster has rank {device.rank}; list the devices "
+                    "in rank order, from 0"
+                )
             other = places.setdefault((device.host, device.local_rank), device.rank)
             if other != device.rank:
-                raise ValueError(f"ranks {other} and {device.rank} are both local rank {device.local_rank} of host {device.host!r}")
+                raise ValueError(
+                    f"ranks {other} and {device.rank} are both local rank {device.local_rank} of "
+                    f"host {device.host!r}"
+                )
 
     @classmethod
     def uniform(
@@ -65,14 +73,22 @@ class Cluster:
     ) -> Cluster:
         """`num_devices` equal devices, filling hosts `host0`, `host1`, ... in order."""
         if num_devices < 1 or devices_per_host < 1:
-            raise ValueError(f"need at least 1 device and 1 device per host, got {num_devices} and {devices_per_host}")
+            raise ValueError(
+                f"need at least 1 device and 1 device per host, got {num_devices} and "
+                f"{devices_per_host}"
+            )
         same = device_kind(kind) if isinstance(kind, str) else kind
-        devices = tuple(Device(rank, f"host{rank // devices_per_host}", rank % devices_per_host, same) for rank in range(num_devices))
+        devices = tuple(
+            Device(rank, f"host{rank // devices_per_host}", rank % devices_per_host, same)
+            for rank in range(num_devices)
+        )
         return cls(devices, intra_host, inter_host)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Reads a cluster file; its devices get ranks in the order of the file (docs/cluster.md)."""
+        """Reads a cluster file; its devices get ranks in the order of the file
+        (docs/cluster.md).
+        """
         from whale.cluster.file import load
 
         return load(path)
@@ -98,24 +114,48 @@ class Cluster:
         return len({device.kind for device in self.devices}) == 1
 
     def first(self, num_devices: int) -> Cluster:
-        """The first devices only: for planning and emulation, where no rank runs on a host of the file."""
+        """The first devices only: for planning and emulation, where no rank runs on a host of the
+        file.
+        """
         if not 1 <= num_devices <= self.num_devices:
             here = count(self.num_devices, "device")
-            raise ValueError(f"the cluster has {here}, {num_devices} were asked for; add devices or ask for fewer")
+            raise ValueError(
+                f"the cluster has {here}, {num_devices} were asked for; add devices or ask for "
+                "fewer"
+            )
         return replace(self, devices=self.devices[:num_devices])
 
     def in_order(self, devices: Sequence[Device]) -> Cluster:
         """These devices of it, with ranks in the order given."""
-        return replace(self, devices=tuple(replace(device, rank=rank) for rank, device in enumerate(devices)))
+        return replace(
+            self, devices=tuple(replace(device, rank=rank) for rank, device in enumerate(devices))
+        )
 
     @cached_property
     def network(self) -> Network:
         """Its links alone."""
-        return Network(tuple(device.host for device in self.devices), self.intra_host, self.inter_host, self.host_links, self.all_reduce)
+        return Network(
+            tuple(device.host for device in self.devices),
+            self.intra_host,
+            self.inter_host,
+            self.host_links,
+            self.all_reduce,
+        )
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
         return self.network.link(rank_a, rank_b)
 
 
-__all__ = ["DEVICE_KINDS", "GIGA", "TERA", "Cluster", "Device", "DeviceKind", "HostLinks", "Link", "Network", "device_kind"]
+__all__ = [
+    "DEVICE_KINDS",
+    "GIGA",
+    "TERA",
+    "Cluster",
+    "Device",
+    "DeviceKind",
+    "HostLinks",
+    "Link",
+    "Network",
+    "device_kind",
+]

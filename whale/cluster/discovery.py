@@ -1,4 +1,6 @@
-"""The cluster of the running ranks, where no file describes it: CUDA devices by their names, CPU ranks by the memory of their host."""
+"""The cluster of the running ranks, where no file describes it: CUDA devices by their names, CPU
+ranks by the memory of their host.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from whale.cluster.matching import Place
 
 logger = logging.getLogger("whale")
 
-# FLOP/s of a GPU that the table does not know: multiprocessors x float32 lanes of each x 2 x clock. Lanes by compute capability, from the
+# FLOP/s of a GPU that the table does not know: multiprocessors x float32 lanes of each x 2 x clock.
+# Lanes by compute capability, from the
 # table of arithmetic instructions in NVIDIA's CUDA programming guide.
 LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 LANES_OF_NEWER = 128
@@ -44,12 +47,16 @@ def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
     known = recognise(gpu.name, gpu.memory_bytes)
     if known is not None:
         return known
-    flop_per_s = gpu.num_multiprocessors * LANES.get(gpu.capability, LANES_OF_NEWER) * 2 * gpu.clock_hz
+    flop_per_s = (
+        gpu.num_multiprocessors * LANES.get(gpu.capability, LANES_OF_NEWER) * 2 * gpu.clock_hz
+    )
     return DeviceKind(gpu.name, flop_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
 
 
 def this_kind(device: str, num_local_ranks: int = 1) -> DeviceKind:
-    """The kind of the device that this process runs on: `cpu` or `cuda:1`. CPU ranks of one host share its memory."""
+    """The kind of the device that this process runs on: `cpu` or `cuda:1`. CPU ranks of one host
+    share its memory.
+    """
     if torch.device(device).type == "cuda":
         return kind_of_gpu(_properties(device))
     return replace(device_kind("CPU"), memory_bytes=host_memory_bytes() // num_local_ranks)
@@ -81,7 +88,9 @@ def free_memory_bytes(device: str) -> int:
 
 def _properties(device: str) -> GpuProperties:
     found = torch.cuda.get_device_properties(device)
-    clock_hz = float(getattr(found, "clock_rate", 0)) * 1e3  # the driver tells kHz, and newer versions of torch pass it on
+    clock_hz = (
+        float(getattr(found, "clock_rate", 0)) * 1e3
+    )  # the driver tells kHz, and newer versions of torch pass it on
     memory_hz = float(getattr(found, "memory_clock_rate", 0)) * 1e3
     bus_bits = float(getattr(found, "memory_bus_width", 0))
     return GpuProperties(
@@ -95,16 +104,23 @@ def _properties(device: str) -> GpuProperties:
 
 
 def discovered(places: Sequence[Place], kinds: Sequence[DeviceKind]) -> Cluster:
-    """The cluster of ranks that run at these places on these kinds of devices. Links are assumed: nothing was measured."""
+    """The cluster of ranks that run at these places on these kinds of devices. Links are assumed:
+    nothing was measured.
+    """
     unknown = Counter(kind.name for kind in kinds if not _is_built_in(kind))
     for name, number in unknown.items():
         logger.warning(
-            "%d x %s: not in Whale's table of GPUs, so its speed is estimated from its clock; measure it with `whale profile`", number, name
+            "%d x %s: not in Whale's table of GPUs, so its speed is estimated from its clock; "
+            "measure it with `whale profile`",
+            number,
+            name,
         )
     next_local: Counter[str] = Counter()
     devices = []
     for rank, (place, kind) in enumerate(zip(places, kinds, strict=True)):
-        devices.append(Device(rank, place.host, next_local[place.host], kind))  # counted: two launchers may share a host
+        devices.append(
+            Device(rank, place.host, next_local[place.host], kind)
+        )  # counted: two launchers may share a host
         next_local[place.host] += 1
     return Cluster(tuple(devices), PCIE_3_X16, ETHERNET_50G)
 

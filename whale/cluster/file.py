@@ -1,4 +1,5 @@
-"""The cluster file: a short YAML that people write and `whale profile` writes. Read with pydantic; a word that it does not know is refused.
+"""The cluster file: a short YAML that people write and `whale profile` writes. Read with pydantic;
+a word that it does not know is refused.
 
     hosts:
       - {name: big1, kind: V100-32GB, count: 4}
@@ -23,7 +24,16 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, HostLinks, Link
-from whale.cluster.kinds import DEVICE_KINDS, DTYPES, GIGA, TERA, DeviceKind, MatmulRate, OperationPoint, device_kind
+from whale.cluster.kinds import (
+    DEVICE_KINDS,
+    DTYPES,
+    GIGA,
+    TERA,
+    DeviceKind,
+    MatmulRate,
+    OperationPoint,
+    device_kind,
+)
 from whale.names import nearest
 
 MICROSECONDS = 10**6
@@ -49,7 +59,9 @@ def _finite(value: Any) -> Any:
 
 
 Positive = Annotated[float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(gt=0)]
-NotNegative = Annotated[float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(ge=0)]
+NotNegative = Annotated[
+    float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(ge=0)
+]
 Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=MOST_DEVICES)]
 Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -62,7 +74,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
@@ -96,10 +110,16 @@ class _Host(_Part):
     def all_devices(self) -> list[_Devices]:
         if self.devices is not None:
             if self.kind is not None or self.count is not None:
-                raise ValueError(f"host {self.name!r} has both `devices` and `kind` or `count`; put all into `devices`")
+                raise ValueError(
+                    f"host {self.name!r} has both `devices` and `kind` or `count`; put all into "
+                    "`devices`"
+                )
             return self.devices
         if self.kind is None:
-            raise ValueError(f"host {self.name!r} has no devices; give it a `kind` and a `count`, or a list of `devices`")
+            raise ValueError(
+                f"host {self.name!r} has no devices; give it a `kind` and a `count`, or a list of "
+                "`devices`"
+            )
         return [_Devices(kind=self.kind, count=self.count or 1)]
 
 
@@ -119,15 +139,25 @@ class _Kind(_Part):
     matmul_tflop_per_s: dict[str, dict[Size, Positive]] = {}
     """measured: dtype -> size of square matrices -> rate"""
     operations: dict[Name, list[tuple[Positive, Positive, Positive]]] = {}
-    """measured: operation -> (FLOP or bytes, microseconds of its forward, of its backward) at several sizes"""
+    """measured: operation -> (FLOP or bytes, microseconds of its forward, of its backward) at
+    several sizes
+    """
 
     def kind(self, name: str) -> DeviceKind:
         for dtype in self.matmul_tflop_per_s:
             if dtype not in DTYPES:
-                raise ValueError(f"kind {name!r}: matmul_tflop_per_s has no dtype {dtype!r}; it may have {', '.join(DTYPES)}")
-        rates = [MatmulRate(dtype, size, rate * TERA) for dtype, sizes in self.matmul_tflop_per_s.items() for size, rate in sizes.items()]
+                raise ValueError(
+                    f"kind {name!r}: matmul_tflop_per_s has no dtype {dtype!r}; it may have "
+                    f"{', '.join(DTYPES)}"
+                )
+        rates = [
+            MatmulRate(dtype, size, rate * TERA)
+            for dtype, sizes in self.matmul_tflop_per_s.items()
+            for size, rate in sizes.items()
+        ]
         tf32, bf16, fp16 = (
-            None if rate is None else rate * TERA for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
+            None if rate is None else rate * TERA
+            for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
         )
         memory_bytes = round(self.memory_gb * GIGA)
         points = tuple(
@@ -135,7 +165,17 @@ class _Kind(_Part):
             for operation, sizes in self.operations.items()
             for work, forward_us, backward_us in sizes
         )
-        return DeviceKind(name, self.tflop_per_s * TERA, memory_bytes, self.gb_per_s * GIGA, tf32, bf16, fp16, tuple(rates), points)
+        return DeviceKind(
+            name,
+            self.tflop_per_s * TERA,
+            memory_bytes,
+            self.gb_per_s * GIGA,
+            tf32,
+            bf16,
+            fp16,
+            tuple(rates),
+            points,
+        )
 
 
 class _File(_Part):
@@ -145,7 +185,9 @@ class _File(_Part):
 
 
 def load(path: str | Path) -> Cluster:
-    """The cluster of a file; a ValueError names the file, the place in it and what would be right."""
+    """The cluster of a file; a ValueError names the file, the place in it and what would
+    be right.
+    """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -164,9 +206,14 @@ def loads(text: str) -> Cluster:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"cannot be read as YAML{where}: {getattr(error, 'problem', None) or error}") from None
+        raise ValueError(
+            f"cannot be read as YAML{where}: {getattr(error, 'problem', None) or error}"
+        ) from None
     if not isinstance(content, dict):
-        raise ValueError(f"it should start with `hosts:`, but holds {'nothing' if content is None else repr(content)[:60]}")
+        raise ValueError(
+            "it should start with `hosts:`, but holds "
+            f"{'nothing' if content is None else repr(content)[:60]}"
+        )
     try:
         file = _File.model_validate(content)
     except ValidationError as error:
@@ -178,14 +225,20 @@ def _cluster(file: _File) -> Cluster:
     own: dict[str, DeviceKind] = {}
     for name, figures in file.kinds.items():
         if name.lower() in {known.lower() for known in (*DEVICE_KINDS, *own)}:
-            raise ValueError(f"kind {name!r} is there already (upper and lower case are the same); give yours another name")
+            raise ValueError(
+                f"kind {name!r} is there already (upper and lower case are the same); give yours "
+                "another name"
+            )
         own[name] = figures.kind(name)
     devices: list[Device] = []
     host_links: list[HostLinks] = []
     seen: set[str] = set()
     for host in file.hosts:
         if host.name in seen:
-            raise ValueError(f"host {host.name!r} is there twice; list all its devices in one place, under `devices`")
+            raise ValueError(
+                f"host {host.name!r} is there twice; list all its devices in one place, under "
+                "`devices`"
+            )
         seen.add(host.name)
         local_rank = 0
         for group in host.all_devices():
@@ -197,11 +250,19 @@ def _cluster(file: _File) -> Cluster:
                 devices.append(Device(len(devices), host.name, local_rank, kind))
                 local_rank += 1
         if host.intra_host or host.inter_host:
-            host_links.append(HostLinks(host.name, *(link.link() if link else None for link in (host.intra_host, host.inter_host))))
+            host_links.append(
+                HostLinks(
+                    host.name,
+                    *(link.link() if link else None for link in (host.intra_host, host.inter_host)),
+                )
+            )
     intra, inter, all_reduce = (
-        link.link() if link else None for link in (file.links.intra_host, file.links.inter_host, file.links.all_reduce)
+        link.link() if link else None
+        for link in (file.links.intra_host, file.links.inter_host, file.links.all_reduce)
     )
-    return Cluster(tuple(devices), intra or PCIE_3_X16, inter or ETHERNET_50G, tuple(host_links), all_reduce)
+    return Cluster(
+        tuple(devices), intra or PCIE_3_X16, inter or ETHERNET_50G, tuple(host_links), all_reduce
+    )
 
 
 def _explain(error: ValidationError) -> str:
@@ -209,13 +270,18 @@ def _explain(error: ValidationError) -> str:
     # a wrong word first: what is missing then is usually that word
     problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     place = problem["loc"]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(
+        "."
+    )
     kind, value, more = problem["type"], problem.get("input"), error.error_count() - 1
     context = problem.get("ctx", {})
     if kind == "extra_forbidden":
         allowed = _fields_at(place[:-1])
         inside = f" in {where.rpartition('.')[0]}" if len(place) > 1 else ""
-        text = f"unknown key {str(place[-1])!r}{inside}.{nearest(str(place[-1]), allowed)} It may have: {', '.join(allowed)}"
+        text = (
+            f"unknown key {str(place[-1])!r}{inside}.{nearest(str(place[-1]), allowed)} It may "
+            f"have: {', '.join(allowed)}"
+        )
     elif kind == "missing":
         text = f"{where} is missing"
     elif kind in ("greater_than", "greater_than_equal", "less_than_equal"):
@@ -252,7 +318,9 @@ def save(cluster: Cluster, path: str | Path) -> None:
 
 
 def dumps(cluster: Cluster) -> str:
-    """The cluster as YAML text; `loads(dumps(c)) == c` up to DIGITS digits, for devices that stand host by host."""
+    """The cluster as YAML text; `loads(dumps(c)) == c` up to DIGITS digits, for devices that stand
+    host by host.
+    """
     own_links = {links.host: links for links in cluster.host_links}
     hosts = []
     for host in cluster.hosts:
@@ -268,19 +336,35 @@ def dumps(cluster: Cluster) -> str:
         entry |= _named_links(intra_host=links.intra_host, inter_host=links.inter_host)
         hosts.append(entry)
     content: dict[str, Any] = {"hosts": hosts}
-    content["links"] = _named_links(intra_host=cluster.intra_host, inter_host=cluster.inter_host, all_reduce=cluster.all_reduce)
-    own = {device.kind.name: device.kind for device in cluster.devices if DEVICE_KINDS.get(device.kind.name) != device.kind}
-    clash = next((name for name in own if name.lower() in {known.lower() for known in DEVICE_KINDS}), None)
+    content["links"] = _named_links(
+        intra_host=cluster.intra_host, inter_host=cluster.inter_host, all_reduce=cluster.all_reduce
+    )
+    own = {
+        device.kind.name: device.kind
+        for device in cluster.devices
+        if DEVICE_KINDS.get(device.kind.name) != device.kind
+    }
+    clash = next(
+        (name for name in own if name.lower() in {known.lower() for known in DEVICE_KINDS}), None
+    )
     if clash is not None:
-        raise ValueError(f"kind {clash!r} has other figures than the built-in kind of that name; give it another name")
+        raise ValueError(
+            f"kind {clash!r} has other figures than the built-in kind of that name; give it "
+            "another name"
+        )
     if own:
         content["kinds"] = {name: _figures(kind) for name, kind in own.items()}
-    return HEADER + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
+    return HEADER + str(
+        yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
+    )
 
 
 def _named_links(**links: Link | None) -> dict[str, Any]:
     return {
-        name: {"gb_per_s": _short(link.bytes_per_s / GIGA), "latency_us": _short(link.latency_s * MICROSECONDS)}
+        name: {
+            "gb_per_s": _short(link.bytes_per_s / GIGA),
+            "latency_us": _short(link.latency_s * MICROSECONDS),
+        }
         for name, link in links.items()
         if link is not None
     }
@@ -288,16 +372,27 @@ def _named_links(**links: Link | None) -> dict[str, Any]:
 
 def _figures(kind: DeviceKind) -> dict[str, Any]:
     figures: dict[str, Any] = {"tflop_per_s": _short(kind.flop_per_s / TERA)}
-    for dtype, rate in (("tf32", kind.tf32_flop_per_s), ("bf16", kind.bf16_flop_per_s), ("fp16", kind.fp16_flop_per_s)):
+    for dtype, rate in (
+        ("tf32", kind.tf32_flop_per_s),
+        ("bf16", kind.bf16_flop_per_s),
+        ("fp16", kind.fp16_flop_per_s),
+    ):
         if rate is not None:
             figures[f"{dtype}_tflop_per_s"] = _short(rate / TERA)
-    figures |= {"memory_gb": _short(kind.memory_bytes / GIGA, 12), "gb_per_s": _short(kind.bytes_per_s / GIGA)}
+    figures |= {
+        "memory_gb": _short(kind.memory_bytes / GIGA, 12),
+        "gb_per_s": _short(kind.bytes_per_s / GIGA),
+    }
     measured: dict[str, dict[int, float]] = {}
     for point in kind.matmul_rates:
         measured.setdefault(point.dtype, {})[point.size] = _short(point.flop_per_s / TERA)
     operations: dict[str, list[list[float]]] = {}
     for each in kind.operations:
-        times = [_short(each.work), _short(each.forward_s * MICROSECONDS), _short(each.backward_s * MICROSECONDS)]
+        times = [
+            _short(each.work),
+            _short(each.forward_s * MICROSECONDS),
+            _short(each.backward_s * MICROSECONDS),
+        ]
         operations.setdefault(each.name, []).append(times)
     figures |= {"matmul_tflop_per_s": measured} if measured else {}
     return figures | ({"operations": operations} if operations else {})

@@ -1,4 +1,6 @@
-"""Kinds of devices and what each can do at best: a table of known GPUs, and the name that a real one is known by."""
+"""Kinds of devices and what each can do at best: a table of known GPUs, and the name that a real
+one is known by.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class DeviceKind:
     matmul_rates: tuple[MatmulRate, ...] = ()
     """measured by `whale profile`; empty for figures of a data sheet"""
     operations: tuple[OperationPoint, ...] = ()
-    """the same for operations in float32, forward and backward; where they are, the cost model goes by them"""
+    """the same for operations in float32, forward and backward; where they are, the cost model goes
+    by them
+    """
 
     @property
     def is_cpu(self) -> bool:
@@ -72,21 +76,32 @@ class DeviceKind:
         return own[dtype] or self.flop_per_s
 
 
-# Peak figures of the makers' data sheets, for the SXM form where there is one, dense (half of a figure with sparsity).
-# Half precision is with sums in float32, as torch asks for. "GB" is read as 10^9 bytes: a little less than the boards really have, which
+# Peak figures of the makers' data sheets, for the SXM form where there is one, dense (half of a
+# figure with sparsity).
+# Half precision is with sums in float32, as torch asks for. "GB" is read as 10^9 bytes: a little
+# less than the boards really have, which
 # leaves room for the driver. TFLOPS in float32 / TF32 / bfloat16 / float16:
-#   P100       "NVIDIA Tesla P100" data sheet (SXM2): 10.6 / - / - / 21.2 (ordinary cores), 16 GB HBM2, 732 GB/s
-#   V100       "NVIDIA V100" data sheet, January 2020 (SXM2): 15.7 / - / - / 125, 16 or 32 GB HBM2, 900 GB/s
+# P100       "NVIDIA Tesla P100" data sheet (SXM2): 10.6 / - / - / 21.2 (ordinary cores), 16 GB
+# HBM2, 732 GB/s
+# V100       "NVIDIA V100" data sheet, January 2020 (SXM2): 15.7 / - / - / 125, 16 or 32 GB HBM2,
+# 900 GB/s
 #   T4         "NVIDIA T4" data sheet: 8.1 / - / - / 65, 16 GB GDDR6; 320 GB/s (256 bit x 10 Gb/s)
 #   A10        "NVIDIA A10" data sheet: 31.2 / 62.5 / 125 / 125, 24 GB GDDR6, 600 GB/s
 #   L4         "NVIDIA L4" data sheet: 30.3 / 60 / 121 / 121, 24 GB GDDR6, 300 GB/s
-#   A100       "NVIDIA A100" data sheet (SXM4): 19.5 / 156 / 312 / 312; 40 GB HBM2, 1,555 GB/s; 80 GB HBM2e, 2,039 GB/s
+# A100       "NVIDIA A100" data sheet (SXM4): 19.5 / 156 / 312 / 312; 40 GB HBM2, 1,555 GB/s; 80 GB
+# HBM2e, 2,039 GB/s
 #   H100       "NVIDIA H100" data sheet (SXM5): 67 / 494.5 / 989.5 / 989.5, 80 GB HBM3, 3.35 TB/s
 #   RTX-3090   "NVIDIA Ampere GA102" white paper: 35.6 / 35.6 / 71 / 71, 24 GB GDDR6X, 936 GB/s
 #   RTX-4090   "NVIDIA Ada" white paper: 82.6 / 82.6 / 165.2 / 165.2, 24 GB GDDR6X, 1,008 GB/s
-#   CPU        not a data sheet: one core with AVX2 at 3 GHz (2 units x 8 lanes x 2 FLOP x 3 GHz = 96 GFLOPS) with 4 GB and
+# CPU        not a data sheet: one core with AVX2 at 3 GHz (2 units x 8 lanes x 2 FLOP x 3 GHz = 96
+# GFLOPS) with 4 GB and
 #              10 GB/s, about what one rank has on a laptop
-def _kind(name: str, tflop_per_s: tuple[float, float | None, float | None, float | None], memory_gb: int, gb_per_s: float) -> DeviceKind:
+def _kind(
+    name: str,
+    tflop_per_s: tuple[float, float | None, float | None, float | None],
+    memory_gb: int,
+    gb_per_s: float,
+) -> DeviceKind:
     fp32, tf32, bf16, fp16 = (None if rate is None else rate * TERA for rate in tflop_per_s)
     assert fp32 is not None
     return DeviceKind(name, fp32, memory_gb * GIGA, gb_per_s * GIGA, tf32, bf16, fp16)
@@ -114,16 +129,24 @@ def device_kind(name: str, own: Mapping[str, DeviceKind] | None = None) -> Devic
     by_lower_name = {kind.name.lower(): kind for kind in (*_KINDS, *(own or {}).values())}
     kind = by_lower_name.get(name.lower())
     if kind is None:
-        longer = [known for known in by_lower_name if known.startswith(name.lower())]  # `v100` means one of the V100s
+        longer = [
+            known for known in by_lower_name if known.startswith(name.lower())
+        ]  # `v100` means one of the V100s
         nearest = longer or difflib.get_close_matches(name.lower(), by_lower_name, n=2, cutoff=0.4)
         offer = " or ".join(repr(by_lower_name[near].name) for near in nearest)
-        hint = f"did you mean {offer}?" if offer else f"known are {', '.join(kind.name for kind in by_lower_name.values())}"
+        hint = (
+            f"did you mean {offer}?"
+            if offer
+            else f"known are {', '.join(kind.name for kind in by_lower_name.values())}"
+        )
         raise ValueError(f"unknown device kind {name!r}; {hint}")
     return kind
 
 
-# Names as drivers give them ("Tesla V100-SXM2-32GB", "NVIDIA GeForce RTX 3090"), by the words that tell kinds apart. Boards that share
-# such a word and are another kind (A100X, RTX 3090 Ti, RTX 4090 Laptop, H100 NVL) are not in the table and must not be taken for it.
+# Names as drivers give them ("Tesla V100-SXM2-32GB", "NVIDIA GeForce RTX 3090"), by the words that
+# tell kinds apart. Boards that share
+# such a word and are another kind (A100X, RTX 3090 Ti, RTX 4090 Laptop, H100 NVL) are not in the
+# table and must not be taken for it.
 _WORDS = {
     "P100": ("P100",),
     "V100": ("V100", "V100S"),
@@ -139,13 +162,17 @@ _OTHER_BOARDS = {"TI", "D", "LAPTOP", "NVL", "SUPER", "MIG"}
 
 
 def recognise(driver_name: str, memory_bytes: int) -> DeviceKind | None:
-    """The built-in kind of a device by its driver's name, with the memory that it really has; None when it is no known kind."""
+    """The built-in kind of a device by its driver's name, with the memory that it really has; None
+    when it is no known kind.
+    """
     words = set(driver_name.upper().replace("-", " ").split())
     if words & _OTHER_BOARDS:
         return None
     for family, known_as in _WORDS.items():
         if words & set(known_as):
-            members = [kind for kind in _KINDS if kind.name == family or kind.name.startswith(f"{family}-")]
+            members = [
+                kind for kind in _KINDS if kind.name == family or kind.name.startswith(f"{family}-")
+            ]
             nearest = min(members, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
             return replace(nearest, memory_bytes=memory_bytes)
     return None

@@ -1,4 +1,6 @@
-"""Which device of a cluster file each rank runs on: by host name and local rank. Pure, so that every rank comes to the same answer."""
+"""Which device of a cluster file each rank runs on: by host name and local rank. Pure, so that
+every rank comes to the same answer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from whale.cluster.cluster import Cluster, Device
 from whale.names import listed, nearest
 
 HOST_VARIABLE = "WHALE_HOST"
-"""environment variable with the name of this host in the cluster file, where the system's own name is another"""
+"""environment variable with the name of this host in the cluster file, where the system's own name
+is another
+"""
 ANY_HOST = "localhost"
 """a file with this one host fits whatever machine the ranks run on"""
 SHOWN_RANKS = 8
@@ -27,22 +31,33 @@ class Place:
 
 def this_place() -> Place:
     """Host and local rank of this process."""
-    return Place(os.environ.get(HOST_VARIABLE) or socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0")))
+    return Place(
+        os.environ.get(HOST_VARIABLE) or socket.gethostname(),
+        int(os.environ.get("LOCAL_RANK", "0")),
+    )
 
 
 def match(cluster: Cluster, places: Sequence[Place]) -> Cluster:
-    """The devices that the ranks at `places` run on, in rank order. Devices that no rank runs on are left out."""
+    """The devices that the ranks at `places` run on, in rank order. Devices that no rank runs on
+    are left out.
+    """
     if len(places) > cluster.num_devices:
         raise ValueError(
             f"the cluster file has {_devices(cluster.num_devices)}, but {len(places)} ranks run; "
-            f"start {cluster.num_devices} ranks or add {len(places) - cluster.num_devices} to the file"
+            f"start {cluster.num_devices} ranks or add {len(places) - cluster.num_devices} to the "
+            "file"
         )
     chosen: list[Device | None] = [None] * len(places)
     for host, ranks in _by_host(places).items():
-        devices = {device.local_rank: device for device in cluster.devices if device.host == _name_in_file(cluster, host, ranks, places)}
+        devices = {
+            device.local_rank: device
+            for device in cluster.devices
+            if device.host == _name_in_file(cluster, host, ranks, places)
+        }
         if len(ranks) > len(devices):
             raise ValueError(
-                f"{len(ranks)} ranks ({_list(ranks)}) run on host {host!r}, which has {_devices(len(devices))} in the cluster file; "
+                f"{len(ranks)} ranks ({_list(ranks)}) run on host {host!r}, which has "
+                f"{_devices(len(devices))} in the cluster file; "
                 f"start {len(devices)} there (--nproc-per-node {len(devices)}) or correct its count"
             )
         taken: dict[int, int] = {}
@@ -50,13 +65,16 @@ def match(cluster: Cluster, places: Sequence[Place]) -> Cluster:
             local_rank = places[rank].local_rank
             if local_rank in taken:
                 raise ValueError(
-                    f"ranks {taken[local_rank]} and {rank} are both local rank {local_rank} of host {host!r}; if two launchers share this "
-                    f"machine, give each its own host name: {HOST_VARIABLE}=<name in the cluster file>"
+                    f"ranks {taken[local_rank]} and {rank} are both local rank {local_rank} of "
+                    f"host {host!r}; if two launchers share this "
+                    f"machine, give each its own host name: {HOST_VARIABLE}=<name in the cluster "
+                    "file>"
                 )
             taken[local_rank] = rank
             if local_rank not in devices:
                 raise ValueError(
-                    f"rank {rank} is local rank {local_rank} of host {host!r}, whose {_devices(len(devices))} in the cluster file "
+                    f"rank {rank} is local rank {local_rank} of host {host!r}, whose "
+                    f"{_devices(len(devices))} in the cluster file "
                     f"are local ranks 0 to {len(devices) - 1}"
                 )
             chosen[rank] = devices[local_rank]
@@ -70,7 +88,9 @@ def num_local_devices(cluster: Cluster) -> int:
     return sum(device.host == name for device in cluster.devices)
 
 
-def _name_in_file(cluster: Cluster, host: str, ranks: Sequence[int], places: Sequence[Place]) -> str:
+def _name_in_file(
+    cluster: Cluster, host: str, ranks: Sequence[int], places: Sequence[Place]
+) -> str:
     """The file's name of a host: the same, or the same up to the first dot."""
     names = cluster.hosts
     if host in names:
@@ -82,7 +102,8 @@ def _name_in_file(cluster: Cluster, host: str, ranks: Sequence[int], places: Seq
         return ANY_HOST
     subject = f"rank {ranks[0]} runs" if len(ranks) == 1 else f"ranks {_list(ranks)} run"
     raise ValueError(
-        f"{subject} on host {host!r}, which is not in the cluster file (it has {', '.join(names[:SHOWN_RANKS])}).{nearest(host, names)} "
+        f"{subject} on host {host!r}, which is not in the cluster file (it has "
+        f"{', '.join(names[:SHOWN_RANKS])}).{nearest(host, names)} "
         f"Add the host, or set {HOST_VARIABLE} there to its name in the file"
     )
 

@@ -1,6 +1,7 @@
 """What connects the devices: which host each rank is on, and the links inside and between hosts.
 
-Sending n bytes over a link takes  latency + n / rate  seconds. A message between two hosts takes the slower of their two links.
+Sending n bytes over a link takes  latency + n / rate  seconds. A message between two hosts takes
+the slower of their two links.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Network:
     host_links: tuple[HostLinks, ...] = ()
     """hosts with links of their own"""
     all_reduce: Link | None = None
-    """measured sum over all devices: latency, and the bytes per second that each device sends; None: not measured"""
+    """measured sum over all devices: latency, and the bytes per second that each device sends;
+    None: not measured
+    """
 
     @cached_property
     def _own_links(self) -> dict[str, HostLinks]:
@@ -54,4 +57,6 @@ class Network:
         if host_a == host_b:
             return own_a.intra_host or self.intra_host
         a, b = own_a.inter_host or self.inter_host, own_b.inter_host or self.inter_host
-        return a if a == b else Link(min(a.bytes_per_s, b.bytes_per_s), max(a.latency_s, b.latency_s))
+        return (
+            a if a == b else Link(min(a.bytes_per_s, b.bytes_per_s), max(a.latency_s, b.latency_s))
+        )

@@ -1,4 +1,6 @@
-"""One emulated job on one rank: how long its actions, messages and sums take, what its memory holds, and what happened when."""
+"""One emulated job on one rank: how long its actions, messages and sums take, what its memory
+holds, and what happened when.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ STATE_PER_WEIGHT = 2
 
 
 def emulated_cluster(settings: Settings, ranks: Ranks) -> Cluster:
-    """The cluster of an emulated job: devices in the order of the file, whatever hosts the ranks run on. All ranks call it."""
+    """The cluster of an emulated job: devices in the order of the file, whatever hosts the ranks
+    run on. All ranks call it.
+    """
     cluster: Cluster | None = None
     error: Exception | None = None
     try:
@@ -55,7 +59,8 @@ def emulated_cluster(settings: Settings, ranks: Ranks) -> Cluster:
             cluster = Cluster.load(settings.cluster)
             if cluster.num_devices != ranks.num_ranks:
                 raise ValueError(
-                    f"{settings.cluster} has {cluster.num_devices} devices, this job has {ranks.num_ranks} ranks: "
+                    f"{settings.cluster} has {cluster.num_devices} devices, this job has "
+                    f"{ranks.num_ranks} ranks: "
                     f"start it with `whale run --emulate`, which starts one for each device"
                 )
     except Exception as problem:
@@ -78,8 +83,18 @@ class _Told:
 class Emulation:
     """What makes this rank a device of the emulated cluster. All ranks make it together."""
 
-    def __init__(self, settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks, config: Config) -> None:
-        """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of this cluster, stub chunks run."""
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        plan: Plan,
+        prepared: Prepared | None,
+        ranks: Ranks,
+        config: Config,
+    ) -> None:
+        """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of
+        this cluster, stub chunks run.
+        """
         self.cluster, self.full_plan, self.ranks = cluster, plan, ranks
         told = _tell(settings, cluster, plan, prepared, ranks, config)
         self.figures = told.figures
@@ -92,7 +107,15 @@ class Emulation:
         self.sums = SumClock(sums, ranks, own, cluster, self._cards)
         self.memory = self._place_weights(own, config.bucket_bytes)
         self.run_folder = str(Path(settings.folder).parent)
-        self.recorder = Recorder(Path(settings.folder), self.times, self.factor, ranks.rank, self.stub is not None, self.memory, cluster)
+        self.recorder = Recorder(
+            Path(settings.folder),
+            self.times,
+            self.factor,
+            ranks.rank,
+            self.stub is not None,
+            self.memory,
+            cluster,
+        )
         self._paces: dict[int, Pace] = {}
         wake_up_on_time()
         if ranks.rank == 0:
@@ -102,7 +125,9 @@ class Emulation:
         """All ranks refuse together what does not fit from the start."""
         figures, error = self.figures.on(self.ranks.rank), None
         shared = shared_bytes(self.full_plan, figures, own_stages)
-        memory = Memory(self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes)
+        memory = Memory(
+            self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes
+        )
         try:
             memory.place_weights()
         except EmulatedOutOfMemory as problem:
@@ -111,8 +136,13 @@ class Emulation:
         return memory
 
     def _announce(self) -> None:
-        text = f"emulating {self.cluster.num_devices} devices; times are stretched by {self.factor:.4g}, "
-        text += f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)} "
+        text = (
+            f"emulating {self.cluster.num_devices} devices; times are stretched by "
+            f"{self.factor:.4g}, "
+        )
+        text += (
+            f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)} "
+        )
         text += "(without the update of the weights, which is not emulated)"
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"
@@ -124,7 +154,9 @@ class Emulation:
         return self.full_plan if self.stub is None else self.stub.plan
 
     def transport(self, pairs: Iterable[tuple[int, int]], share_memory: bool) -> EmulatedTransport:
-        transport = EmulatedTransport(self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory)
+        transport = EmulatedTransport(
+            self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory
+        )
         if self.stub is not None:
             transport.num_bytes = self.stub.num_bytes
         return transport
@@ -133,7 +165,10 @@ class Emulation:
         """Times of all compute actions of a program of this rank."""
         samples = [stop - start for start, stop in program.samples]
         actions = [action for action in program.actions if action.is_compute]
-        seconds = {a: self.factor * self.times.seconds(a, self.ranks.rank, samples[a.micro_batch]) for a in actions}
+        seconds = {
+            a: self.factor * self.times.seconds(a, self.ranks.rank, samples[a.micro_batch])
+            for a in actions
+        }
         if not is_training:
             return Pace(seconds)
         last = {action.stage: action for action in actions if action.kind in ENDS_BACKWARD}
@@ -142,7 +177,9 @@ class Emulation:
         def note(action: Action) -> None:
             self.sums.last_backward_s = last_backward_s
             self.memory.start(action, samples[action.micro_batch])
-            self.memory.end(action, samples[action.micro_batch], is_last=last.get(action.stage) is action)
+            self.memory.end(
+                action, samples[action.micro_batch], is_last=last.get(action.stage) is action
+            )
 
         pace = self._paces[id(program)] = Pace(seconds, note=note)
         return pace
@@ -151,7 +188,9 @@ class Emulation:
         """With stub chunks only the size of a batch counts."""
         if self.stub is None:
             return batch
-        size = getattr(batch, "batch_size", None)  # a batch of engine.loader, of which this rank may hold nothing
+        size = getattr(
+            batch, "batch_size", None
+        )  # a batch of engine.loader, of which this rank may hold nothing
         return batch_of(size if isinstance(size, int) else read_batch(batch)[0].batch_size)
 
     def begin_step(self) -> None:
@@ -159,7 +198,10 @@ class Emulation:
         self.sums.begin()
 
     def end_step(
-        self, events: list[tuple[Action, float, float]], sums: tuple[float, float], optimizer: torch.optim.Optimizer | None
+        self,
+        events: list[tuple[Action, float, float]],
+        sums: tuple[float, float],
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         """`sums`: when this rank began to wait for gradient sums, and when they were there."""
         self.memory.update(optimizer)
@@ -169,7 +211,11 @@ class Emulation:
         """This rank's parameters of the stub."""
         assert self.stub is not None
         own = set(self.plan.stages_of_rank(self.ranks.rank))
-        return {name: self.stub.model.get_parameter(name) for name, stages in self.plan.holders.items() if own & set(stages)}
+        return {
+            name: self.stub.model.get_parameter(name)
+            for name, stages in self.plan.holders.items()
+            if own & set(stages)
+        }
 
 
 def _on(plan: Plan, cluster: Cluster) -> Plan:
@@ -177,7 +223,14 @@ def _on(plan: Plan, cluster: Cluster) -> Plan:
     return replace(plan, device_kinds=tuple(device.kind.name for device in cluster.devices))
 
 
-def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared | None, ranks: Ranks, config: Config) -> _Told:
+def _tell(
+    settings: Settings,
+    cluster: Cluster,
+    plan: Plan,
+    prepared: Prepared | None,
+    ranks: Ranks,
+    config: Config,
+) -> _Told:
     told: _Told | None = None
     error: Exception | None = None
     try:
@@ -187,7 +240,11 @@ def _tell(settings: Settings, cluster: Cluster, plan: Plan, prepared: Prepared |
             is_stub = settings.stub or prepared is None or needed > free
             if is_stub and not settings.stub:
                 sizes = human_bytes(needed), human_bytes(free)
-                logger.warning("the plan takes about %s and this machine has %s free: stub chunks stand for the model", *sizes)
+                logger.warning(
+                    "the plan takes about %s and this machine has %s free: stub chunks stand for "
+                    "the model",
+                    *sizes,
+                )
             told = _Told(figures, is_stub, _create_cards(cluster))
     except Exception as problem:
         error = problem
@@ -209,12 +266,27 @@ def stub_job(emulation: Emulation, config: Config) -> Job:
     """The job of a rehearsal, which trains the stub in place of the model."""
     stub, held = emulation.stub, emulation.stub_weights()
     assert stub is not None
-    own = config.replace(run_folder=emulation.run_folder)  # the script's own folder may hold a real run
-    return Job(stub.model, None, own, stub.plan, stub.layout, stub.prepared, held, tied_names(stub.model), emulation.ranks, emulation)
+    own = config.replace(
+        run_folder=emulation.run_folder
+    )  # the script's own folder may hold a real run
+    return Job(
+        stub.model,
+        None,
+        own,
+        stub.plan,
+        stub.layout,
+        stub.prepared,
+        held,
+        tied_names(stub.model),
+        emulation.ranks,
+        emulation,
+    )
 
 
 def _bytes_of_all_ranks(times: Times) -> float:
-    """Weights, gradients, their buckets, optimizer state and activations of all devices together."""
+    """Weights, gradients, their buckets, optimizer state and activations of all devices
+    together.
+    """
     plan = times.plan
     total = 0.0
     for state in times.figures.states:
@@ -222,7 +294,9 @@ def _bytes_of_all_ranks(times: Times) -> float:
         total += one * len(_ranks_of(plan, state.stages))
     in_flight = check(times.schedule).peak_in_flight
     for stage, figures in enumerate(times.figures.stages):
-        total += in_flight[stage] * figures.kept_sample_bytes * plan.batch_size / plan.num_micro_batch
+        total += (
+            in_flight[stage] * figures.kept_sample_bytes * plan.batch_size / plan.num_micro_batch
+        )
     return total
 
 
@@ -231,7 +305,9 @@ def _ranks_of(plan: Plan, stages: tuple[int, ...]) -> set[int]:
 
 
 def _create_cards(cluster: Cluster) -> str | None:
-    """A file in which the processes of this machine tell each other when network cards are free; None for one host."""
+    """A file in which the processes of this machine tell each other when network cards are free;
+    None for one host.
+    """
     if len(cluster.hosts) == 1:
         return None
     handle, path = tempfile.mkstemp(prefix="whale-cards-")
@@ -248,4 +324,3 @@ def _open_cards(path: str | None, cluster: Cluster, ranks: Ranks) -> NetworkCard
     if ranks.rank == 0:
         os.unlink(path)
     return cards
-

@@ -1,9 +1,10 @@
-"""Messages take the time of the emulated link: a thread holds each one back until it would have arrived.
+"""Messages take the time of the emulated link: a thread holds each one back until it would have
+arrived.
 
-A message of n bytes over a link of rate r and latency l that is free at time t arrives at  t + n / r + l; the link is free again at
-t + n / r.
-Devices of one host have a link of their own for each direction of each pair; all messages that leave a host share its network card, whose
-next free time lies in a file that all processes map.
+A message of n bytes over a link of rate r and latency l that is free at time t arrives at  t + n /
+r + l; the link is free again at t + n / r. Devices of one host have a link of their own for each
+direction of each pair; all messages that leave a host share its network card, whose next free time
+lies in a file that all processes map.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class NetworkCards:
         path.write_bytes(bytes(num_hosts * _NUMBER.size))
 
     def book(self, host: int, seconds: float, since: float | None = None) -> float:
-        """Takes the card for so long, after those before; when it is free again, by `perf_counter`, which all processes share.
+        """Takes the card for so long, after those before; when it is free again, by `perf_counter`,
+        which all processes share.
 
         `since`: the earliest start; None: now.
         """
@@ -68,7 +70,9 @@ class EmulatedTransport(Transport):
         factor: float,
         share_memory: bool = True,
     ) -> None:
-        """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices are on one host."""
+        """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices
+        are on one host.
+        """
         self.num_bytes: Callable[[Message], float] = lambda message: message.num_bytes
         """of what a message stands for"""
         super().__init__(ranks, pairs, share_memory)
@@ -87,7 +91,10 @@ class EmulatedTransport(Transport):
         with self._change:
             if self._failure is not None:
                 raise self._failure
-            heapq.heappush(self._waiting, (arrival, next(self._count), tensor, message.peer, message.tag + self.epoch))
+            heapq.heappush(
+                self._waiting,
+                (arrival, next(self._count), tensor, message.peer, message.tag + self.epoch),
+            )
             self._change.notify()
 
     def _book(self, peer: int, num_bytes: float) -> float:

@@ -1,4 +1,6 @@
-"""An emulated device that is over-full raises what a real one does. What is counted when: `simulation/memory.py`."""
+"""An emulated device that is over-full raises what a real one does. What is counted when:
+`simulation/memory.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ class EmulatedOutOfMemory(torch.OutOfMemoryError):
 class Memory(Account):
     """One emulated device."""
 
-    def __init__(self, device: Device, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        figures: Figures,
+        own_stages: Sequence[int],
+        shared_bytes: int,
+        bucket_bytes: int,
+    ) -> None:
         super().__init__(figures, own_stages, shared_bytes, bucket_bytes)
         self.device = device
 
@@ -33,9 +42,12 @@ class Memory(Account):
         room = self.device.kind.memory_bytes
         used = ", ".join(f"{name} {human_bytes(size)}" for name, size in self.used.items())
         return (
-            f"rank {self.device.rank} (an emulated {self.device.kind.name} on {self.device.host}) is out of memory at {action}: "
-            f"{what} need {human_bytes(num_bytes)} more, but only {human_bytes(room - sum(self.used.values()))} of {human_bytes(room)} "
-            f"are free (used: {used}). Take more micro-batches or a smaller batch, cut the model over more devices, or recompute"
+            f"rank {self.device.rank} (an emulated {self.device.kind.name} on {self.device.host}) "
+            f"is out of memory at {action}: "
+            f"{what} need {human_bytes(num_bytes)} more, but only "
+            f"{human_bytes(room - sum(self.used.values()))} of {human_bytes(room)} "
+            f"are free (used: {used}). Take more micro-batches or a smaller batch, cut the model "
+            "over more devices, or recompute"
         )
 
     def update(self, optimizer: torch.optim.Optimizer | None) -> None:

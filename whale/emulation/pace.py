@@ -1,7 +1,8 @@
-"""Compute actions take the time of the emulated device: what is left of it after the real work is slept.
+"""Compute actions take the time of the emulated device: what is left of it after the real work is
+slept.
 
-An action takes its time from its real start. One that took longer than its time is an overrun; with more than 1 % of them a run says
-nothing about the emulated cluster and is called invalid.
+An action takes its time from its real start. One that took longer than its time is an overrun; with
+more than 1 % of them a run says nothing about the emulated cluster and is called invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Pace:
     worst_overrun: tuple[float, str] = field(default=(0.0, ""))
     """(seconds, action)"""
     worst_ratio: float = 1.0
-    """of what an overrun took to its time, the largest: with times so much longer none would have been late"""
+    """of what an overrun took to its time, the largest: with times so much longer none would have
+    been late
+    """
     note: Callable[[Action], None] | None = None
     """called for every action, before it is paced: the accounting of memory"""
 
@@ -41,7 +44,8 @@ class Pace:
             self.note(action)
         seconds = self.seconds[action]
         if not seconds:
-            return  # nothing to do on the emulated device: the weight part of a stage without weights
+            # nothing to do on the emulated device: the weight part of a stage without weights
+            return
         self.num_actions += 1
         late_s = sleep_until(start + seconds)
         if late_s > max(LATE_S, LATE_PART * seconds):
@@ -60,7 +64,9 @@ class Pace:
 
 
 def sleep_until(deadline: float) -> float:
-    """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds after it that is."""
+    """Returns at `deadline` (of `time.perf_counter`), or at once when it is past; how many seconds
+    after it that is.
+    """
     left = deadline - time.perf_counter()
     if left > 0:
         time.sleep(left)
@@ -69,7 +75,9 @@ def sleep_until(deadline: float) -> float:
 
 
 def wake_up_on_time() -> None:
-    """Linux may end every sleep of a process 50 microseconds late, to save power; here each of them counts."""
+    """Linux may end every sleep of a process 50 microseconds late, to save power; here each of them
+    counts.
+    """
     try:
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1000, 0, 0, 0)  # in nanoseconds
     except (OSError, AttributeError):

@@ -1,13 +1,16 @@
-"""A small model that runs like a large plan: same stages, crossings, holders and schedule; one number where the plan has tensors.
+"""A small model that runs like a large plan: same stages, crossings, holders and schedule; one
+number where the plan has tensors.
 
-Every set of stages that hold the same parameters gets one parameter of one number; every value that crosses becomes a [batch, 1] tensor,
-or [1, 1] where it has no batch dim; a value without gradient is detached. Stage s computes
+Every set of stages that hold the same parameters gets one parameter of one number; every value that
+crosses becomes a [batch, 1] tensor, or [1, 1] where it has no batch dim; a value without gradient
+is detached. Stage s computes
 
     h_s = batch + its parameters + all that it receives,        value_k = tanh(h_s + k) or tanh(mean(h_s) + k),
 
 and where the plan has a loss term, mean(h_s).
 
-The machinery of real models (capture, lowering, bridges, executor, gradient sums) runs it unchanged. Its losses mean nothing.
+The machinery of real models (capture, lowering, bridges, executor, gradient sums) runs it
+unchanged. Its losses mean nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class _Loss(nn.Module):
 class _Stage(nn.Module):
     """One stage: [batch, 1] in, its crossing values and its loss term out."""
 
-    def __init__(self, crossings: list[tuple[int, Crossing]], weights: list[nn.Parameter], has_loss: bool) -> None:
+    def __init__(
+        self, crossings: list[tuple[int, Crossing]], weights: list[nn.Parameter], has_loss: bool
+    ) -> None:
         super().__init__()
         self.has_loss = has_loss
         self.weights = nn.ParameterList(weights)
@@ -75,7 +80,9 @@ class _Stage(nn.Module):
             whole = whole + tensor
         values = {}
         for number, batched in self.batched.items():
-            values[number] = self.get_submodule(f"{VALUE}{number}")(whole if batched else whole.mean().reshape(1, 1))
+            values[number] = self.get_submodule(f"{VALUE}{number}")(
+                whole if batched else whole.mean().reshape(1, 1)
+            )
         return values, self.loss(whole) if self.has_loss else None
 
 
@@ -89,19 +96,36 @@ class StubModel(nn.Module):
         for each in plan.crossings:
             numbers.setdefault((each.source, each.value), len(numbers))
         self.number_of = [numbers[each.source, each.value] for each in plan.crossings]
-        groups = [(s.stages, nn.Parameter(torch.zeros(1, 1), requires_grad=s.trained_bytes > 0)) for s in figures.states if s.weight_bytes]
-        with_loss = {term.stage for term in plan.loss_terms} | {stage.index for stage in plan.stages} - {c.source for c in plan.crossings}
+        groups = [
+            (s.stages, nn.Parameter(torch.zeros(1, 1), requires_grad=s.trained_bytes > 0))
+            for s in figures.states
+            if s.weight_bytes
+        ]
+        with_loss = {term.stage for term in plan.loss_terms} | {
+            stage.index for stage in plan.stages
+        } - {c.source for c in plan.crossings}
         for stage in plan.stages:
-            own = {number: each for number, each in zip(self.number_of, plan.crossings, strict=True) if each.source == stage.index}
+            own = {
+                number: each
+                for number, each in zip(self.number_of, plan.crossings, strict=True)
+                if each.source == stage.index
+            }
             weights = [weight for stages, weight in groups if stage.index in stages]
             weights = weights or [nn.Parameter(torch.zeros(1, 1), requires_grad=False)]
-            self.add_module(f"{STAGE}{stage.index}", _Stage(sorted(own.items()), weights, stage.index in with_loss))
+            self.add_module(
+                f"{STAGE}{stage.index}",
+                _Stage(sorted(own.items()), weights, stage.index in with_loss),
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         values: dict[int, Tensor] = {}
         losses: list[Tensor] = []
         for index, stage in enumerate(self.children()):
-            received = [values[number] for number, each in zip(self.number_of, self.crossings, strict=True) if each.destination == index]
+            received = [
+                values[number]
+                for number, each in zip(self.number_of, self.crossings, strict=True)
+                if each.destination == index
+            ]
             made, loss = stage(x, received)
             values |= made
             losses += [loss] if loss is not None else []
@@ -125,9 +149,15 @@ class Stub:
     def _unit_bytes(self) -> list[float]:
         """Bytes that one number of each crossing value stands for, by the value's index."""
         assignment = apply_plan(self.plan, self.prepared.captured, self.prepared.kinds)
-        bytes_of = {number: each.sample_bytes for number, each in zip(self.model.number_of, self.full.crossings, strict=True)}
+        bytes_of = {
+            number: each.sample_bytes
+            for number, each in zip(self.model.number_of, self.full.crossings, strict=True)
+        }
         values = crossing_values(self.prepared.captured, assignment)
-        return [float(bytes_of[_number(node)]) for node in sorted(values, key=lambda node: values[node].index)]
+        return [
+            float(bytes_of[_number(node)])
+            for node in sorted(values, key=lambda node: values[node].index)
+        ]
 
     def num_bytes(self, message: Message) -> float:
         """Of the message that this one stands for."""
@@ -145,7 +175,10 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
     layout, tensors = read_batch(batch_of(plan.batch_size))
     prepared = _prepare(capture_training(model, layout, tensors, Task(None, "cpu", None)))
     captured = prepared.captured
-    stage_of = {node: int(module_name(node).split(".")[0].removeprefix(STAGE)) for node in captured.compute_nodes()}
+    stage_of = {
+        node: int(module_name(node).split(".")[0].removeprefix(STAGE))
+        for node in captured.compute_nodes()
+    }
     holders: dict[str, list[int]] = {name: [] for name in captured.state}
     for node in captured.compute_nodes():
         for source in node.all_input_nodes:
@@ -157,22 +190,39 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         stage_of_operation=tuple(stage_of[node] for node in captured.compute_nodes()),
         holders={name: tuple(sorted(stages)) for name, stages in holders.items()},
         loss_terms=tuple(LossTerm(stage_of[node], "stands for a loss") for node in prepared.terms),
-        notes=("stub chunks: one small parameter and one small tensor per boundary stand for the model; losses mean nothing",),
+        notes=(
+            "stub chunks: one small parameter and one small tensor per boundary stand for the "
+            "model; losses mean nothing",
+        ),
     )
     assignment = apply_plan(small, captured, prepared.kinds)
-    small = replace(small, shardings=tuple(_on_grid(small, prepared, assignment, each) for each in plan.shardings))
-    found = {(source, destination, node in assignment.gradients) for node, source, destination in assignment.crossings}
-    assert found == {(c.source, c.destination, c.gradient) for c in plan.crossings}, "the stub crosses other boundaries than its plan"
+    small = replace(
+        small,
+        shardings=tuple(_on_grid(small, prepared, assignment, each) for each in plan.shardings),
+    )
+    found = {
+        (source, destination, node in assignment.gradients)
+        for node, source, destination in assignment.crossings
+    }
+    assert found == {(c.source, c.destination, c.gradient) for c in plan.crossings}, (
+        "the stub crosses other boundaries than its plan"
+    )
     return Stub(model, prepared, layout, small, plan)
 
 
-def _on_grid(plan: Plan, prepared: Prepared, assignment: Assignment, full: StageSharding) -> StageSharding:
-    """A stage on a grid: its one number lies whole on every device, its samples are cut over all."""
+def _on_grid(
+    plan: Plan, prepared: Prepared, assignment: Assignment, full: StageSharding
+) -> StageSharding:
+    """A stage on a grid: its one number lies whole on every device, its samples are cut
+    over all.
+    """
     grid = plan.virtual_devices[plan.stages[full.stage].virtual_device].grid
     assert grid is not None
     terms = [node for node in prepared.terms if assignment.result_stage[node] == full.stage]
     operations = frozenset(assignment.slices[full.stage].operations)
-    program = stage_program(prepared.captured, prepared.kinds, assignment, full.stage, terms, by_samples=operations)
+    program = stage_program(
+        prepared.captured, prepared.kinds, assignment, full.stage, terms, by_samples=operations
+    )
     return StageSharding.of(full.stage, solve(program, grid, full.num_samples), full.num_samples)
 
 

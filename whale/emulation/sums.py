@@ -1,7 +1,7 @@
 """Gradient sums of an emulated job: the model of `simulation/sums.py`, on a clock.
 
-The members of a group agree on the latest end that any of them comes to by itself. A rank whose ring leaves its host takes the card of
-that host, which all processes share.
+The members of a group agree on the latest end that any of them comes to by itself. A rank whose
+ring leaves its host takes the card of that host, which all processes share.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ class SumClock:
     """When the gradient sums of one rank would be over."""
 
     def __init__(
-        self, sums: Sequence[Sum], ranks: Ranks, own_stages: Sequence[int], cluster: Cluster, cards: NetworkCards | None
+        self,
+        sums: Sequence[Sum],
+        ranks: Ranks,
+        own_stages: Sequence[int],
+        cluster: Cluster,
+        cards: NetworkCards | None,
     ) -> None:
         """All ranks make it together, from the same sums."""
         for members in sorted({each.ranks for each in sums}):
-            ranks.group(members)  # on a grid the parts of a weight have groups that nothing else asks for
-        self._own = {each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks}
+            ranks.group(
+                members
+            )  # on a grid the parts of a weight have groups that nothing else asks for
+        self._own = {
+            each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks
+        }
         self._ranks, self._cards = ranks, cards
         self._host = cluster.devices[ranks.rank].host
         self._host_number = cluster.hosts.index(self._host)
@@ -47,7 +56,9 @@ class SumClock:
             if stage in stages:
                 stages.discard(stage)
                 if not stages:
-                    self._free[each.ranks] = self._end(each, now, self.last_backward_s.get(stage, 0.0))
+                    self._free[each.ranks] = self._end(
+                        each, now, self.last_backward_s.get(stage, 0.0)
+                    )
 
     def _end(self, each: Sum, closed: float, last_backward_s: float) -> float:
         """As far as this rank knows."""
@@ -55,11 +66,18 @@ class SumClock:
         end = each.end(closed, last_backward_s, free)
         if self._cards is not None and self._leaves[each]:
             seconds = dict(each.leaving)[self._host]
-            end = max(end, self._cards.book(self._host_number, seconds, max(each.first_ready(closed, last_backward_s), free)))
+            end = max(
+                end,
+                self._cards.book(
+                    self._host_number, seconds, max(each.first_ready(closed, last_backward_s), free)
+                ),
+            )
         return end
 
     def finish(self) -> None:
-        """Returns when all sums would be over; the members of each group agree on the latest end."""
+        """Returns when all sums would be over; the members of each group agree on the
+        latest end.
+        """
         for ranks in sorted(self._free):
             end = torch.tensor([self._free[ranks]], dtype=torch.float64)
             dist.all_reduce(end, op=dist.ReduceOp.MAX, group=self._ranks.group(ranks))

@@ -1,4 +1,5 @@
-"""What one emulated rank did: times of every step, the actions of the last one, overruns, memory. Written when the script ends.
+"""What one emulated rank did: times of every step, the actions of the last one, overruns, memory.
+Written when the script ends.
 
 All ranks of an emulation are processes of one machine, so they share the clock of `perf_counter`.
 """
@@ -47,10 +48,19 @@ class RankRecord:
 
 
 class Recorder:
-    """Notes steps and writes them down at the end of the process. The first step, in which much is made for the first time, is left out."""
+    """Notes steps and writes them down at the end of the process. The first step, in which much is
+    made for the first time, is left out.
+    """
 
     def __init__(
-        self, folder: Path, times: Times, factor: float, rank: int, is_stub: bool, memory: Memory, cluster: Cluster
+        self,
+        folder: Path,
+        times: Times,
+        factor: float,
+        rank: int,
+        is_stub: bool,
+        memory: Memory,
+        cluster: Cluster,
     ) -> None:
         self._folder, self._factor, self._rank, self._cluster = folder, factor, rank, cluster
         self._is_stub, self._memory = is_stub, memory
@@ -61,7 +71,12 @@ class Recorder:
         self.prediction = run(times.plan, times.figures, factor)
         atexit.register(self.write)
 
-    def add(self, events: Sequence[tuple[Action, float, float]], sums: tuple[float, float], paces: list[Pace]) -> None:
+    def add(
+        self,
+        events: Sequence[tuple[Action, float, float]],
+        sums: tuple[float, float],
+        paces: list[Pace],
+    ) -> None:
         """One step."""
         self._num_seen += 1
         if self._num_seen == 1:
@@ -70,7 +85,10 @@ class Recorder:
             return
         self._paces = paces
         self._steps.append((events[0][1], sums[1]))
-        self._events = [*((str(action), start, end) for action, start, end in events), ("sums", *sums)]
+        self._events = [
+            *((str(action), start, end) for action, start, end in events),
+            ("sums", *sums),
+        ]
 
     def write(self) -> None:
         """Also in `engine.close`; a job that failed has written nothing."""
@@ -109,4 +127,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def read_records(folder: Path) -> list[RankRecord]:
     """Of all ranks, in their order."""
-    return [RankRecord(**json.loads(path.read_text())) for path in sorted(folder.glob("rank_*.json"))]
+    return [
+        RankRecord(**json.loads(path.read_text())) for path in sorted(folder.glob("rank_*.json"))
+    ]

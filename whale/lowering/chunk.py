@@ -1,4 +1,6 @@
-"""One stage of the plan as an FX module: slice, weights under their own names, results for other stages, its part of the loss."""
+"""One stage of the plan as an FX module: slice, weights under their own names, results for other
+stages, its part of the loss.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Chunk:
     """then new values of these buffers"""
     is_random: bool
     is_sharded: bool = False
-    """runs together with the other devices of a grid, and has a module of its own for each number of samples"""
+    """runs together with the other devices of a grid, and has a module of its own for each number
+    of samples
+    """
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,38 @@ def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Nod
     for index, node in enumerate(nodes):
         fake = node.meta["val"]
         dim = batch_dim(node, captured.batch_symbol)
-        values[node] = Value(index, node.name, fake.dtype, dim, node in assignment.gradients, tuple(fake.shape), captured.batch_symbol)
+        values[node] = Value(
+            index,
+            node.name,
+            fake.dtype,
+            dim,
+            node in assignment.gradients,
+            tuple(fake.shape),
+            captured.batch_symbol,
+        )
     return values
 
 
 def build_chunk(
-    captured: CapturedGraph, assignment: Assignment, stage: int, terms: Sequence[Node], outputs: Sequence[Node], around: Surroundings
+    captured: CapturedGraph,
+    assignment: Assignment,
+    stage: int,
+    terms: Sequence[Node],
+    outputs: Sequence[Node],
+    around: Surroundings,
 ) -> Chunk:
-    """Lowers one stage. `terms`: the loss terms of this stage; `outputs`: the results that the user wants from it."""
+    """Lowers one stage. `terms`: the loss terms of this stage; `outputs`: the results that the user
+    wants from it.
+    """
     part = assignment.slices[stage]
     values = crossing_values(captured, assignment)
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     sent = sorted({node for node, source, _ in assignment.crossings if source == stage})
-    updates = [name for name, node in captured.buffer_updates.items() if assignment.result_stage[node] == stage]
+    updates = [
+        name
+        for name, node in captured.buffer_updates.items()
+        if assignment.result_stage[node] == stage
+    ]
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in (*part.received, *part.inputs):
@@ -116,7 +139,12 @@ def build_chunk(
     regions = _copy_operations(graph, part.operations, around.regions, copies, group_node, wanted)
     results = [copies[node] for node in (*sent, *outputs)]
     if terms:
-        results.append(reduce(lambda a, b: graph.call_function(operator.add, (a, b)), (copies[node] for node in terms)))
+        results.append(
+            reduce(
+                lambda a, b: graph.call_function(operator.add, (a, b)),
+                (copies[node] for node in terms),
+            )
+        )
     results.extend(copies[captured.buffer_updates[name]] for name in updates)
     graph.output(tuple(results))
     _drop_unused(graph, set(updates))
@@ -139,11 +167,21 @@ def build_chunk(
 
 
 def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.Tensor:
-    return captured.constants[name] if captured.state[name].kind == "constant" else around.weights[name]
+    return (
+        captured.constants[name]
+        if captured.state[name].kind == "constant"
+        else around.weights[name]
+    )
 
 
-def _root(attributes: Mapping[str, Any], regions: Mapping[str, Recomputed], group: dist.ProcessGroup | None) -> torch.nn.Module:
-    """Nested modules that hold the tensors under their original names, and the recomputed regions."""
+def _root(
+    attributes: Mapping[str, Any],
+    regions: Mapping[str, Recomputed],
+    group: dist.ProcessGroup | None,
+) -> torch.nn.Module:
+    """Nested modules that hold the tensors under their original names, and the recomputed
+    regions.
+    """
     root = torch.nn.Module()
     for name, region in regions.items():
         root.add_module(name, region)
@@ -163,7 +201,9 @@ def _root(attributes: Mapping[str, Any], regions: Mapping[str, Recomputed], grou
     return root
 
 
-def _copy_state(graph: Graph, state: Sequence[Node], updated: set[str], copies: dict[Node, Node]) -> None:
+def _copy_state(
+    graph: Graph, state: Sequence[Node], updated: set[str], copies: dict[Node, Node]
+) -> None:
     for node in state:
         copies[node] = graph.create_node("get_attr", str(node.target))
         if str(node.target) in updated:
@@ -172,9 +212,16 @@ def _copy_state(graph: Graph, state: Sequence[Node], updated: set[str], copies: 
 
 
 def _copy_operations(
-    graph: Graph, operations: Sequence[Node], regions: Regions, copies: dict[Node, Node], group: Node | None, results: set[Node]
+    graph: Graph,
+    operations: Sequence[Node],
+    regions: Regions,
+    copies: dict[Node, Node],
+    group: Node | None,
+    results: set[Node],
 ) -> dict[str, Recomputed]:
-    """Copies operations, regions that are computed again as one call each; gives the modules of these regions by attribute name."""
+    """Copies operations, regions that are computed again as one call each; gives the modules of
+    these regions by attribute name.
+    """
     members: dict[Any, list[Node]] = {}
     for node in operations:
         if node in regions:
@@ -195,9 +242,16 @@ def _copy_operations(
 
 
 def _copy_region(
-    graph: Graph, nodes: list[Node], name: str, copies: dict[Node, Node], group: Node | None, results: set[Node]
+    graph: Graph,
+    nodes: list[Node],
+    name: str,
+    copies: dict[Node, Node],
+    group: Node | None,
+    results: set[Node],
 ) -> Recomputed:
-    """One checkpointed region: its own graph, called with what enters it, and its results taken apart again."""
+    """One checkpointed region: its own graph, called with what enters it, and its results taken
+    apart again.
+    """
     body, entering, leaving = cut_region(nodes, results)
     inner = dict(zip(entering, body.nodes, strict=True))
     inner_group = body.placeholder(_GROUP) if group is not None else None
@@ -210,7 +264,9 @@ def _copy_region(
     return Recomputed(GraphModule(torch.nn.Module(), body))
 
 
-def _copy_run(graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None) -> None:
+def _copy_run(
+    graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None
+) -> None:
     """Copies operations one by one, with autocast regions around runs of nodes."""
     open_region: Any = None
     region_node: Node | None = None
@@ -219,26 +275,38 @@ def _copy_run(graph: Graph, operations: Sequence[Node], copies: dict[Node, Node]
         if region != open_region:
             if region_node is not None:
                 graph.call_function(exit_autocast, (region_node,))
-            region_node = graph.call_function(enter_autocast, tuple(region)) if region is not None else None
+            region_node = (
+                graph.call_function(enter_autocast, tuple(region)) if region is not None else None
+            )
             open_region = region
         copies[node] = _copy_operation(graph, node, copies, group)
-        copies[node].meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        copies[node].meta = {
+            key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta
+        }
     if region_node is not None:
         graph.call_function(exit_autocast, (region_node,))
 
 
 def _copy_operation(graph: Graph, node: Node, copies: dict[Node, Node], group: Node | None) -> Node:
     if group is not None and node.target is aten.batch_norm.default and node.args[5]:
-        x, weight, bias, mean, variance, _, momentum, eps = (copies.get(a, a) if isinstance(a, Node) else a for a in node.args[:8])
-        return graph.call_function(batch_norm_over_devices, (x, weight, bias, mean, variance, momentum, eps, group))
+        x, weight, bias, mean, variance, _, momentum, eps = (
+            copies.get(a, a) if isinstance(a, Node) else a for a in node.args[:8]
+        )
+        return graph.call_function(
+            batch_norm_over_devices, (x, weight, bias, mean, variance, momentum, eps, group)
+        )
     copy = graph.node_copy(node, copies.__getitem__)
     if group is None or "all_reduce" not in node.meta:
         return copy
-    return graph.call_function(sum_over_devices, (copy, group))  # a loss that is not additive: its batch sums are taken over all devices
+    return graph.call_function(
+        sum_over_devices, (copy, group)
+    )  # a loss that is not additive: its batch sums are taken over all devices
 
 
 def _relax_views(graphs: Sequence[Graph]) -> None:
-    """A received tensor is contiguous where the captured one may have had other strides: `view` may not fit it, `reshape` does."""
+    """A received tensor is contiguous where the captured one may have had other strides: `view` may
+    not fit it, `reshape` does.
+    """
     for graph in graphs:
         for node in graph.nodes:
             if node.target is aten.view.default:
@@ -248,7 +316,9 @@ def _relax_views(graphs: Sequence[Graph]) -> None:
 
 
 def _drop_unused(graph: Graph, updates: set[str]) -> None:
-    """Received values and inputs stay as arguments even when unused; weights that nothing reads or writes go."""
+    """Received values and inputs stay as arguments even when unused; weights that nothing reads or
+    writes go.
+    """
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users and node.target not in updates:
             graph.erase_node(node)

@@ -10,7 +10,9 @@ from whale.lowering.sharded_norms import batch_norm
 
 
 def sum_over_devices(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Every device computes the same value, and each one's use of it counts: the backward is a sum, too."""
+    """Every device computes the same value, and each one's use of it counts: the backward is a sum,
+    too.
+    """
     return sum_over_line(value, _line(group))
 
 

@@ -1,7 +1,8 @@
-"""What the graph of a device on a grid calls to talk to the others: exchanges, and operations that need more than their own part.
+"""What the graph of a device on a grid calls to talk to the others: exchanges, and operations that
+need more than their own part.
 
-`GridGroups` makes the process groups, all at once and on all ranks in one order. `RealCommunication` gives the modules that
-`sharding/emit.py` puts into a device's graph.
+`GridGroups` makes the process groups, all at once and on all ranks in one order.
+`RealCommunication` gives the modules that `sharding/emit.py` puts into a device's graph.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ if TYPE_CHECKING:
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 PURPOSE = "exchange"
-"""these groups are apart from those that sum gradients: both have messages under way during a backward, in no common order"""
+"""these groups are apart from those that sum gradients: both have messages under way during a
+backward, in no common order
+"""
 
 
 class GridGroups:
     """Process groups of all lines of all grids of a plan. Made on every rank, in the same order."""
 
     def __init__(self, plan: Plan, ranks: Ranks, has_statistics: bool) -> None:
-        """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such sums go over all replicas."""
+        """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such
+        sums go over all replicas.
+        """
         self._plan, self._ranks = plan, ranks
         self._lines: dict[tuple[int, int], dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
         self._statistics: dict[tuple[int, tuple[int, ...]], Line] = {}
@@ -52,10 +57,14 @@ class GridGroups:
             lines = all_lines(device.grid)
             for replica, members in enumerate(device.ranks):
                 self._lines[device.index, replica] = {
-                    line: ranks.group(tuple(members[place] for place in line), PURPOSE) for line in lines if len(line) > 1
+                    line: ranks.group(tuple(members[place] for place in line), PURPOSE)
+                    for line in lines
+                    if len(line) > 1
                 }
             for line in lines if has_statistics and plan.num_replicas > 1 else ():
-                everyone = tuple(sorted(members[place] for members in device.ranks for place in line))
+                everyone = tuple(
+                    sorted(members[place] for members in device.ranks for place in line)
+                )
                 group = ranks.group(everyone, PURPOSE)
                 index = everyone.index(ranks.rank) if ranks.rank in everyone else -1
                 self._statistics[device.index, line] = Line(len(everyone), index, group)
@@ -65,14 +74,21 @@ class GridGroups:
         grid = self._plan.virtual_devices[device].grid
         assert grid is not None
         _, replica, place = self._plan.place_of_rank(self._ranks.rank)
-        statistics = {line: found for (index, line), found in self._statistics.items() if index == device}
+        statistics = {
+            line: found for (index, line), found in self._statistics.items() if index == device
+        }
         backend = "nccl" if self._ranks.device != "cpu" else "gloo"
         return RealCommunication(grid, place, self._lines[device, replica], statistics, backend)
 
 
 def all_lines(grid: Grid) -> list[tuple[int, ...]]:
     """Places that differ along some axes only, for every set of axes; single places first."""
-    found = {grid.line(place, axes) for number in range(4) for axes in combinations(grid.axes, number) for place in range(grid.num_devices)}
+    found = {
+        grid.line(place, axes)
+        for number in range(4)
+        for axes in combinations(grid.axes, number)
+        for place in range(grid.num_devices)
+    }
     return sorted(found, key=lambda line: (len(line), line))
 
 
@@ -88,9 +104,14 @@ class RealCommunication:
     backend: str
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
-        plan = plan_exchange(source, target, self.grid, place, backend=self.backend, backward=gradient)
+        plan = plan_exchange(
+            source, target, self.grid, place, backend=self.backend, backward=gradient
+        )
         places = range(self.grid.num_devices)
-        grows = all(0 < source.local_count(self.grid, place) <= target.local_count(self.grid, place) for place in places)
+        grows = all(
+            0 < source.local_count(self.grid, place) <= target.local_count(self.grid, place)
+            for place in places
+        )
         return Exchange(plan, self.groups, is_gather=grows and not source.partial)
 
     def operation(self, special: Special) -> nn.Module:
@@ -103,7 +124,9 @@ class RealCommunication:
     def first_of(self, special: Special, slot: int, dim: int) -> int:
         """Index in the whole tensor of the first entry of a dim that this place has."""
         ranges = special.inputs[slot].ranges(self.grid, self.place, dim)
-        assert len(ranges) == 1, f"{op_name(special.node)} takes a dim of segments apart ({user_line(special.node)})"
+        assert len(ranges) == 1, (
+            f"{op_name(special.node)} takes a dim of segments apart ({user_line(special.node)})"
+        )
         return ranges[0][0]
 
 
@@ -111,7 +134,9 @@ class Exchange(nn.Module):
     """Brings its argument into another layout."""
 
     def __init__(self, plan: ExchangePlan, groups: Groups, is_gather: bool = False) -> None:
-        """`is_gather`: nothing is summed, every device has something, and none has less of it afterwards."""
+        """`is_gather`: nothing is summed, every device has something, and none has less of it
+        afterwards.
+        """
         super().__init__()
         self.plan, self.groups, self.is_gather = plan, groups, is_gather
 
@@ -134,7 +159,9 @@ Build = Callable[[Special, RealCommunication], Callable[..., Any]]
 
 
 def _by_name(node: Node, function: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Calls a function with the operation's arguments by their names in aten, defaults included. Its tensors come in their order there."""
+    """Calls a function with the operation's arguments by their names in aten, defaults included.
+    Its tensors come in their order there.
+    """
     declared = schema(node.target).arguments
     defaults = {each.name: each.default_value for each in declared}
     given = {**dict(zip((each.name for each in declared), node.args)), **node.kwargs}
@@ -147,8 +174,9 @@ def _by_name(node: Node, function: Callable[[dict[str, Any]], Any]) -> Callable[
 
 
 def _dtype(special: Special) -> torch.dtype:
-    """What torch's own operation gave when the model was captured, on the type of device that runs: autocast has a list for each (on CUDA
-    norms and softmax run in float32, on the CPU in the type of their input)."""
+    """What torch's own operation gave when the model was captured, on the type of device that runs:
+    autocast has a list for each (on CUDA norms and softmax run in float32, on the CPU in the type
+    of their input)."""
     dtype: torch.dtype = special.node.meta["val"].dtype
     return dtype
 
@@ -159,7 +187,9 @@ def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
     def run(given: dict[str, Any]) -> Tensor:
         num_dims, x = len(given["normalized_shape"]), given["input"].to(_dtype(special))
         if is_layer:
-            return sharded_ops.layer_norm(x, num_dims, given["weight"], given["bias"], given["eps"], line)
+            return sharded_ops.layer_norm(
+                x, num_dims, given["weight"], given["bias"], given["eps"], line
+            )
         return sharded_ops.rms_norm(x, num_dims, given["weight"], given["eps"], line)
 
     return _by_name(special.node, run)
@@ -167,23 +197,36 @@ def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
 
 def _summa(special: Special, around: RealCommunication) -> Callable[..., Any]:
     weight = special.inputs[1]
-    panels = [sum(b - a for a, b in weight.ranges(around.grid, place, 1)) for place in around.grid.line(around.place, "y")]
+    panels = [
+        sum(b - a for a, b in weight.ranges(around.grid, place, 1))
+        for place in around.grid.line(around.place, "y")
+    ]
     lines = (Line.of(around.grid, around.place, axis, around.groups) for axis in "xy")
     plane = sharded_ops.Plane(next(lines), next(lines), tuple(panels))
-    return _by_name(special.node, lambda given: sharded_ops.summa_linear(given["input"], given["weight"], given["bias"], plane))
+    return _by_name(
+        special.node,
+        lambda given: sharded_ops.summa_linear(
+            given["input"], given["weight"], given["bias"], plane
+        ),
+    )
 
 
 def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
     line = around.line(special)
     function = sharded_ops.log_softmax if "log" in op_name(special.node) else sharded_ops.softmax
-    return _by_name(special.node, lambda given: function(given["self"].to(_dtype(special)), given["dim"], line))
+    return _by_name(
+        special.node, lambda given: function(given["self"].to(_dtype(special)), given["dim"], line)
+    )
 
 
 def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
     line, rank = around.line(special), len(special.inputs[0].cuts)
     dim = int(named_args(special.node)["dim"]) % rank
     first = around.first_of(special, 0, dim)
-    return _by_name(special.node, lambda given: sharded_ops.argmax(given["self"], dim, bool(given["keepdim"]), first, line))
+    return _by_name(
+        special.node,
+        lambda given: sharded_ops.argmax(given["self"], dim, bool(given["keepdim"]), first, line),
+    )
 
 
 def _class_loss(special: Special, around: RealCommunication) -> Callable[..., Any]:
@@ -209,7 +252,10 @@ def _class_loss(special: Special, around: RealCommunication) -> Callable[..., An
 def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any]:
     first, num_rows = around.first_of(special, 0, 0), special.inputs[0].shape[0]
     return _by_name(
-        special.node, lambda given: sharded_ops.embedding(given["weight"], given["indices"], first, num_rows, int(given["padding_idx"]))
+        special.node,
+        lambda given: sharded_ops.embedding(
+            given["weight"], given["indices"], first, num_rows, int(given["padding_idx"])
+        ),
     )
 
 
@@ -219,9 +265,13 @@ def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
     axes = tuple(axis for axis in weight.axes[0] if axis in rows.axes[0])
     places = around.grid.line(around.place, axes)
     bounds = tuple((weight.ranges(around.grid, place, 0) or [(0, 0)])[0] for place in places)
-    experts = sharded_ops.Experts(bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0])
+    experts = sharded_ops.Experts(
+        bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0]
+    )
     if op_name(special.node) != "expert_mm":
-        return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(x, weight, ends, experts)
+        return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(
+            x, weight, ends, experts
+        )
     return sharded_ops.ExpertProduct(experts, bool(named_args(special.node)["transposed"]))
 
 
@@ -231,7 +281,15 @@ def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., An
 
     def run(given: dict[str, Any]) -> Tensor:
         statistics = given["running_mean"], given["running_var"]
-        return sharded_ops.batch_norm(given["input"], given["weight"], given["bias"], *statistics, given["momentum"], given["eps"], line)
+        return sharded_ops.batch_norm(
+            given["input"],
+            given["weight"],
+            given["bias"],
+            *statistics,
+            given["momentum"],
+            given["eps"],
+            line,
+        )
 
     return _by_name(special.node, run)
 
@@ -242,7 +300,9 @@ def _replicas(special: Special, around: RealCommunication) -> Callable[..., Any]
 
 
 def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    """Any operation that draws numbers; those that make a tensor of random numbers make their part of it."""
+    """Any operation that draws numbers; those that make a tensor of random numbers make their part
+    of it.
+    """
     node, output = special.node, special.outputs[0]
     number = next(place for place, other in enumerate(node.graph.nodes) if other is node)
     draw = Draw.of(number, output, around.grid, around.place)
@@ -268,7 +328,11 @@ def _is_size(value: Any) -> bool:
     """Whether an argument is the shape of what an operation makes."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return False
-    return all(isinstance(each, int) or (isinstance(each, Node) and not isinstance(each.meta.get("val"), Tensor)) for each in value)
+    return all(
+        isinstance(each, int)
+        or (isinstance(each, Node) and not isinstance(each.meta.get("val"), Tensor))
+        for each in value
+    )
 
 
 OPERATIONS: dict[str, Build] = {

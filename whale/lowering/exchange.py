@@ -1,12 +1,13 @@
 """Changes of layout on real tensors: the messages of an `ExchangePlan`, forward and backward.
 
-What is differentiated is the sum of all devices' losses, so the backward of an exchange is the exchange of the gradient between the
-conjugate layouts (docs/split.md, line 1). Both are planned when the chunk is lowered; here nothing is decided but the way that fits
-the size of the message.
+What is differentiated is the sum of all devices' losses, so the backward of an exchange is the
+exchange of the gradient between the conjugate layouts (docs/split.md, line 1). Both are planned
+when the chunk is lowered; here nothing is decided but the way that fits the size of the message.
 
-gloo: one `all_to_all_single` for small messages; a message to each peer for large ones, which needs no copy where a part of the tensor
-is contiguous. Its own reduce-scatter is an all-reduce inside, and its rings are slow for small tensors (research/tensor3d.md 4.3).
-NCCL: the collective that the plan's pattern names.
+gloo: one `all_to_all_single` for small messages; a message to each peer for large ones, which needs
+no copy where a part of the tensor is contiguous. Its own reduce-scatter is an all-reduce inside,
+and its rings are slow for small tensors (research/tensor3d.md 4.3). NCCL: the collective that the
+plan's pattern names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """places of the grid, in order -> process group of their ranks, in the same order"""
 
 PEER_TO_PEER_FROM_BYTES = 8 << 20
-"""on gloo: from here on the copies that an all-to-all needs cost more than a message to each peer"""
+"""on gloo: from here on the copies that an all-to-all needs cost more than a message to each peer
+"""
 
 _TAG = (1 << 31) - 2
 """of messages to peers; bridges of the core count theirs from 0"""
@@ -79,7 +81,9 @@ def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
 
 @dataclass
 class Pending:
-    """An exchange under way. `wait` gives the result; nothing that was handed to `start` may change before."""
+    """An exchange under way. `wait` gives the result; nothing that was handed to `start` may change
+    before.
+    """
 
     step: Step
     x: Tensor
@@ -104,14 +108,20 @@ class Pending:
 
 
 def start(x: Tensor, step: Step, groups: Groups) -> Pending:
-    """Sends what this place has to send and makes room for what comes. All places of `step.places` call it in the same order."""
+    """Sends what this place has to send and makes room for what comes. All places of `step.places`
+    call it in the same order.
+    """
     if not step.places:
         return Pending(step, x, [], {}, result=_local(x, step))
     group = groups[step.places]
     sent.num_bytes += step.num_sent * x.element_size()
     sent.num_messages += 1
     if dist.get_backend(group) == "nccl":
-        return _start_all_to_all(x, step, group) if step.pattern == "all-to-all" else _start_even(x, step, group)
+        return (
+            _start_all_to_all(x, step, group)
+            if step.pattern == "all-to-all"
+            else _start_even(x, step, group)
+        )
     is_small = step.largest * x.element_size() < PEER_TO_PEER_FROM_BYTES
     return _start_all_to_all(x, step, group) if is_small else _start_peer_to_peer(x, step, group)
 
@@ -120,7 +130,9 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
     """One even collective (NCCL)."""
     if step.pattern == "all-reduce":
         total = x.clone(memory_format=torch.contiguous_format)
-        return Pending(step, x, [_must(dist.all_reduce(total, group=group, async_op=True))], {}, result=total)
+        return Pending(
+            step, x, [_must(dist.all_reduce(total, group=group, async_op=True))], {}, result=total
+        )
     if step.pattern == "reduce-scatter":
         outgoing = _packed(x, step.sends, in_order(step.sends, step.input_shape))
         result = x.new_empty(step.shape)
@@ -131,7 +143,9 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
     work = _must(dist.all_gather_single(as_bytes(room), as_bytes(flat), group=group, async_op=True))
     if step.is_in_order:
         return Pending(step, x, [work], {}, result=room.view(step.shape), outgoing=[flat])
-    return Pending(step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat])
+    return Pending(
+        step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat]
+    )
 
 
 def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
@@ -140,8 +154,14 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
     arriving, leaving = step.sizes
     result = x.new_empty(step.shape) if step.arrives_in_place else None
     room = x.new_empty(sum(arriving)) if result is None else _room_in(result, step)
-    to_me, to_others = ([number * x.element_size() for number in numbers] for numbers in (arriving, leaving))
-    work = _must(dist.all_to_all_single(as_bytes(room), as_bytes(outgoing), to_me, to_others, group=group, async_op=True))
+    to_me, to_others = (
+        [number * x.element_size() for number in numbers] for numbers in (arriving, leaving)
+    )
+    work = _must(
+        dist.all_to_all_single(
+            as_bytes(room), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
+        )
+    )
     pending = Pending(step, x, [work], {}, outgoing=[outgoing])
     if result is not None:
         _keep_own(x, step, result)
@@ -156,7 +176,9 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
 
 
 def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
-    """A message to each peer: straight out of x and straight into the result where the part is contiguous there."""
+    """A message to each peer: straight out of x and straight into the result where the part is
+    contiguous there.
+    """
     x = x.contiguous()
     pending = Pending(step, x, [], {})
     result = x.new_empty(step.shape) if step.is_made_of_runs else None
@@ -164,15 +186,27 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
     for term in step.terms:
         for block in term:
             if block.place != step.place:
-                room = x.new_empty(block.count) if result is None else _part(result, block.ranges).view(-1)
+                room = (
+                    x.new_empty(block.count)
+                    if result is None
+                    else _part(result, block.ranges).view(-1)
+                )
                 pending.parts[block.place] = room
-                pending.work.append(_must(dist.irecv(room, group=group, group_src=position[block.place], tag=_TAG)))
+                pending.work.append(
+                    _must(dist.irecv(room, group=group, group_src=position[block.place], tag=_TAG))
+                )
     outgoing = []
     mine = position[step.place]
-    for block in sorted(step.sends, key=lambda block: (position[block.place] - mine) % len(position)):  # not all to the same one first
+    for block in sorted(
+        step.sends, key=lambda block: (position[block.place] - mine) % len(position)
+    ):  # not all to the same one first
         if block.place != step.place:
             outgoing.append(_gathered(x, block).contiguous().view(-1))
-            pending.work.append(_must(dist.isend(outgoing[-1], group=group, group_dst=position[block.place], tag=_TAG)))
+            pending.work.append(
+                _must(
+                    dist.isend(outgoing[-1], group=group, group_dst=position[block.place], tag=_TAG)
+                )
+            )
     pending.outgoing = outgoing
     if result is not None:
         _keep_own(x, step, result)
@@ -194,7 +228,9 @@ def _keep_own(x: Tensor, step: Step, result: Tensor) -> None:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """A view. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is only moved has none."""
+    """A view. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is
+    only moved has none.
+    """
     return flat.view(torch.uint8)
 
 
@@ -203,7 +239,8 @@ def _must(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# ---- parts of tensors -------------------------------------------------------------------------------------------------
+# ---- parts of tensors
+# -------------------------------------------------------------------------------------------------
 
 
 def _local(x: Tensor, step: Step) -> Tensor:
@@ -214,7 +251,9 @@ def _local(x: Tensor, step: Step) -> Tensor:
 
 
 def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
-    """The result from what arrived and what this place had: terms are added in order, more than two of them in float32 at least."""
+    """The result from what arrived and what this place had: terms are added in order, more than two
+    of them in float32 at least.
+    """
     values = {place: part for place, part in parts.items()}
     if step.own is not None:
         values[step.place] = _gathered(x, step.own[0])
@@ -223,7 +262,11 @@ def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
         return torch.add(first, second)
     is_wide = len(step.terms) > 2 and x.dtype.is_floating_point
     dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
-    result = x.new_empty(step.shape, dtype=dtype) if step.is_filled else x.new_zeros(step.shape, dtype=dtype)
+    result = (
+        x.new_empty(step.shape, dtype=dtype)
+        if step.is_filled
+        else x.new_zeros(step.shape, dtype=dtype)
+    )
     for number, term in enumerate(step.terms):
         for block in term:
             for where, what in _pieces(block, values[block.place].view(block.shape)):
@@ -242,7 +285,9 @@ def _gathered(x: Tensor, block: Block) -> Tensor:
 
 
 def _pieces(block: Block, value: Tensor) -> list[tuple[Ranges, Tensor]]:
-    """A block of several ranges as parts with one range for each dim, each with its piece of the value."""
+    """A block of several ranges as parts with one range for each dim, each with its piece of the
+    value.
+    """
     pieces: list[tuple[Ranges, Tensor]] = [((), value)]
     for dim, ranges in enumerate(block.ranges):
         starts = list(accumulate((b - a for a, b in ranges), initial=0))
@@ -266,4 +311,8 @@ def _packed(x: Tensor, blocks: Sequence[Block], is_in_order: bool) -> Tensor:
     """All blocks one after the other, flat: x itself where they already lie so."""
     if is_in_order:
         return x.contiguous().view(-1)
-    return torch.cat([_gathered(x, block).reshape(-1) for block in blocks]) if blocks else x.new_empty(0)
+    return (
+        torch.cat([_gathered(x, block).reshape(-1) for block in blocks])
+        if blocks
+        else x.new_empty(0)
+    )

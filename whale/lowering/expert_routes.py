@@ -1,4 +1,5 @@
-"""A pass over the graph of one device on a grid, after `sharding/emit.py`: tokens that travel to their experts stay until they are done.
+"""A pass over the graph of one device on a grid, after `sharding/emit.py`: tokens that travel to
+their experts stay until they are done.
 
 product of rows that travel  ->  route, rows to their experts, product, rows back                                             (1)
 rows back, and to the same experts again, with only row-by-row operations between  ->  nothing                              (2)
@@ -9,7 +10,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from whale.lowering.sharded_experts import ExpertProduct, Experts, Route, find_route, from_experts, product, to_experts
+from whale.lowering.sharded_experts import (
+    ExpertProduct,
+    Experts,
+    Route,
+    find_route,
+    from_experts,
+    product,
+    to_experts,
+)
 from whale.sharding.expert_rows import readers_in_place
 
 
@@ -37,7 +46,9 @@ def product_at_experts(rows: Tensor, weight: Tensor, route: Route, transposed: b
 
 
 def _take_apart(module: GraphModule) -> bool:
-    """Line (1); whether there was something to do. Products of the same tokens have the same route."""
+    """Line (1); whether there was something to do. Products of the same tokens have the
+    same route.
+    """
     graph, routes = module.graph, {}
     for node in list(graph.nodes):
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -51,7 +62,9 @@ def _take_apart(module: GraphModule) -> bool:
                 module.add_submodule(name, FindRoute(called.experts))
                 routes[key] = graph.call_module(name, (numbers,))
             arrived = graph.call_function(to_experts, (x, routes[key]))
-            done = graph.call_function(product_at_experts, (arrived, weight, routes[key], called.transposed))
+            done = graph.call_function(
+                product_at_experts, (arrived, weight, routes[key], called.transposed)
+            )
             back = graph.call_function(from_experts, (done, routes[key]))
         back.meta = dict(node.meta)
         node.replace_all_uses_with(back)

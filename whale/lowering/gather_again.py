@@ -1,8 +1,10 @@
-"""Gathered tensors that are not kept for backward but gathered again there: less memory for more messages.
+"""Gathered tensors that are not kept for backward but gathered again there: less memory for more
+messages.
 
-Between `begin_watching` and `end_watching` autograd asks about every tensor that it wants to keep. One that lies in the memory of a
-gathered tensor is not kept; a note of its place in it is. The first backward that reads such a note sends the messages of the gather once
-more, and all who read the same tensor share the result, which goes with the last of them.
+Between `begin_watching` and `end_watching` autograd asks about every tensor that it wants to keep.
+One that lies in the memory of a gathered tensor is not kept; a note of its place in it is. The
+first backward that reads such a note sends the messages of the gather once more, and all who read
+the same tensor share the result, which goes with the last of them.
 
 All devices run the same operations in the same order, so they also gather again in the same order.
 """
@@ -30,7 +32,11 @@ class Gathered:
 
     def take(self) -> Tensor:
         """The gathered tensor, for one of its readers."""
-        value = run(self.source, self.plan.forward, self.groups).contiguous() if self._value is None else self._value
+        value = (
+            run(self.source, self.plan.forward, self.groups).contiguous()
+            if self._value is None
+            else self._value
+        )
         self.num_readers -= 1
         self._value = value if self.num_readers > 0 else None
         return value
@@ -64,10 +70,17 @@ class Watch:
     def _keep(self, tensor: Tensor) -> Any:
         found = self._found.get(tensor.untyped_storage().data_ptr())
         whole = found[0]() if found is not None else None
-        if found is None or whole is None or tensor.dtype != whole.dtype:  # another tensor, perhaps where a gathered one was
+        if (
+            found is None or whole is None or tensor.dtype != whole.dtype
+        ):  # another tensor, perhaps where a gathered one was
             return tensor
         found[1].num_readers += 1
-        return _Note(found[1], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - whole.storage_offset()))
+        return _Note(
+            found[1],
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset() - whole.storage_offset()),
+        )
 
     @staticmethod
     def _bring_back(kept: Any) -> Tensor:

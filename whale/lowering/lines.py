@@ -20,7 +20,9 @@ Teller = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]
 
 @dataclass
 class Shortcut:
-    """A way between ranks of one host that is shorter than their process group's; the runtime sets it for each pass, on all ranks alike."""
+    """A way between ranks of one host that is shorter than their process group's; the runtime sets
+    it for each pass, on all ranks alike.
+    """
 
     tell: Teller | None = None
 
@@ -30,7 +32,9 @@ shortcut = Shortcut()
 
 @dataclass(frozen=True)
 class Line:
-    """The places along some axes of a grid, seen from one of them. What is computed from everyone's numbers is equal to the bit on all."""
+    """The places along some axes of a grid, seen from one of them. What is computed from everyone's
+    numbers is equal to the bit on all.
+    """
 
     size: int
     index: int
@@ -59,9 +63,13 @@ def gathered(value: Tensor, line: Line) -> Tensor:
         return told
     room = value.new_empty((line.size, *value.shape))
     if dist.get_backend(line.group) == "nccl":
-        dist.all_gather_single(as_bytes(room.view(-1)), as_bytes(value.contiguous().view(-1)), group=line.group)
+        dist.all_gather_single(
+            as_bytes(room.view(-1)), as_bytes(value.contiguous().view(-1)), group=line.group
+        )
     else:
-        dist.all_to_all_single(as_bytes(room.view(-1)), as_bytes(value.reshape(-1).repeat(line.size)), group=line.group)
+        dist.all_to_all_single(
+            as_bytes(room.view(-1)), as_bytes(value.reshape(-1).repeat(line.size)), group=line.group
+        )
     return room
 
 
@@ -69,7 +77,10 @@ def summed(value: Tensor, line: Line) -> Tensor:
     """The sum of everyone's value. Without history."""
     if line.size == 1:
         return value
-    if value.numel() * value.element_size() <= DIRECT_UP_TO_BYTES and dist.get_backend(line.group) != "nccl":
+    if (
+        value.numel() * value.element_size() <= DIRECT_UP_TO_BYTES
+        and dist.get_backend(line.group) != "nccl"
+    ):
         return gathered(value, line).sum(0)
     _count(2 * (line.size - 1) * value.numel() * value.element_size() // line.size)
     total = value.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,9 @@
 """Bridges on one rank: which slices of which values it sends to and receives from which ranks.
 
-A message action of the schedule names two stages and a micro-batch. Here it becomes parts: one for each crossing value and each pair
-of devices whose samples overlap (planning/slices.py). All parts between two ranks travel in one message (runtime/messages.py). The
-gradient takes the same parts backwards.
+A message action of the schedule names two stages and a micro-batch. Here it becomes parts: one for
+each crossing value and each pair of devices whose samples overlap (planning/slices.py). All parts
+between two ranks travel in one message (runtime/messages.py). The gradient takes the same parts
+backwards.
 """
 
 from __future__ import annotations
@@ -39,15 +40,23 @@ class Bridges:
     """All parts of one rank, for one size of the mini-batch."""
 
     sending: Mapping[tuple[int, int, int], tuple[Part, ...]]
-    """(source stage, destination stage, micro-batch) -> parts of the activations that this rank, in the source, sends"""
+    """(source stage, destination stage, micro-batch) -> parts of the activations that this rank, in
+    the source, sends
+    """
     receiving: Mapping[tuple[int, int, int], tuple[Part, ...]]
     """the same for a rank in the destination"""
     number_of_edge: Mapping[tuple[int, int], int]
-    """(source stage, destination stage) -> its place among all edges between the same two VirtualDevices, the same on all ranks"""
+    """(source stage, destination stage) -> its place among all edges between the same two
+    VirtualDevices, the same on all ranks
+    """
 
 
-def build_bridges(plan: Plan, assignment: Assignment, values: Mapping[Node, Value], samples: SampleMap, rank: int) -> Bridges:
-    """Parts of every message that this rank takes part in; stages on the same VirtualDevice hand over locally."""
+def build_bridges(
+    plan: Plan, assignment: Assignment, values: Mapping[Node, Value], samples: SampleMap, rank: int
+) -> Bridges:
+    """Parts of every message that this rank takes part in; stages on the same VirtualDevice hand
+    over locally.
+    """
     device, replica, place = plan.place_of_rank(rank)
     device_of_stage = [stage.virtual_device for stage in plan.stages]
     sending: dict[tuple[int, int, int], list[Part]] = {}
@@ -58,7 +67,9 @@ def build_bridges(plan: Plan, assignment: Assignment, values: Mapping[Node, Valu
             continue
         for micro_batch in range(samples.num_micro_batch):
             key = (source, destination, micro_batch)
-            for sender, receiver, start, stop in _slices(values[node], samples, micro_batch, replica, here, there):
+            for sender, receiver, start, stop in _slices(
+                values[node], samples, micro_batch, replica, here, there
+            ):
                 if device == here and sender == place:
                     own = samples.devices(micro_batch, replica, here)[place]
                     peer = plan.virtual_devices[there].ranks[replica][receiver]
@@ -66,16 +77,25 @@ def build_bridges(plan: Plan, assignment: Assignment, values: Mapping[Node, Valu
                 if device == there and receiver == place:
                     own = samples.devices(micro_batch, replica, there)[place]
                     peer = plan.virtual_devices[here].ranks[replica][sender]
-                    receiving.setdefault(key, []).append(_part(values[node], peer, start, stop, own))
+                    receiving.setdefault(key, []).append(
+                        _part(values[node], peer, start, stop, own)
+                    )
     return Bridges(
         {key: tuple(parts) for key, parts in sending.items()},
         {key: tuple(parts) for key, parts in receiving.items()},
-        _numbers(sorted({(source, destination) for _, source, destination in assignment.crossings}), device_of_stage),
+        _numbers(
+            sorted({(source, destination) for _, source, destination in assignment.crossings}),
+            device_of_stage,
+        ),
     )
 
 
-def _numbers(edges: Sequence[tuple[int, int]], device_of_stage: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Edges counted apart for each pair of VirtualDevices, whatever their direction: message numbers stay small with many stages."""
+def _numbers(
+    edges: Sequence[tuple[int, int]], device_of_stage: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """Edges counted apart for each pair of VirtualDevices, whatever their direction: message
+    numbers stay small with many stages.
+    """
     counts: Counter[frozenset[int]] = Counter()
     numbers = {}
     for source, destination in edges:
@@ -85,12 +105,25 @@ def _numbers(edges: Sequence[tuple[int, int]], device_of_stage: Sequence[int]) -
     return numbers
 
 
-def _slices(value: Value, samples: SampleMap, micro_batch: int, replica: int, here: int, there: int) -> list[tuple[int, int, int, int]]:
-    """(place of the sender, place of the receiver, first sample, end) of everything that must move."""
-    source, destination = samples.devices(micro_batch, replica, here), samples.devices(micro_batch, replica, there)
+def _slices(
+    value: Value, samples: SampleMap, micro_batch: int, replica: int, here: int, there: int
+) -> list[tuple[int, int, int, int]]:
+    """(place of the sender, place of the receiver, first sample, end) of everything that
+    must move.
+    """
+    source, destination = (
+        samples.devices(micro_batch, replica, here),
+        samples.devices(micro_batch, replica, there),
+    )
     if value.batch_dim is None:
-        return [(sender, receiver, *destination[receiver]) for sender, receiver in whole(len(source), len(destination))]
-    return [(part.source, part.destination, part.start, part.stop) for part in bridge(source, destination)]
+        return [
+            (sender, receiver, *destination[receiver])
+            for sender, receiver in whole(len(source), len(destination))
+        ]
+    return [
+        (part.source, part.destination, part.start, part.stop)
+        for part in bridge(source, destination)
+    ]
 
 
 def _part(value: Value, peer: int, start: int, stop: int, own: tuple[int, int]) -> Part:

@@ -8,8 +8,9 @@ An exchange is taken apart into its beginning and its end:
                    the product of dW (`sharded_linear`)                                                                         (2)
     gathers        are noted where the plan says that their results are not kept for backward (`gather_again.py`)                (3)
 
-Autograd goes through the two halves in reverse, so in backward a gradient leaves at the end's place and is waited for at the
-beginning's: what was early in forward is late in backward. All devices have the same nodes in the same order, hence the same messages.
+Autograd goes through the two halves in reverse, so in backward a gradient leaves at the end's place
+and is waited for at the beginning's: what was early in forward is late in backward. All devices
+have the same nodes in the same order, hence the same messages.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from whale.sharding.exchange_steps import ExchangePlan
 aten = torch.ops.aten
 
 CHUNKS = 4
-"""in which a linear layer gathers its input on NCCL. On gloo, which computes and sends on the same core, chunks do not pay (docs/log.md)"""
+"""in which a linear layer gathers its input on NCCL. On gloo, which computes and sends on the same
+core, chunks do not pay (docs/log.md)
+"""
 
 
 class Underway:
-    """An exchange between its beginning and its end; in backward between its end and its beginning."""
+    """An exchange between its beginning and its end; in backward between its end and its
+    beginning.
+    """
 
     def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
         self.plan, self.groups = plan, groups
@@ -54,7 +59,9 @@ class Begin(nn.Module):
 
     def forward(self, x: Tensor) -> Underway:
         underway = Underway(self.plan, self.groups)
-        underway.gathered = Gathered(x, self.plan, self.groups) if self.again and torch.is_grad_enabled() else None
+        underway.gathered = (
+            Gathered(x, self.plan, self.groups) if self.again and torch.is_grad_enabled() else None
+        )
         underway.token = _Begin.apply(x, underway)  # type: ignore[no-untyped-call]
         return underway
 
@@ -90,7 +97,9 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.underway.way = Under(gradients[0], ctx.underway.plan.backward, ctx.underway.groups)
-        return gradients[0].new_empty(()).expand(ctx.shape), None  # never read: the gradient itself is on its way
+        return gradients[0].new_empty(()).expand(
+            ctx.shape
+        ), None  # never read: the gradient itself is on its way
 
 
 def _arrived(underway: Underway) -> Tensor:
@@ -110,21 +119,29 @@ class ShardedLinear(nn.Module):
         return sharded_linear(x, weight, bias, self.plan, self.groups)
 
 
-# ---- the pass -----------------------------------------------------------------------------------------------------------
+# ---- the pass
+# -----------------------------------------------------------------------------------------------------------
 
 
 def overlap(module: GraphModule, keep: bool = True) -> None:
-    """Changes the graph in place. `keep`: gathered tensors stay until backward instead of being gathered again there."""
+    """Changes the graph in place. `keep`: gathered tensors stay until backward instead of being
+    gathered again there.
+    """
     for node in list(module.graph.nodes):
         if node.target is aten.linear.default:
             _fuse(module, node, keep)
     plans = {node: plan for node in module.graph.nodes if (plan := _plan(module, node)) is not None}
-    exchanges = [node for node, plan in plans.items() if plan.sends or plan.sends_back]  # on all devices the same ones
+    exchanges = [
+        node for node, plan in plans.items() if plan.sends or plan.sends_back
+    ]  # on all devices the same ones
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
     ends = [_take_apart(module, node, keep) for node in exchanges]
     if not keep:
         _watch(module.graph)
-    _prefetch(module.graph, [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights])
+    _prefetch(
+        module.graph,
+        [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights],
+    )
     module.graph.lint()
     module.recompile()
 
@@ -138,7 +155,9 @@ def _plan(module: GraphModule, node: Any) -> ExchangePlan | None:
 
 
 def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
-    """A linear layer and the exchange of its input, when nobody else reads that; and that of its weight."""
+    """A linear layer and the exchange of its input, when nobody else reads that; and that of its
+    weight.
+    """
     x, weight, *rest = node.args
     plan_x, plan_w = _plan(module, x), _plan(module, weight)
     if plan_x is None or not plan_x.sends_back or len(x.users) > 1:  # type: ignore[union-attr]
@@ -147,7 +166,13 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
     groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
     own: list[Any] = [groups[step.places] for step in plan_x.forward if step.places]  # type: ignore[index]
     num_chunks = CHUNKS if own and dist.get_backend(own[0]) == "nccl" else 1
-    plan = LinearPlan(plan_x, plan_w if fuses_weight and plan_w is not None else plan_nothing(), plan_nothing(), keep, num_chunks)
+    plan = LinearPlan(
+        plan_x,
+        plan_w if fuses_weight and plan_w is not None else plan_nothing(),
+        plan_nothing(),
+        keep,
+        num_chunks,
+    )
     name = f"linear_of_{node.name}"
     module.add_module(name, ShardedLinear(plan, groups))  # type: ignore[arg-type]
     own_x, own_w = x.args[0], weight.args[0] if fuses_weight else weight  # type: ignore[union-attr]

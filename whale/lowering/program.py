@@ -1,4 +1,6 @@
-"""A plan applied to one captured graph on one rank: its chunks, and programs for any batch size and number of micro-batches."""
+"""A plan applied to one captured graph on one rank: its chunks, and programs for any batch size and
+number of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,18 @@ class Program:
     samples: Sequence[tuple[int, int]]
     """samples of each micro-batch that this rank runs on"""
     edges: Sequence[tuple[int, int]]
-    """samples of each micro-batch that enter and leave this rank: on a grid a part of `samples`, else the same"""
+    """samples of each micro-batch that enter and leave this rank: on a grid a part of `samples`,
+    else the same
+    """
     batched: Sequence[bool]
     """of each placeholder: cut by samples, or given whole"""
     batch_size: int
     num_micro_batch: int
     device: str
     seed_parts: tuple[int, int, int]
-    """(config seed, replica, place): dropout differs between devices; on a grid each operation sees to that"""
+    """(config seed, replica, place): dropout differs between devices; on a grid each operation sees
+    to that
+    """
 
 
 @dataclass
@@ -81,77 +87,122 @@ class Lowered:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Parameters that a loss term reaches backwards: exactly those that local training would give a gradient."""
+        """Parameters that a loss term reaches backwards: exactly those that local training would
+        give a gradient.
+        """
         reached: set[Node] = set()
         waiting = [node for node in self.prepared.terms if node in self.assignment.gradients]
         while waiting:
             node = waiting.pop()
             if node not in reached:
                 reached.add(node)
-                waiting.extend(source for source in node.all_input_nodes if source in self.assignment.gradients)
+                waiting.extend(
+                    source for source in node.all_input_nodes if source in self.assignment.gradients
+                )
         return frozenset(str(node.target) for node in reached if node.op == "get_attr")
 
     @cached_property
     def lending(self) -> frozenset[int]:
-        """Stages that hand on values which may lie in the memory of a parameter: a slice of it, or one expanded over the samples."""
+        """Stages that hand on values which may lie in the memory of a parameter: a slice of it, or
+        one expanded over the samples.
+        """
         crossings = self.assignment.crossings
-        return frozenset(source for node, source, _ in crossings if self.values[node].batch_dim is None or _is_view_of_parameter(node))
+        return frozenset(
+            source
+            for node, source, _ in crossings
+            if self.values[node].batch_dim is None or _is_view_of_parameter(node)
+        )
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's placeholders: the whole mini-batch on this device, and the values that need all of it."""
+        """The graph's placeholders: the whole mini-batch on this device, and the values that need
+        all of it.
+        """
         here = [tensor.to(self.ranks.device) for tensor in tensors]
         whole = self.prepared.loss.whole_graph
-        if whole is None or all(place < len(here) for chunk in self.chunks.values() for place in chunk.inputs):
+        if whole is None or all(
+            place < len(here) for chunk in self.chunks.values() for place in chunk.inputs
+        ):
             return here
         with torch.no_grad():
             return [*here, *whole(*here)]
 
-    def all_tensors_from_shards(self, tensors: Sequence[Tensor], intervals: Sequence[tuple[int, int]], batch_size: int) -> list[Tensor]:
-        """The same when this rank has only the rows of `intervals`: what whole-mini-batch values read is put together by all devices."""
+    def all_tensors_from_shards(
+        self, tensors: Sequence[Tensor], intervals: Sequence[tuple[int, int]], batch_size: int
+    ) -> list[Tensor]:
+        """The same when this rank has only the rows of `intervals`: what whole-mini-batch values
+        read is put together by all devices.
+        """
         here = [tensor.to(self.ranks.device) for tensor in tensors]
         num_inputs = len(self.prepared.captured.inputs)
         whole = self.prepared.loss.whole_graph
-        wanted = {stage for stage, chunk in self.chunks.items() if any(place >= num_inputs for place in chunk.inputs)}
+        wanted = {
+            stage
+            for stage, chunk in self.chunks.items()
+            if any(place >= num_inputs for place in chunk.inputs)
+        }
         if whole is None or not wanted:
             return here
         if not here:  # no sample for this device; it takes part in the sums all the same
-            inputs_without_rows = [(given.shape[1:], given.dtype) for given in self.prepared.captured.inputs]
-            here = [torch.empty((0, *shape), dtype=dtype, device=self.ranks.device) for shape, dtype in inputs_without_rows]
+            inputs_without_rows = [
+                (given.shape[1:], given.dtype) for given in self.prepared.captured.inputs
+            ]
+            here = [
+                torch.empty((0, *shape), dtype=dtype, device=self.ranks.device)
+                for shape, dtype in inputs_without_rows
+            ]
         stage_ranks = self._ranks_with_all_samples(min(wanted))
         group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         inputs: list[Tensor] = []
-        for node, tensor in zip((n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True):
+        for node, tensor in zip(
+            (n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True
+        ):
             if not self.prepared.captured.inputs[len(inputs)].batched:
                 inputs.append(tensor)
             elif all(user.target is torch.ops.aten.sym_size.int for user in node.users):
-                inputs.append(tensor.new_empty((1, *tensor.shape[1:])).expand(batch_size, *tensor.shape[1:]))  # only its size is read
+                inputs.append(
+                    tensor.new_empty((1, *tensor.shape[1:])).expand(batch_size, *tensor.shape[1:])
+                )  # only its size is read
             else:
                 inputs.append(_whole_rows(tensor, intervals, batch_size, group))
         with torch.no_grad():
             return [*here, *whole(*inputs)]
 
     def _ranks_with_all_samples(self, stage: int) -> tuple[int, ...]:
-        """Ranks that together read every sample once, this one included: on a grid, this place in all replicas."""
+        """Ranks that together read every sample once, this one included: on a grid, this place in
+        all replicas.
+        """
         device, _, place = self.plan.place_of_rank(self.ranks.rank)
         if self.plan.virtual_devices[device].grid is None:
             return self.plan.ranks_of_stage(stage)
         return tuple(members[place] for members in self.plan.virtual_devices[device].ranks)
 
     def counts_nothing(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a denominator of the loss is zero in this mini-batch: the number of labels that count, say. On ranks that hold it."""
-        return any(not bool(tensor.any()) for tensor in tensors[len(self.prepared.captured.inputs) :] if tensor.numel() == 1)
+        """Whether a denominator of the loss is zero in this mini-batch: the number of labels that
+        count, say. On ranks that hold it.
+        """
+        return any(
+            not bool(tensor.any())
+            for tensor in tensors[len(self.prepared.captured.inputs) :]
+            if tensor.numel() == 1
+        )
 
     def edges_are(self, plan: Plan) -> bool:
         """Whether the plan's own schedule fits this graph."""
         mine = {(source, destination) for _, source, destination in self.assignment.crossings}
         return mine == {(c.source, c.destination) for c in plan.crossings}
 
-    def schedule(self, batch_size: int, num_micro_batch: int, training: bool) -> scheduling.Schedule:
+    def schedule(
+        self, batch_size: int, num_micro_batch: int, training: bool
+    ) -> scheduling.Schedule:
         """A schedule for this graph's own edges."""
         edges = {(source, destination) for _, source, destination in self.assignment.crossings}
-        gradient_edges = {(s, d) for node, s, d in self.assignment.crossings if node in self.assignment.gradients}
+        gradient_edges = {
+            (s, d) for node, s, d in self.assignment.crossings if node in self.assignment.gradients
+        }
         devices = tuple(stage.virtual_device for stage in self.plan.stages)
-        graph = scheduling.StageGraph(devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ())
+        graph = scheduling.StageGraph(
+            devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ()
+        )
         if training:
             return schedule_of_plan(self.plan, graph, batch_size, num_micro_batch)
         return scheduling.build_forward_only(graph, num_micro_batch)
@@ -162,30 +213,49 @@ class Lowered:
         device, replica, place = self.plan.place_of_rank(self.ranks.rank)
         crossings = self.assignment.crossings
         batched = [tensor.batched for tensor in self.prepared.captured.inputs]
-        num_whole = sum(node.op == "placeholder" for node in self.prepared.captured.graph.nodes) - len(batched)
+        num_whole = sum(
+            node.op == "placeholder" for node in self.prepared.captured.graph.nodes
+        ) - len(batched)
         return Program(
             actions=schedule.orders[device],
             arrived_by=scheduling.arrived_by(schedule.stage_graph, schedule.orders, device),
             chunks=self.chunks,
-            source_of={(destination, self.values[node].index): source for node, source, destination in crossings},
-            bridges=build_bridges(self.plan, self.assignment, self.values, samples, self.ranks.rank),
-            samples=[samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
-            edges=[samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)],
+            source_of={
+                (destination, self.values[node].index): source
+                for node, source, destination in crossings
+            },
+            bridges=build_bridges(
+                self.plan, self.assignment, self.values, samples, self.ranks.rank
+            ),
+            samples=[
+                samples.runs(m, replica, device)[place] for m in range(schedule.num_micro_batch)
+            ],
+            edges=[
+                samples.devices(m, replica, device)[place] for m in range(schedule.num_micro_batch)
+            ],
             batched=[*batched, *([False] * num_whole)],
             batch_size=batch_size,
             num_micro_batch=schedule.num_micro_batch,
             device=self.ranks.device,
-            seed_parts=(seed, replica, place if self.plan.virtual_devices[device].grid is None else 0),
+            seed_parts=(
+                seed,
+                replica,
+                place if self.plan.virtual_devices[device].grid is None else 0,
+            ),
         )
 
 
 def _is_view_of_parameter(node: Node) -> bool:
-    while node.all_input_nodes and (op_name(node) in CASTS or f"aten.{op_name(node)}" in VIEWS or op_name(node) == "getitem"):
+    while node.all_input_nodes and (
+        op_name(node) in CASTS or f"aten.{op_name(node)}" in VIEWS or op_name(node) == "getitem"
+    ):
         node = node.all_input_nodes[0]
     return node.op == "get_attr"
 
 
-def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any) -> Tensor:
+def _whole_rows(
+    tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any
+) -> Tensor:
     """The whole tensor on every device of a stage, each of which has its own rows."""
     full = tensor.new_zeros((batch_size, *tensor.shape[1:]))
     start = 0
@@ -193,12 +263,19 @@ def _whole_rows(tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size
         full[first:last] = tensor[start : start + last - first]
         start += last - first
     if group is not None:
-        dist.all_reduce(as_bytes(full.view(-1)), group=group)  # every byte is zero on all devices but one
+        dist.all_reduce(
+            as_bytes(full.view(-1)), group=group
+        )  # every byte is zero on all devices but one
     return full
 
 
 def lower(
-    plan: Plan, assignment: Assignment, prepared: Prepared, weights: Mapping[str, Tensor], ranks: Ranks, grids: GridGroups
+    plan: Plan,
+    assignment: Assignment,
+    prepared: Prepared,
+    weights: Mapping[str, Tensor],
+    ranks: Ranks,
+    grids: GridGroups,
 ) -> Lowered:
     """Builds the chunks of this rank."""
     _refuse_rows_out_of_order(plan, assignment, prepared)
@@ -214,31 +291,64 @@ def lower(
         device = plan.stages[stage].virtual_device
         counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
         operations = assignment.slices[stage].operations
-        regions = regions_of_stage(prepared.captured, operations, assignment.gradients, counts, plan.config.get("recompute", False))
+        regions = regions_of_stage(
+            prepared.captured,
+            operations,
+            assignment.gradients,
+            counts,
+            plan.config.get("recompute", False),
+        )
         if plan.virtual_devices[device].grid is not None:
             planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
-            on_grid = OnGrid(weights, planned, fingerprint(prepared.captured) == plan.model, grids.communication(device), regions)
-            chunks[stage] = build_sharded_chunk(prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid)
+            on_grid = OnGrid(
+                weights,
+                planned,
+                fingerprint(prepared.captured) == plan.model,
+                grids.communication(device),
+                regions,
+            )
+            chunks[stage] = build_sharded_chunk(
+                prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid
+            )
             continue
         around = Surroundings(weights, group, regions)
-        chunks[stage] = build_chunk(prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around)
-    return Lowered(plan, assignment, prepared, chunks, crossing_values(prepared.captured, assignment), outputs, ranks)
+        chunks[stage] = build_chunk(
+            prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around
+        )
+    return Lowered(
+        plan,
+        assignment,
+        prepared,
+        chunks,
+        crossing_values(prepared.captured, assignment),
+        outputs,
+        ranks,
+    )
 
 
 def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: Prepared) -> None:
-    """A value whose rows are not sample after sample cannot be cut between devices, nor its parts put together. The same on all ranks."""
+    """A value whose rows are not sample after sample cannot be cut between devices, nor its parts
+    put together. The same on all ranks.
+    """
     advice = "Put the samples outermost (`transpose` before `reshape`)"
     for node, source, destination in assignment.crossings:
-        counts = [plan.virtual_devices[plan.stages[stage].virtual_device].num_devices for stage in (source, destination)]
+        counts = [
+            plan.virtual_devices[plan.stages[stage].virtual_device].num_devices
+            for stage in (source, destination)
+        ]
         if node.meta.get("rows_out_of_order") and counts[0] != counts[1]:
             raise ValueError(
-                f"a value whose rows are not sample after sample goes from {counts[0]} to {counts[1]} devices, which would have to cut it "
+                f"a value whose rows are not sample after sample goes from {counts[0]} to "
+                f"{counts[1]} devices, which would have to cut it "
                 f"({user_line(node)}). {advice}, or give both parts the same number of devices"
             )
     for node in prepared.outputs:
         num_parts = len(plan.ranks_of_stage(assignment.result_stage[node])) * plan.num_micro_batch
         if node.meta.get("rows_out_of_order") and num_parts > 1:
-            raise ValueError(f"an output of the model has rows that are not sample after sample ({user_line(node)}). {advice}")
+            raise ValueError(
+                "an output of the model has rows that are not sample after sample "
+                f"({user_line(node)}). {advice}"
+            )
 
 
 def _fill_whole_buffers(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:

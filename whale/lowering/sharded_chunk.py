@@ -1,4 +1,6 @@
-"""One stage on a grid as the modules that one of its devices runs: one for each number of samples."""
+"""One stage on a grid as the modules that one of its devices runs: one for each number of
+samples.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,21 @@ class OnGrid:
     """this rank's parts"""
     planned: StageSharding
     is_planned_graph: bool
-    """the plan was made for this very graph; otherwise only the parameters lie as it says, and the rest is chosen here"""
+    """the plan was made for this very graph; otherwise only the parameters lie as it says, and the
+    rest is chosen here
+    """
     communication: RealCommunication
     regions: Regions = field(default_factory=dict)
     """operations that are computed again in backward"""
 
 
 def build_sharded_chunk(
-    prepared: Prepared, assignment: Assignment, stage: int, terms: Sequence[Node], outputs: Sequence[Node], around: OnGrid
+    prepared: Prepared,
+    assignment: Assignment,
+    stage: int,
+    terms: Sequence[Node],
+    outputs: Sequence[Node],
+    around: OnGrid,
 ) -> Chunk:
     """Lowers one stage for one place of its grid."""
     captured = prepared.captured
@@ -71,7 +80,9 @@ class _Modules:
         self.made: dict[int, GraphModule] = {}
 
     def _sharding(self, program: StageProgram) -> Sharding:
-        """The same on all ranks: as planned, or chosen from the same graph for the same number of samples."""
+        """The same on all ranks: as planned, or chosen from the same graph for the same number of
+        samples.
+        """
         planned, grid = self.around.planned, self.around.communication.grid
         if self.around.is_planned_graph:
             return planned.sharding(grid)
@@ -84,7 +95,9 @@ class _Modules:
         if num_samples not in self.made:
             communication = self.around.communication
             place, regions = communication.place, self.around.regions
-            module = emit(self.space, self.sharding, place, num_samples, self.weights, communication, regions)
+            module = emit(
+                self.space, self.sharding, place, num_samples, self.weights, communication, regions
+            )
             stay_at_experts(module)
             overlap(module, self.around.planned.keeps_gathered)
             self.made[num_samples] = module

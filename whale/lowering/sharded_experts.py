@@ -1,10 +1,11 @@
-"""Products of tokens with their experts' weights where the experts lie on several devices. How many tokens go where is known only now.
+"""Products of tokens with their experts' weights where the experts lie on several devices. How many
+tokens go where is known only now.
 
     tokens cut over the line:   rows -> the device of their expert -> product -> back     (two all-to-alls)            (1)
     the same tokens everywhere: each device does its experts' rows, 0 elsewhere           (a partial sum)              (2)
 
-Both at once on a grid: along some axes tokens travel, along others they are the same. Then a line holds only some of the experts, and the
-rows of all others give 0 there.
+Both at once on a grid: along some axes tokens travel, along others they are the same. Then a line
+holds only some of the experts, and the rows of all others give 0 there.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Route:
 
 
 class ExpertProduct(nn.Module):
-    """`expert_mm` of capture/experts.py with the rows of this device and the weights of the experts here."""
+    """`expert_mm` of capture/experts.py with the rows of this device and the weights of the experts
+    here.
+    """
 
     def __init__(self, experts: Experts, transposed: bool) -> None:
         super().__init__()
@@ -66,8 +69,12 @@ class ExpertProduct(nn.Module):
         return expert_mm(x, weight, numbers, self.transposed, self.experts)
 
 
-def expert_mm(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, around: Experts) -> Tensor:
-    """x [rows, K] -> [rows, N]. Where tokens travel, lowering/expert_routes.py puts its steps into the graph."""
+def expert_mm(
+    x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, around: Experts
+) -> Tensor:
+    """x [rows, K] -> [rows, N]. Where tokens travel, lowering/expert_routes.py puts its steps into
+    the graph.
+    """
     if around.line.size == 1:
         return product(x, weight, experts - around.here[0], transposed)
     route = find_route(experts, around)

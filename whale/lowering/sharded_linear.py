@@ -1,4 +1,5 @@
-"""A linear layer on a grid as one function, so that messages travel under the products (research/tensor3d.md 0 and 4.6).
+"""A linear layer on a grid as one function, so that messages travel under the products
+(research/tensor3d.md 0 and 4.6).
 
     forward:   x and w -> gathered, both at once;   Y = X W^T;   Y -> its layout (a reduce-scatter where K is cut)
     backward:  dY <- gathered;   dX = dY W -> on its way while dW = dY^T X is computed;   dW -> on its way            (1)
@@ -34,7 +35,9 @@ class LinearPlan:
     y: ExchangePlan
     """the product's layout, a partial sum where K is cut, -> the layout of the result"""
     keep: bool = True
-    """gathered x and w are kept for backward; otherwise they are gathered again there, which saves memory"""
+    """gathered x and w are kept for backward; otherwise they are gathered again there, which saves
+    memory
+    """
     num_chunks: int = 1
     """in which rows of x are gathered, where they can be: line (2)"""
 
@@ -42,7 +45,12 @@ class LinearPlan:
     def is_chunked(self) -> bool:
         """One gather of rows, as many from each device."""
         steps = self.x.forward
-        return self.num_chunks > 1 and len(steps) == 1 and steps[0].pattern == "gather" and steps[0].is_in_order
+        return (
+            self.num_chunks > 1
+            and len(steps) == 1
+            and steps[0].pattern == "gather"
+            and steps[0].is_in_order
+        )
 
 
 class Under:
@@ -59,8 +67,12 @@ class Under:
         return run(x, self.rest, self.groups)
 
 
-def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, groups: Groups) -> Tensor:
-    """x [..., K], weight [N, K], bias [N], each this place's part; the result in the layout of `plan.y`. Bias is cut like the result."""
+def sharded_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, groups: Groups
+) -> Tensor:
+    """x [..., K], weight [N, K], bias [N], each this place's part; the result in the layout of
+    `plan.y`. Bias is cut like the result.
+    """
     result: Tensor = _ShardedLinear.apply(x, weight, plan, groups)  # type: ignore[no-untyped-call]
     return result if bias is None else result + bias.to(result.dtype)
 
@@ -69,7 +81,11 @@ class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, plan: LinearPlan, groups: Groups) -> Tensor:
         pending_w = Under(weight, plan.weight.forward, groups)
-        pending_x = _Chunks(x, plan.x.forward[0], groups, plan.num_chunks) if plan.is_chunked else Under(x, plan.x.forward, groups)
+        pending_x = (
+            _Chunks(x, plan.x.forward[0], groups, plan.num_chunks)
+            if plan.is_chunked
+            else Under(x, plan.x.forward, groups)
+        )
         whole_w = pending_w.wait()
         if isinstance(pending_x, _Chunks):
             whole_x, product = pending_x.products(whole_w)
@@ -77,7 +93,9 @@ class _ShardedLinear(torch.autograd.Function):
             whole_x = pending_x.wait()
             product = F.linear(whole_x, whole_w)
         ctx.plan, ctx.groups, ctx.dtypes = plan, groups, (x.dtype, weight.dtype)
-        ctx.save_for_backward(*((whole_x.to(product.dtype), whole_w.to(product.dtype)) if plan.keep else (x, weight)))
+        ctx.save_for_backward(
+            *((whole_x.to(product.dtype), whole_w.to(product.dtype)) if plan.keep else (x, weight))
+        )
         return run(product, plan.y.forward, groups)
 
     @staticmethod
@@ -87,12 +105,16 @@ class _ShardedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         pending_y = Under(gradients[0], plan.y.backward, groups)
-        again_w = Under(weight, () if plan.keep else plan.weight.forward, groups) if needs_x else None
+        again_w = (
+            Under(weight, () if plan.keep else plan.weight.forward, groups) if needs_x else None
+        )
         again_x = Under(x, () if plan.keep else plan.x.forward, groups) if needs_w else None
         dy = pending_y.wait()
         pending_dx = pending_dw = None
         if again_w is not None:
-            pending_dx = Under(torch.matmul(dy, again_w.wait().to(dy.dtype)).to(of_x), plan.x.backward, groups)
+            pending_dx = Under(
+                torch.matmul(dy, again_w.wait().to(dy.dtype)).to(of_x), plan.x.backward, groups
+            )
         if again_x is not None:
             rows = again_x.wait().to(dy.dtype)
             product = _rows(dy).t() @ _rows(rows)
@@ -114,16 +136,25 @@ class _Chunks:
             room = chunk.new_empty(self.num_devices, *chunk.shape)
             sent.num_messages += 1
             if dist.get_backend(group) == "nccl":
-                work = dist.all_gather_single(room.view(-1), chunk.reshape(-1), group=group, async_op=True)
+                work = dist.all_gather_single(
+                    room.view(-1), chunk.reshape(-1), group=group, async_op=True
+                )
             else:
-                work = dist.all_to_all_single(room.view(-1), chunk.reshape(-1).repeat(self.num_devices), group=group, async_op=True)
+                work = dist.all_to_all_single(
+                    room.view(-1),
+                    chunk.reshape(-1).repeat(self.num_devices),
+                    group=group,
+                    async_op=True,
+                )
             self.arriving.append((room, work))
 
     def products(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(x gathered, its product with the weight)"""
         whole = self.x.new_empty(self.num_devices, *self.x.shape)
         dtype = F.linear(self.x[:0], weight).dtype  # another one under autocast
-        result = self.x.new_empty(self.num_devices, *self.x.shape[:-1], weight.shape[0], dtype=dtype)
+        result = self.x.new_empty(
+            self.num_devices, *self.x.shape[:-1], weight.shape[0], dtype=dtype
+        )
         first = 0
         for room, work in self.arriving:
             if work is not None:

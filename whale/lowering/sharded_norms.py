@@ -1,10 +1,12 @@
-"""Norms whose normalised entries lie on several devices: a line of devices tells each other two numbers per row, or per channel.
+"""Norms whose normalised entries lie on several devices: a line of devices tells each other two
+numbers per row, or per channel.
 
 With n_i entries, mean m_i and sum of squared distances M_i on device i, and n = sum n_i:
 
     mean = sum n_i m_i / n          n variance = sum M_i + n_i (m_i - mean)^2                                           (1)
 
-so nothing cancels, as it would in E[x^2] - E[x]^2. Backward of y = x^ w + b with x^ = (x - mean) r, g = w dy:
+so nothing cancels, as it would in E[x^2] - E[x]^2. Backward of y = x^ w + b with x^ = (x - mean) r,
+g = w dy:
 
     dx = r (g - sum(g) / n - x^ sum(g x^) / n)                                                                          (2)
 """
@@ -19,14 +21,22 @@ from torch import Tensor
 from whale.lowering.lines import Line, gathered, summed, wide
 
 
-def layer_norm(x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line) -> Tensor:
-    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the line have a part each; weight and bias are cut alike."""
+def layer_norm(
+    x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line
+) -> Tensor:
+    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the line have a part
+    each; weight and bias are cut alike.
+    """
     result: Tensor = _LayerNorm.apply(x, num_dims, weight, bias, eps, line)  # type: ignore[no-untyped-call]
     return result
 
 
-def rms_norm(x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line) -> Tensor:
-    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype in which sums are made, as in torch."""
+def rms_norm(
+    x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line
+) -> Tensor:
+    """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype in which sums are
+    made, as in torch.
+    """
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
     result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, line)  # type: ignore[no-untyped-call]
     return result
@@ -42,7 +52,9 @@ def batch_norm(
     eps: float,
     line: Line,
 ) -> Tensor:
-    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the line; running statistics are updated in place."""
+    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the line; running
+    statistics are updated in place.
+    """
     result: Tensor
     result, mean, variance, count = _BatchNorm.apply(x, weight, bias, eps, line)  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -62,8 +74,15 @@ def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor,
     else:
         variance = mean = x.new_zeros(shape)
     rows = mean.numel()
-    everyone = gathered(torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]), line)
-    means, squares, counts = everyone[:, :rows], everyone[:, rows : 2 * rows], everyone[:, 2 * rows :]
+    everyone = gathered(
+        torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]),
+        line,
+    )
+    means, squares, counts = (
+        everyone[:, :rows],
+        everyone[:, rows : 2 * rows],
+        everyone[:, 2 * rows :],
+    )
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     variance = (squares + counts * (means - mean).square()).sum(0) / total
@@ -80,16 +99,31 @@ def _entries(x: Tensor, dims: list[int]) -> int:
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        num_dims: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        line: Line,
+    ) -> Tensor:
         dims = list(range(x.ndim - num_dims, x.ndim))
         values = wide(x)
         mean, variance, total = _statistics(values, dims, line)
         scale = torch.rsqrt(variance + eps)
         normal = (values - mean).mul_(scale)
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.line, ctx.dims, ctx.total, ctx.bias_dtype = line, dims, total, None if bias is None else bias.dtype
+        ctx.line, ctx.dims, ctx.total, ctx.bias_dtype = (
+            line,
+            dims,
+            total,
+            None if bias is None else bias.dtype,
+        )
         if weight is not None:
-            normal = normal * weight if bias is None else torch.addcmul(wide(bias), normal, wide(weight))
+            normal = (
+                normal * weight if bias is None else torch.addcmul(wide(bias), normal, wide(weight))
+            )
         elif bias is not None:
             normal = normal + bias
         return normal.to(x.dtype)
@@ -100,23 +134,43 @@ class _LayerNorm(torch.autograd.Function):
         dy = wide(gradients[0])
         normal = (wide(x) - mean).mul_(scale)
         rows = list(range(x.ndim - len(ctx.dims)))
-        d_weight = (dy * normal).sum(rows).to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
-        d_bias = dy.sum(rows).to(ctx.bias_dtype) if ctx.bias_dtype is not None and ctx.needs_input_grad[3] else None
+        d_weight = (
+            (dy * normal).sum(rows).to(weight.dtype)
+            if weight is not None and ctx.needs_input_grad[2]
+            else None
+        )
+        d_bias = (
+            dy.sum(rows).to(ctx.bias_dtype)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[3]
+            else None
+        )
         if not ctx.needs_input_grad[0]:  # the same on all devices of the line
             return None, None, d_weight, d_bias, None, None
         g = dy if weight is None else dy * weight
-        sums = summed(torch.stack([g.sum(ctx.dims, keepdim=True), (g * normal).sum(ctx.dims, keepdim=True)]), ctx.line) / ctx.total
+        sums = (
+            summed(
+                torch.stack(
+                    [g.sum(ctx.dims, keepdim=True), (g * normal).sum(ctx.dims, keepdim=True)]
+                ),
+                ctx.line,
+            )
+            / ctx.total
+        )
         dx = (g - sums[0]).addcmul_(normal, sums[1], value=-1).mul_(scale)  # line (2)
         return dx.to(x.dtype), None, d_weight, d_bias, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, eps: float, line: Line) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, eps: float, line: Line
+    ) -> Tensor:
         dims = list(range(x.ndim - num_dims, x.ndim))
         values = wide(x)
         squares = values.square().sum(dims, keepdim=True)
-        sums = summed(torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]), line)
+        sums = summed(
+            torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]), line
+        )
         total = float(sums[-1])
         scale = torch.rsqrt(sums[:-1].view(squares.shape) / total + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -130,16 +184,28 @@ class _RMSNorm(torch.autograd.Function):
         dy = wide(gradients[0])
         normal = wide(x) * scale
         rows = list(range(x.ndim - len(ctx.dims)))
-        d_weight = (dy * normal).sum(rows).to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        d_weight = (
+            (dy * normal).sum(rows).to(weight.dtype)
+            if weight is not None and ctx.needs_input_grad[2]
+            else None
+        )
         if not ctx.needs_input_grad[0]:
             return None, None, d_weight, None, None
         g = dy if weight is None else dy * weight
         sums = summed((g * normal).sum(ctx.dims, keepdim=True), ctx.line) / ctx.total
-        return torch.addcmul(g, normal, sums, value=-1).mul_(scale).to(x.dtype), None, d_weight, None, None
+        return (
+            torch.addcmul(g, normal, sums, value=-1).mul_(scale).to(x.dtype),
+            None,
+            d_weight,
+            None,
+            None,
+        )
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Two rounds in forward, so that nothing cancels. Kept for backward: x and two numbers a channel, as torch's own batch norm does."""
+    """Two rounds in forward, so that nothing cancels. Kept for backward: x and two numbers a
+    channel, as torch's own batch norm does.
+    """
 
     @staticmethod
     def forward(
@@ -177,7 +243,11 @@ class _BatchNorm(torch.autograd.Function):
         sums = summed(own, ctx.line) / count
         scale = rate if weight is None else rate * weight
         slope = -scale * rate.square() * sums[1]
-        dx = centred.mul_(slope.view(shape)).addcmul_(dy, scale.view(shape)).sub_((scale * sums[0]).view(shape))  # line (2)
+        dx = (
+            centred.mul_(slope.view(shape))
+            .addcmul_(dy, scale.view(shape))
+            .sub_((scale * sums[0]).view(shape))
+        )  # line (2)
         return dx.to(x.dtype), d_weight, d_bias, None, None
 
 

@@ -1,8 +1,15 @@
-"""All local operations that contain communication, in one place: what the lowering of `split` calls."""
+"""All local operations that contain communication, in one place: what the lowering of `split`
+calls.
+"""
 
 from whale.lowering.exchange import Groups, exchange
 from whale.lowering.lines import Line, line_places, sum_over_line
-from whale.lowering.sharded_experts import ExpertProduct, Experts, expert_mm, grouped_mm_of_same_tokens
+from whale.lowering.sharded_experts import (
+    ExpertProduct,
+    Experts,
+    expert_mm,
+    grouped_mm_of_same_tokens,
+)
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
 from whale.lowering.sharded_random import Draw, drawing

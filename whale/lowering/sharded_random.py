@@ -1,4 +1,5 @@
-"""Random operations on tensors that lie on a grid: the same numbers where devices hold the same values, others where the tensor is cut.
+"""Random operations on tensors that lie on a grid: the same numbers where devices hold the same
+values, others where the tensor is cut.
 
 The chunk's seed is the same on all devices of the grid. A random operation draws from
 
@@ -31,7 +32,12 @@ class Draw:
     @staticmethod
     def of(number: int, layout: Layout, grid: Grid, place: int) -> Draw:
         """`layout`: of the operation's result."""
-        return Draw(number, tuple((axis, grid.coordinate(place, axis)) for axis in grid.axes if axis in layout.sharded))
+        return Draw(
+            number,
+            tuple(
+                (axis, grid.coordinate(place, axis)) for axis in grid.axes if axis in layout.sharded
+            ),
+        )
 
     def seed(self, chunk_seed: int) -> int:
         text = f"{chunk_seed}|{self.number}|{self.coordinates}"

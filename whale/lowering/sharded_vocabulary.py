@@ -1,11 +1,14 @@
-"""Operations on a dim of classes that is cut over a line of devices: nobody ever gathers the classes.
+"""Operations on a dim of classes that is cut over a line of devices: nobody ever gathers the
+classes.
 
-Cross entropy. With logits l, the largest one M and s = sum exp(l - M), a row's loss is, for coefficients a_c of the classes,
+Cross entropy. With logits l, the largest one M and s = sum exp(l - M), a row's loss is, for
+coefficients a_c of the classes,
 
     loss = sum_c a_c (log s - (l_c - M)),     a_c = (1 - e) w_t [c = t] + (e / C) w_c                                   (1)
 
-(target t, class weights w, label smoothing e; a_c = w_c p_c for targets p that are probabilities). Each device gives the part of its own
-classes: the result is a partial sum over the line, its gradient is therefore the same on all of it, and backward needs no message:
+(target t, class weights w, label smoothing e; a_c = w_c p_c for targets p that are probabilities).
+Each device gives the part of its own classes: the result is a partial sum over the line, its
+gradient is therefore the same on all of it, and backward needs no message:
 
     d l_c = (softmax_c sum a - a_c) d loss                                                                              (2)
 """
@@ -25,15 +28,20 @@ NONE, MEAN, SUM = 0, 1, 2
 """reductions, as aten numbers them"""
 
 
-def embedding(weight: Tensor, indices: Tensor, first: int, num_embeddings: int, padding_idx: int = -1) -> Tensor:
-    """Rows of a table of which this device has those from `first` on; zero for all others: a partial sum over the line. Numbers outside
-    the whole table are an error, as in one device's table."""
+def embedding(
+    weight: Tensor, indices: Tensor, first: int, num_embeddings: int, padding_idx: int = -1
+) -> Tensor:
+    """Rows of a table of which this device has those from `first` on; zero for all others: a
+    partial sum over the line. Numbers outside the whole table are an error, as in one device's
+    table."""
     num_rows = weight.shape[0]
     here = (indices >= first) & (indices < first + num_rows)
     wrong = _is_outside(indices, num_embeddings)
     _check("a token", indices, wrong, num_embeddings)
     if num_rows == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()  # zero, with a history
+        return (
+            weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+        )  # zero, with a history
     local = torch.where(here | wrong, indices - first, 0)
     padding = padding_idx - first if first <= padding_idx < first + num_rows else -1
     return torch.embedding(weight, local, padding) * here.unsqueeze(-1).to(weight.dtype)
@@ -50,9 +58,11 @@ def cross_entropy(
     first: int,
     line: Line,
 ) -> Tensor:
-    """`aten.cross_entropy_loss`, this device having the classes from `first` on: its part of the loss (partial over the line).
+    """`aten.cross_entropy_loss`, this device having the classes from `first` on: its part of the
+    loss (partial over the line).
 
-    `weight`, and `target` where it is probabilities, are cut like the classes. A mean is over the rows that are here.
+    `weight`, and `target` where it is probabilities, are cut like the classes. A mean is over the
+    rows that are here.
     """
     if torch.is_autocast_enabled(logits.device.type):
         logits = wide(logits)  # torch takes losses out of autocast: their sums would lose digits
@@ -84,20 +94,32 @@ class _Classes:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, weight: Tensor | None, classes: _Classes) -> tuple[Tensor, Tensor]:
-        """[rows, classes here] -> this device's part of each row's loss, and what a mean divides by."""
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, weight: Tensor | None, classes: _Classes
+    ) -> tuple[Tensor, Tensor]:
+        """[rows, classes here] -> this device's part of each row's loss, and what a mean divides
+        by.
+        """
         values = wide(logits)
         largest, exponentials = _exponentials(values)
         rows = _Rows(values, labels, None if weight is None else wide(weight), classes)
-        known = [largest, exponentials.sum(1)] + ([] if rows.own is None else [rows.own, rows.weight_sum.expand(1)])
+        known = [largest, exponentials.sum(1)] + (
+            [] if rows.own is None else [rows.own, rows.weight_sum.expand(1)]
+        )
         everyone = gathered(torch.cat(known), classes.line)
         n = len(largest)
         largest_of_all, total = _combine(everyone[:, :n], everyone[:, n : 2 * n])
-        own, weight_sum = (None, None) if rows.own is None else (everyone[:, 2 * n : 3 * n].sum(0), everyone[:, 3 * n].sum())
+        own, weight_sum = (
+            (None, None)
+            if rows.own is None
+            else (everyone[:, 2 * n : 3 * n].sum(0), everyone[:, 3 * n].sum())
+        )
         coefficient, divisor = rows.coefficient_sum(own, weight_sum)
         here = rows.coefficient_here()
         losses = here * total.log() - (rows.weighted_logits() - here * largest_of_all)
-        probabilities = exponentials.mul_(((largest - largest_of_all).exp() / total).nan_to_num_(0.0).unsqueeze(1))
+        probabilities = exponentials.mul_(
+            ((largest - largest_of_all).exp() / total).nan_to_num_(0.0).unsqueeze(1)
+        )
         ctx.save_for_backward(probabilities, labels, weight, coefficient)
         ctx.classes, ctx.dtype = classes, logits.dtype
         ctx.mark_non_differentiable(divisor)
@@ -109,16 +131,25 @@ class _CrossEntropy(torch.autograd.Function):
         rows = _Rows(probabilities, labels, None if weight is None else wide(weight), ctx.classes)
         d_logits = probabilities * coefficient.unsqueeze(1)
         rows.subtract_coefficients(d_logits)
-        return d_logits.mul_(wide(gradients[0]).unsqueeze(1)).to(ctx.dtype), None, None, None  # line (2)
+        return (
+            d_logits.mul_(wide(gradients[0]).unsqueeze(1)).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )  # line (2)
 
 
 class _Rows:
     """The coefficients of line (1), of the classes that are here."""
 
-    def __init__(self, values: Tensor, labels: Tensor, weight: Tensor | None, classes: _Classes) -> None:
+    def __init__(
+        self, values: Tensor, labels: Tensor, weight: Tensor | None, classes: _Classes
+    ) -> None:
         self.values, self.weight, self.smoothing = values, weight, classes.label_smoothing
         self.num_here, self.num_classes = values.shape[1], classes.num_classes
-        self.weight_sum = values.new_tensor(float(self.num_here)) if weight is None else weight.sum()
+        self.weight_sum = (
+            values.new_tensor(float(self.num_here)) if weight is None else weight.sum()
+        )
         self.probabilities: Tensor | None = None
         self.own: Tensor | None = None
         """a sum over the classes here that the whole line needs: of the target's weight, or of a"""
@@ -146,30 +177,44 @@ class _Rows:
         """w_t [t is here]"""
         return self.here if self.own is None else self.own
 
-    def coefficient_sum(self, own: Tensor | None, weight_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(sum of a over all classes by row, what a mean divides by); `own`, `weight_sum`: those of the whole line."""
+    def coefficient_sum(
+        self, own: Tensor | None, weight_sum: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of a over all classes by row, what a mean divides by); `own`, `weight_sum`: those of
+        the whole line.
+        """
         if self.probabilities is not None:
             assert own is not None
             return own, own.new_tensor(float(len(own)))
         target = self.counted if own is None else own
         all_weights = self.num_classes if weight_sum is None else weight_sum
-        return (1 - self.smoothing) * target + self.smoothing / self.num_classes * all_weights * self.counted, target.sum()
+        return (
+            1 - self.smoothing
+        ) * target + self.smoothing / self.num_classes * all_weights * self.counted, target.sum()
 
     def coefficient_here(self) -> Tensor:
         """The sum of a over the classes here, by row."""
         if self.probabilities is not None:
             return self.probabilities.sum(1)
-        return (1 - self.smoothing) * self._target_here() + self.smoothing / self.num_classes * self.weight_sum * self.counted
+        return (
+            1 - self.smoothing
+        ) * self._target_here() + self.smoothing / self.num_classes * self.weight_sum * self.counted
 
     def weighted_logits(self) -> Tensor:
         """sum a_c l_c over the classes here, by row."""
         if self.probabilities is not None:
             return (self.probabilities * self.values).sum(1)
-        picked = self._at_target(self.values) if self.weight is None else self._at_target(self.values * self.weight)
+        picked = (
+            self._at_target(self.values)
+            if self.weight is None
+            else self._at_target(self.values * self.weight)
+        )
         if not self.smoothing:
             return picked
         everything = self.values.sum(1) if self.weight is None else self.values @ self.weight
-        return (1 - self.smoothing) * picked + self.smoothing / self.num_classes * self.counted * everything
+        return (
+            1 - self.smoothing
+        ) * picked + self.smoothing / self.num_classes * self.counted * everything
 
     def subtract_coefficients(self, result: Tensor) -> None:
         """result -= a"""
@@ -180,7 +225,9 @@ class _Rows:
             flat = self.counted.unsqueeze(1) * (self.smoothing / self.num_classes)
             result -= flat if self.weight is None else flat * self.weight
         if self.num_here:
-            result.scatter_add_(1, self.local, ((self.smoothing - 1) * self._target_here()).unsqueeze(1))
+            result.scatter_add_(
+                1, self.local, ((self.smoothing - 1) * self._target_here()).unsqueeze(1)
+            )
 
 
 def _is_outside(numbers: Tensor, stop: int) -> Tensor:
@@ -188,9 +235,13 @@ def _is_outside(numbers: Tensor, stop: int) -> Tensor:
 
 
 def _check(what: str, numbers: Tensor, is_wrong: Tensor, stop: int) -> None:
-    """A GPU is not waited for: there, a lookup outside of the own part stops it, as it does in torch."""
+    """A GPU is not waited for: there, a lookup outside of the own part stops it, as it does in
+    torch.
+    """
     if numbers.device.type == "cpu" and is_wrong.any():
-        raise IndexError(f"{what} is {int(numbers[is_wrong][0])}: only 0 to {stop - 1} exist. Check the batch")
+        raise IndexError(
+            f"{what} is {int(numbers[is_wrong][0])}: only 0 to {stop - 1} exist. Check the batch"
+        )
 
 
 def _exponentials(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +260,8 @@ def _combine(largest: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     return finite, (sums * (largest - finite).exp()).sum(0)
 
 
-# ---- softmax ------------------------------------------------------------------------------------------------------------
+# ---- softmax
+# ------------------------------------------------------------------------------------------------------------
 
 
 def softmax(x: Tensor, dim: int, line: Line) -> Tensor:
@@ -252,14 +304,19 @@ class _Softmax(torch.autograd.Function):
 
 
 def argmax(x: Tensor, dim: int, keepdim: bool, first: int, line: Line) -> Tensor:
-    """`aten.argmax` over a cut dim, the first of several equal ones: the same on all devices. `first`: number of the first entry here."""
+    """`aten.argmax` over a cut dim, the first of several equal ones: the same on all devices.
+    `first`: number of the first entry here.
+    """
     shape = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
     if x.shape[dim]:
         value, index = x.max(dim)
         index = index + first
     else:
         lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-        value, index = x.new_full(shape, lowest), torch.full(shape, torch.iinfo(torch.int64).max, device=x.device)
+        value, index = (
+            x.new_full(shape, lowest),
+            torch.full(shape, torch.iinfo(torch.int64).max, device=x.device),
+        )
     values, indices = gathered(value, line), gathered(index, line)
     is_best = (values == values.amax(0)) | (values != values)
     best = torch.where(is_best, indices, torch.iinfo(torch.int64).max).amin(0)

@@ -1,13 +1,15 @@
-"""SUMMA: a linear layer whose output stays where it is computed, and the two operands pass by in panels (research/tensor3d.md 1.1).
+"""SUMMA: a linear layer whose output stays where it is computed, and the two operands pass by in
+panels (research/tensor3d.md 1.1).
 
-On a q x q plane of axes x and y (2-D), or d such planes along z (2.5-D: each with its own rows of X, the weight the same on all):
+On a q x q plane of axes x and y (2-D), or d such planes along z (2.5-D: each with its own rows of
+X, the weight the same on all):
 
     X [M, K]: rows (z, y), columns x        W [N, K]: rows x, columns y        Y [M, N]: rows (z, y), columns x
     Y = sum over t of X_t W_t^T,   X_t from coordinate t of axis x,  W_t from coordinate t of axis y                    (1)
     dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t                                              (2)
 
-Only a panel of X and one of W are there at a time. The next pair travels under the product of this one.
-The gradient of W is a partial sum along z, as that of everything that is the same there.
+Only a panel of X and one of W are there at a time. The next pair travels under the product of this
+one. The gradient of W is a partial sum along z, as that of everything that is the same there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from whale.lowering.lines import Line
 
 @dataclass(frozen=True)
 class Plane:
-    """The two lines through this place, and how K is cut: in the same panels over axis x (of X) and over axis y (of W)."""
+    """The two lines through this place, and how K is cut: in the same panels over axis x (of X) and
+    over axis y (of W).
+    """
 
     x: Line
     y: Line
@@ -35,7 +39,8 @@ class Plane:
     def __post_init__(self) -> None:
         if not self.x.size == self.y.size == len(self.panels):
             raise ValueError(
-                f"SUMMA needs equally many devices along x and y, and panels, not {self.x.size}, {self.y.size} and {len(self.panels)}"
+                f"SUMMA needs equally many devices along x and y, and panels, not {self.x.size}, "
+                f"{self.y.size} and {len(self.panels)}"
             )
 
 
@@ -79,7 +84,9 @@ class _Summa(torch.autograd.Function):
 
 
 class _Panels:
-    """Everyone's tensor of a line, one after the other, the next one on its way while one is used."""
+    """Everyone's tensor of a line, one after the other, the next one on its way while one
+    is used.
+    """
 
     def __init__(self, own: Tensor, line: Line, shapes: Sequence[tuple[int, int]]) -> None:
         self.own, self.line, self.shapes = own.contiguous(), line, shapes

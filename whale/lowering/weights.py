@@ -1,7 +1,9 @@
-"""The tensors that one rank holds: taken from a model with real weights, or initialised one module at a time.
+"""The tensors that one rank holds: taken from a model with real weights, or initialised one module
+at a time.
 
-A rank never allocates a parameter that its plan does not give it. Initialisation draws from a generator seeded by (seed, module
-name), so a module gets the same values on any rank and any number of ranks.
+A rank never allocates a parameter that its plan does not give it. Initialisation draws from a
+generator seeded by (seed, module name), so a module gets the same values on any rank and any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from whale.compat import tensor_stores
 Init = Callable[[torch.nn.Module, str], None]
 """initialises the parameters and buffers that stand directly in a module, given its name"""
 Part = Callable[[str, torch.Tensor], torch.Tensor]
-"""the part of a whole tensor, given its first name, that this rank holds: the tensor itself where that is all of it"""
+"""the part of a whole tensor, given its first name, that this rank holds: the tensor itself where
+that is all of it
+"""
 
 
 def everything(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -28,32 +32,42 @@ def has_real_weights(model: torch.nn.Module) -> bool:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < sum(1 for _ in model.parameters()):
         raise ValueError(
-            f"parameter {on_meta[0]} is on meta while others are not ({len(on_meta)} in all): build the whole model in one way"
+            f"parameter {on_meta[0]} is on meta while others are not ({len(on_meta)} in all): "
+            "build the whole model in one way"
         )
     return not on_meta
 
 
 def refuse_shared_memory(model: torch.nn.Module) -> None:
-    """Two parameters may be one (`b.weight = a.weight`), but not two that share their memory: Whale places and updates each by itself."""
+    """Two parameters may be one (`b.weight = a.weight`), but not two that share their memory: Whale
+    places and updates each by itself.
+    """
     seen: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or not tensor.numel() or not tensor.is_contiguous():
             continue
         start = int(tensor.storage_offset()) * tensor.element_size()
         stop = start + tensor.numel() * tensor.element_size()
-        for other_start, other_stop, other_name, other in seen.setdefault(tensor.untyped_storage().data_ptr(), []):
+        for other_start, other_stop, other_name, other in seen.setdefault(
+            tensor.untyped_storage().data_ptr(), []
+        ):
             if start < other_stop and other_start < stop and other is not tensor:
                 raise ValueError(
-                    f"{other_name} and {name} are two tensors in the same memory (`.data` of one given to the other, or a view): "
-                    f"trained each on its own, they would drift apart. Tie them with one Parameter (`b.weight = a.weight`), or give each "
+                    f"{other_name} and {name} are two tensors in the same memory (`.data` of one "
+                    "given to the other, or a view): "
+                    "trained each on its own, they would drift apart. Tie them with one "
+                    "Parameter (`b.weight = a.weight`), or give each "
                     f"its own memory (`.clone()`)"
                 )
         seen[tensor.untyped_storage().data_ptr()].append((start, stop, name, tensor))
 
 
-def take_weights(model: torch.nn.Module, held: Iterable[str], device: str, part: Part = everything) -> dict[str, torch.Tensor]:
-    """This rank's tensors of a model with real weights. Every parameter of the model that it does not hold, or holds only a part of, is
-    replaced by an empty one on `meta`, of the whole shape: the model can still be captured."""
+def take_weights(
+    model: torch.nn.Module, held: Iterable[str], device: str, part: Part = everything
+) -> dict[str, torch.Tensor]:
+    """This rank's tensors of a model with real weights. Every parameter of the model that it does
+    not hold, or holds only a part of, is replaced by an empty one on `meta`, of the whole shape:
+    the model can still be captured."""
     wanted = set(held)
     tensors: dict[str, torch.Tensor] = {}
     replaced: dict[int, torch.Tensor] = {}  # tied tensors stay tied
@@ -80,9 +94,11 @@ def initialise_weights(
     device: str,
     part: Part = everything,
 ) -> dict[str, torch.Tensor]:
-    """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of the same tensor.
+    """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of
+    the same tensor.
 
-    A module is initialised whole; of a tensor that is cut only the rank's part stays, and the model keeps the one on `meta`.
+    A module is initialised whole; of a tensor that is cut only the rank's part stays, and the model
+    keeps the one on `meta`.
     """
     wanted = set(held)
     whole: dict[str, torch.Tensor] = {}
@@ -125,7 +141,9 @@ def initialise_weights(
 
 
 def default_init(model: torch.nn.Module) -> Init:
-    """Hugging Face's `_init_weights` where the model has one, else the module's own `reset_parameters`."""
+    """Hugging Face's `_init_weights` where the model has one, else the module's own
+    `reset_parameters`.
+    """
     hugging_face = getattr(model, "_init_weights", None)
 
     def init(module: torch.nn.Module, name: str) -> None:
@@ -136,7 +154,8 @@ def default_init(model: torch.nn.Module) -> Init:
             hugging_face(module)
         elif not callable(reset):
             raise ValueError(
-                f"module '{name}' ({type(module).__name__}) has parameters or buffers of its own and no reset_parameters(): give it one, "
+                f"module '{name}' ({type(module).__name__}) has parameters or buffers of its own "
+                "and no reset_parameters(): give it one, "
                 f"or pass init=lambda module, name: ..., or pass a model that is already built"
             )
 
@@ -144,10 +163,14 @@ def default_init(model: torch.nn.Module) -> Init:
 
 
 def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Calls the builder so that no parameter is ever allocated; buffers keep the values that the constructor gives them."""
+    """Calls the builder so that no parameter is ever allocated; buffers keep the values that the
+    constructor gives them.
+    """
     original = torch.nn.Module.register_parameter
 
-    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    def register_on_meta(
+        self: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
         if param is not None and not param.is_meta:
             param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
@@ -160,13 +183,16 @@ def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
-            f"the function given to wh.parallelize returned {type(model).__name__}: it must build and return a torch.nn.Module"
+            f"the function given to wh.parallelize returned {type(model).__name__}: it must build "
+            "and return a torch.nn.Module"
         )
     return model
 
 
 class _EmptyOnMeta(torch.overrides.TorchFunctionMode):
-    """`torch.empty` gives meta tensors: that is how modules allocate what they initialise afterwards."""
+    """`torch.empty` gives meta tensors: that is how modules allocate what they initialise
+    afterwards.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
@@ -175,8 +201,12 @@ class _EmptyOnMeta(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def named_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """(full name, owner, name in the owner, tensor) of every parameter and buffer, under all names."""
+def named_tensors(
+    model: torch.nn.Module,
+) -> Iterable[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """(full name, owner, name in the owner, tensor) of every parameter and buffer, under
+    all names.
+    """
     for module_name, module in model.named_modules(remove_duplicate=False):
         for store in tensor_stores(module):
             for leaf, tensor in store.items():
@@ -189,7 +219,11 @@ def digest_weights(model: torch.nn.Module) -> dict[str, str]:
     digests = {}
     for name, _, _, tensor in named_tensors(model):
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digests[name] = hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest() if plain.numel() else ""
+        digests[name] = (
+            hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+            if plain.numel()
+            else ""
+        )
     return digests
 
 
@@ -198,7 +232,9 @@ def _store_of(module: torch.nn.Module, leaf: str) -> dict[str, torch.Tensor | No
     return parameters if leaf in parameters else buffers
 
 
-def _tie(module: torch.nn.Module, mine: list[tuple[str, str]], tensors: Mapping[str, torch.Tensor]) -> None:
+def _tie(
+    module: torch.nn.Module, mine: list[tuple[str, str]], tensors: Mapping[str, torch.Tensor]
+) -> None:
     for leaf, first in mine:
         _store_of(module, leaf)[leaf] = tensors[first]
 
@@ -211,7 +247,11 @@ def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
         else (torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0)
     )
     fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=device)
-    return torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
+    return (
+        torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else fresh
+    )
 
 
 def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None:
@@ -222,8 +262,10 @@ def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None
     )
     if tensor.numel() and bool(unset):
         raise ValueError(
-            f"'{name}' was left without a value by the initialisation of its module ({type(module).__name__}): "
-            f"pass init=lambda module, name: ... that sets it, or pass a model that is already built"
+            f"'{name}' was left without a value by the initialisation of its module "
+            f"({type(module).__name__}): "
+            "pass init=lambda module, name: ... that sets it, or pass a model that is already "
+            "built"
         )
 
 
@@ -231,13 +273,23 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     if tensor.device.type == torch.device(device).type and not tensor.is_meta:
         return tensor
     moved = tensor.detach().to(device)
-    return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+    return (
+        torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else moved
+    )
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
-    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    return (
+        torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else empty
+    )
 
 
 def _module_seed(seed: int, module_name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}|{module_name}".encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}|{module_name}".encode(), digest_size=7).digest(), "little"
+    )

@@ -1,7 +1,8 @@
 """Batch shares that follow what the devices really do.
 
-Rank i takes m_i seconds for its part of a step and was predicted to take p_i. Its speed against the prediction, and how far that is
-from the others (a cost model that is wrong by the same factor everywhere moves nobody):
+Rank i takes m_i seconds for its part of a step and was predicted to take p_i. Its speed against the
+prediction, and how far that is from the others (a cost model that is wrong by the same factor
+everywhere moves nobody):
 
     v_i = p_i / m_i,     drift_i = v_i / mean(v) - 1                                            (1)
 
@@ -24,7 +25,9 @@ from whale.planning.samples import SampleMap
 from whale.planning.shares import Load
 
 LEAST_GAIN = 0.02
-"""shares that make the slowest device less than this faster are left as they are: rounding would move samples to and fro"""
+"""shares that make the slowest device less than this faster are left as they are: rounding would
+move samples to and fro
+"""
 SHOWN = 8
 """ranks whose shares are written out in a message"""
 
@@ -48,28 +51,40 @@ class Rebalanced:
     text: str
 
 
-def rebalance(plan: Plan, window: Sequence[StepTimes], threshold: float, last_step: int) -> Rebalanced | None:
-    """The plan with new shares when a device drifted beyond the threshold in every step of the window and samples can be moved."""
+def rebalance(
+    plan: Plan, window: Sequence[StepTimes], threshold: float, last_step: int
+) -> Rebalanced | None:
+    """The plan with new shares when a device drifted beyond the threshold in every step of the
+    window and samples can be moved.
+    """
     predicted = [predicted_seconds(plan, step.batch_size) for step in window]
     drifts = [drift(before, step.compute_s) for before, step in zip(predicted, window, strict=True)]
     worst = _steady(drifts, threshold)
     if worst is None:
         return None
     factors = [
-        _factor([before[rank] for before in predicted], [step.compute_s[rank] for step in window]) for rank in range(plan.num_devices)
+        _factor([before[rank] for before in predicted], [step.compute_s[rank] for step in window])
+        for rank in range(plan.num_devices)
     ]
     batch_size = window[-1].batch_size
     known = [factor for factor in factors if factor is not None]
     mean = sum(known) / len(known)
-    corrected = _with_times(plan, [factor / mean if factor is not None else 1.0 for factor in factors])
+    corrected = _with_times(
+        plan, [factor / mean if factor is not None else 1.0 for factor in factors]
+    )
     old, new = samples_by_rank(plan, batch_size), samples_by_rank(corrected, batch_size)
-    before_s, after_s = slowest_seconds(corrected, plan, batch_size), slowest_seconds(corrected, corrected, batch_size)
+    before_s, after_s = (
+        slowest_seconds(corrected, plan, batch_size),
+        slowest_seconds(corrected, corrected, batch_size),
+    )
     if old == new or after_s > before_s * (1 - LEAST_GAIN):
         return None
     speed = sum(1.0 + each[worst] for each in drifts) / len(drifts)
     text = (
-        f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of the speed in the "
-        f"{len(window)} measured steps up to step {last_step} (threshold {threshold:g}): samples by rank {_shown(old)} -> {_shown(new)}, "
+        f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of "
+        "the speed in the "
+        f"{len(window)} measured steps up to step {last_step} (threshold {threshold:g}): samples "
+        f"by rank {_shown(old)} -> {_shown(new)}, "
         f"which makes the slowest device {before_s / after_s:.2f} times faster"
     )
     decision = Decision(f"samples by rank from step {last_step + 1}", _shown(new), text)
@@ -78,14 +93,19 @@ def rebalance(plan: Plan, window: Sequence[StepTimes], threshold: float, last_st
 
 def drift(predicted_s: Sequence[float], measured_s: Sequence[float]) -> list[float]:
     """Line (1), by rank; 0 for a rank without samples."""
-    speeds = [before / now if before > 0 and now > 0 else None for before, now in zip(predicted_s, measured_s, strict=True)]
+    speeds = [
+        before / now if before > 0 and now > 0 else None
+        for before, now in zip(predicted_s, measured_s, strict=True)
+    ]
     known = [speed for speed in speeds if speed is not None]
     mean = sum(known) / len(known) if known else 1.0
     return [speed / mean - 1.0 if speed is not None else 0.0 for speed in speeds]
 
 
 def _steady(drifts: Sequence[Sequence[float]], threshold: float) -> int | None:
-    """The rank that is furthest from its prediction, among those that are beyond the threshold, to the same side, in every step."""
+    """The rank that is furthest from its prediction, among those that are beyond the threshold, to
+    the same side, in every step.
+    """
     worst, most = None, 0.0
     for rank in range(len(drifts[0])):
         own = [each[rank] for each in drifts]
@@ -102,13 +122,19 @@ def _factor(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float 
 
 
 def _with_times(plan: Plan, factors: Sequence[float]) -> Plan:
-    """The plan with the times of every device corrected. A device that has samples keeps one: without any it could not be measured."""
+    """The plan with the times of every device corrected. A device that has samples keeps one:
+    without any it could not be measured.
+    """
     fixed = plan.device_fixed_seconds or (0.0,) * plan.num_devices
     has_all = all(samples_by_rank(plan, plan.batch_size))
     return replace(
         plan,
-        device_seconds=tuple(time * factor for time, factor in zip(plan.device_seconds, factors, strict=True)),
-        device_fixed_seconds=tuple(time * factor for time, factor in zip(fixed, factors, strict=True)),
+        device_seconds=tuple(
+            time * factor for time, factor in zip(plan.device_seconds, factors, strict=True)
+        ),
+        device_fixed_seconds=tuple(
+            time * factor for time, factor in zip(fixed, factors, strict=True)
+        ),
         least_samples=max(plan.least_samples, 1) if has_all else plan.least_samples,
     )
 
@@ -124,7 +150,10 @@ def slowest_seconds(times: Plan, shares: Plan, batch_size: int) -> float:
 
 
 def _seconds(loads: Sequence[Load], samples: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    return tuple(sum(load.seconds(number) for number in numbers) for load, numbers in zip(loads, samples, strict=True))
+    return tuple(
+        sum(load.seconds(number) for number in numbers)
+        for load, numbers in zip(loads, samples, strict=True)
+    )
 
 
 def samples_by_rank(plan: Plan, batch_size: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""More chunks than devices: the model is cut again, finer, and its chunks lie over the VirtualDevices in waves or loops.
+"""More chunks than devices: the model is cut again, finer, and its chunks lie over the
+VirtualDevices in waves or loops.
 
-A pipeline of P VirtualDevices with C chunks on each fills in 1/C of the time. The annotations still say how many devices there are and
-how many of them share each part; where the cuts are is decided here. What the chunks and the messages between them cost goes to the
-schedule.
+A pipeline of P VirtualDevices with C chunks on each fills in 1/C of the time. The annotations still
+say how many devices there are and how many of them share each part; where the cuts are is decided
+here. What the chunks and the messages between them cost goes to the schedule.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from whale.planning.workload import Workload
 from whale.scheduling.placement import loop, zigzag
 
 AUTO_COUNTS = (1, 2, 4)
-"""chunks on each device that "auto" compares: more of them fill the pipeline faster and cost more messages"""
+"""chunks on each device that "auto" compares: more of them fill the pipeline faster and cost more
+messages
+"""
 FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
 """schedules that are the same whatever the stages cost: made once for all drafts"""
 UNEVEN, LONG_MESSAGE = 1.05, 0.5
-"""of the mean work of the devices, and of the longest chunk: where a device has more, or a message takes longer, cuts are moved"""
+"""of the mean work of the devices, and of the longest chunk: where a device has more, or a message
+takes longer, cuts are moved
+"""
 MOVE_BUDGET = 20_000
 """visits of a chunk (of a micro-batch, where an order is simulated) while cuts are moved"""
 SPREAD_PART = 1e-3
@@ -60,9 +65,11 @@ def chunk_counts(config: Config, num_virtual_devices: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ChunkCuts:
-    """`count` chunks on each VirtualDevice, and what cutting them here or there costs on these devices.
+    """`count` chunks on each VirtualDevice, and what cutting them here or there costs on these
+    devices.
 
-    All seconds are of a whole mini-batch. The devices of a VirtualDevice, in all replicas, share it.
+    All seconds are of a whole mini-batch. The devices of a VirtualDevice, in all replicas, share
+    it.
     """
 
     workload: Workload
@@ -81,15 +88,22 @@ class ChunkCuts:
         number = len(self.placement.virtual_devices)
         return loop(number, self.count) if self.is_loop else zigzag(number, self.count)
 
-    def each(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> Iterator[tuple[TaskGraphs, Placement]]:
-        """Cuts that differ, to be tried while memory is short: moved for the shortest step; moved so that no device is over-full, then for
-        the shortest step; not moved. Each chunk is a TaskGraph of its own. Raises ValueError where the model has too few points."""
+    def each(
+        self, operations: Sequence[Node], kinds: Mapping[Node, Kind]
+    ) -> Iterator[tuple[TaskGraphs, Placement]]:
+        """Cuts that differ, to be tried while memory is short: moved for the shortest step; moved
+        so that no device is over-full, then for the shortest step; not moved. Each chunk is a
+        TaskGraph of its own. Raises ValueError where the model has too few points."""
         activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
         memory = cache(lambda: self._memory(activations, kinds))  # only where it is short
         found: list[dict[Node, int]] = []
         for num_moves_of, over_full, why in (
             (self.num_moves, None, ""),
-            (self.most_moves, lambda starts: memory().over_full(starts), "; so that no device is over-full, as far as that goes"),
+            (
+                self.most_moves,
+                lambda starts: memory().over_full(starts),
+                "; so that no device is over-full, as far as that goes",
+            ),
             (None, None, "; not moved: memory has no room for cuts with a shorter step"),
         ):
             task_graphs, over = self._cut(operations, kinds, num_moves_of, over_full)
@@ -98,7 +112,11 @@ class ChunkCuts:
                 yield replace(task_graphs, reason=task_graphs.reason + why), over
 
     def _cut(
-        self, operations: Sequence[Node], kinds: Mapping[Node, Kind], num_moves_of: NumMoves | None, over_full: OverFull | None
+        self,
+        operations: Sequence[Node],
+        kinds: Mapping[Node, Kind],
+        num_moves_of: NumMoves | None,
+        over_full: OverFull | None,
     ) -> tuple[TaskGraphs, Placement]:
         config, placement, count, devices = self.config, self.placement, self.count, self.devices
         try:
@@ -114,57 +132,95 @@ class ChunkCuts:
                 over_full=over_full,
             )
         except ValueError as error:
-            said = f'"schedule": "{config.schedule}"' + (f' with "num_waves": {config.num_waves}' if config.num_waves else "")
-            needed = f"{count} chunks on each of {len(placement.virtual_devices)} VirtualDevices, {len(devices)} in all"
+            said = f'"schedule": "{config.schedule}"' + (
+                f' with "num_waves": {config.num_waves}' if config.num_waves else ""
+            )
+            needed = (
+                f"{count} chunks on each of {len(placement.virtual_devices)} VirtualDevices, "
+                f"{len(devices)} in all"
+            )
             raise ValueError(f"{said} needs {needed}: {error}") from None
         on = [placement.virtual_devices[device] for device in devices]
-        strategies = tuple(Strategy("replicate" if device.grid is None else "split", device.num_devices) for device in on)
+        strategies = tuple(
+            Strategy("replicate" if device.grid is None else "split", device.num_devices)
+            for device in on
+        )
         shape = "a loop" if self.is_loop else f"{count // 2} wave{'s' * (count > 2)}"
-        task_graphs = TaskGraphs(cut.of_operation, strategies, cut.labels, f"{count} chunks on each VirtualDevice; {cut.reason}")
+        task_graphs = TaskGraphs(
+            cut.of_operation,
+            strategies,
+            cut.labels,
+            f"{count} chunks on each VirtualDevice; {cut.reason}",
+        )
         return task_graphs, Placement(
-            placement.virtual_devices, devices, placement.num_replicas, f"{placement.reason}; their chunks lie in {shape} over them"
+            placement.virtual_devices,
+            devices,
+            placement.num_replicas,
+            f"{placement.reason}; their chunks lie in {shape} over them",
         )
 
     def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> ChunkMemory:
-        """In the order that the schedule has; one that is made for its costs is taken to keep what 1F1B does on these devices."""
+        """In the order that the schedule has; one that is made for its costs is taken to keep what
+        1F1B does on these devices.
+        """
 
         def names_behind(node: Node) -> list[str]:
             return [name for name, _ in state_behind(node, kinds)]
 
         graph = scheduling.StageGraph.chain(len(self.devices), self.devices)
         number = self.config.num_micro_batch
-        orders = scheduling.one_f_one_b(graph, number) if self.is_list_scheduled else self._published_orders(graph)
-        is_shared = any(len(device.ranks) * device.num_devices > 1 for device in self.placement.virtual_devices)
+        orders = (
+            scheduling.one_f_one_b(graph, number)
+            if self.is_list_scheduled
+            else self._published_orders(graph)
+        )
+        is_shared = any(
+            len(device.ranks) * device.num_devices > 1 for device in self.placement.virtual_devices
+        )
         return ChunkMemory(
             OperationBytes.of(self.workload, operations, names_behind, is_shared),
             self.devices,
-            [moments_in_flight(order, graph.stages_of(device)) for device, order in enumerate(orders)],
+            [
+                moments_in_flight(order, graph.stages_of(device))
+                for device, order in enumerate(orders)
+            ],
             [self._room(device) for device in self.placement.virtual_devices],
         )
 
     def _room(self, device: VirtualDevice) -> DeviceRoom:
-        """Devices get samples in proportion to their speed; the places of a grid run on all of their replica, each on its part."""
+        """Devices get samples in proportion to their speed; the places of a grid run on all of
+        their replica, each on its part.
+        """
         micro_batch = -(-self.workload.batch_size // self.config.num_micro_batch)
         ranks = [rank for replica in device.ranks for rank in replica]
         kinds = [self.cluster.devices[rank].kind for rank in ranks]
         memory = [float(kind.memory_bytes or np.inf) - self.workload.batch_bytes for kind in kinds]
         if device.grid is not None:
-            return DeviceRoom(min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices)
+            return DeviceRoom(
+                min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices
+            )
         rates = np.array([kind.rate(self.config.dtype) for kind in kinds])
         samples = np.ceil(micro_batch * rates / rates.sum())
-        return min((DeviceRoom(room, float(number)) for room, number in zip(memory, samples, strict=True)), key=DeviceRoom.of_a_sample)
+        return min(
+            (DeviceRoom(room, float(number)) for room, number in zip(memory, samples, strict=True)),
+            key=DeviceRoom.of_a_sample,
+        )
 
     def times(self, operations: Sequence[Node]) -> Floats:
         """(chunks, operations). Devices that take t_i alone take 1 / sum(1 / t_i) together."""
         kinds = [device.kind for device in self.cluster.devices]
         rows = {}
         for index in set(self.devices):
-            ranks = [rank for replica in self.placement.virtual_devices[index].ranks for rank in replica]
+            ranks = [
+                rank for replica in self.placement.virtual_devices[index].ranks for rank in replica
+            ]
             row = np.zeros(len(operations))
             for kind in {kinds[rank] for rank in ranks}:
                 alone = np.array(self.workload.forward_seconds(operations, kind))
                 number = sum(kinds[rank] == kind for rank in ranks)
-                row += np.divide(number, alone, out=np.full(len(operations), np.inf), where=alone > 0)
+                row += np.divide(
+                    number, alone, out=np.full(len(operations), np.inf), where=alone > 0
+                )
             rows[index] = 1.0 / row
         return np.array([rows[index] for index in self.devices])
 
@@ -173,11 +229,18 @@ class ChunkCuts:
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
-        """Times `crossing_seconds`: what a message takes between each chunk and the next. Nothing at the turn of a wave."""
-        return tuple(0.0 if here == there else self._boundary_weight(here, there) for here, there in pairwise(self.devices))
+        """Times `crossing_seconds`: what a message takes between each chunk and the next. Nothing
+        at the turn of a wave.
+        """
+        return tuple(
+            0.0 if here == there else self._boundary_weight(here, there)
+            for here, there in pairwise(self.devices)
+        )
 
     def _boundary_weight(self, here: int, there: int) -> float:
-        """Every replica, and every device of the narrower end, sends a part; parts that leave a host at once share its network card."""
+        """Every replica, and every device of the narrower end, sends a part; parts that leave a
+        host at once share its network card.
+        """
         ends = [self.placement.virtual_devices[index] for index in (here, there)]
         parts = min(device.num_devices for device in ends)
         pairs = [
@@ -194,29 +257,45 @@ class ChunkCuts:
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
         """Of a step with these forwards and crossings.
 
-        A published order is simulated. Made for its costs, an order comes near to the least time that there is, which is a formula. A
-        little is added for unlike work: where a change does not make the step shorter, it may be half of one that does.
+        A published order is simulated. Made for its costs, an order comes near to the least time
+        that there is, which is a formula. A little is added for unlike work: where a change does
+        not make the step shorter, it may be half of one that does.
         """
-        graph, number = scheduling.StageGraph.chain(len(stages), self.devices), self.config.num_micro_batch
+        graph, number = (
+            scheduling.StageGraph.chain(len(stages), self.devices),
+            self.config.num_micro_batch,
+        )
         costs = costs_of_cut(stages, crossings, number)
         spread = SPREAD_PART * float(np.sqrt(np.mean(np.square(self._work(stages)))))
         if self.is_list_scheduled:
             return scheduling.lower_bound(graph, costs, number) + spread
-        return scheduling.simulate(scheduling.Schedule("cut", graph, number, self._published_orders(graph)), costs).step_s + spread
+        return (
+            scheduling.simulate(
+                scheduling.Schedule("cut", graph, number, self._published_orders(graph)), costs
+            ).step_s
+            + spread
+        )
 
     def _published_orders(self, graph: scheduling.StageGraph) -> scheduling.Orders:
         make = scheduling.interleaved_orders if self.is_loop else scheduling.wave_orders
         return make(graph, self.config.num_micro_batch)
 
     def num_moves(self, stages: Floats, crossings: Floats) -> int:
-        """Moves of single cuts that are worth trying: none where equal chunks make equal devices and messages are short."""
+        """Moves of single cuts that are worth trying: none where equal chunks make equal devices
+        and messages are short.
+        """
         work = self._work(stages)
-        if work.max() <= UNEVEN * work.mean() and crossings.max(initial=0.0) <= LONG_MESSAGE * stages.max():
+        if (
+            work.max() <= UNEVEN * work.mean()
+            and crossings.max(initial=0.0) <= LONG_MESSAGE * stages.max()
+        ):
             return 0
         return self.most_moves(stages, crossings)
 
     def most_moves(self, stages: Floats, crossings: Floats) -> int:
-        return MOVE_BUDGET // (len(stages) * (1 if self.is_list_scheduled else self.config.num_micro_batch))
+        return MOVE_BUDGET // (
+            len(stages) * (1 if self.is_list_scheduled else self.config.num_micro_batch)
+        )
 
     def _work(self, stages: Floats) -> Floats:
         """Of every VirtualDevice."""
@@ -224,7 +303,10 @@ class ChunkCuts:
 
 
 def schedule_costs(
-    graph: scheduling.StageGraph, stages: Sequence[Stage], crossings: Sequence[Crossing], num_micro_batch: int
+    graph: scheduling.StageGraph,
+    stages: Sequence[Stage],
+    crossings: Sequence[Crossing],
+    num_micro_batch: int,
 ) -> scheduling.Costs:
     """What the schedule is made for: one micro-batch on the devices of each stage."""
     messages: dict[scheduling.Edge, float] = {}

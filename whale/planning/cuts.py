@@ -1,9 +1,10 @@
 """Cut a chain of operations into stages.
 
-Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on a device of speed v_k (or has
-times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki bytes on stage k, which has M_k. The link in front of stage k may
-be another one: there c_k[p] = w_k c_p seconds are sent (w_k = 1 where nothing is said).
-With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
+Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on
+a device of speed v_k (or has times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki
+bytes on stage k, which has M_k. The link in front of stage k may be another one: there c_k[p] = w_k
+c_p seconds are sent (w_k = 1 where nothing is said). With boundaries 0 = b_0 < b_1 < ... < b_K = n,
+inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
 
     time_k = (S[b_{k+1}] - S[b_k]) / v_k + c_k[b_k] + c_{k+1}[b_{k+1}]
     minimise  T = max_k time_k,  then among all cuts with that T  the sum of c_k[b_k].          (1)
@@ -25,7 +26,8 @@ A cut without limits that keeps to them is the best with them as well, so they a
 maximum becomes that of a window, and the second program tries every p of the window: O(K n^2), next to O(K n) where little crosses.
                                                                 (`_in_window`, `_least_crossing_in_windows`)
 
-All are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides which cuts tie for T.
+All are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides
+which cuts tie for T.
 """
 
 from __future__ import annotations
@@ -70,14 +72,18 @@ class StageMemory:
     """Line (3)."""
 
     operation_bytes: Floats
-    """(stages, operations): what each operation takes on each stage, micro-batches in flight included"""
+    """(stages, operations): what each operation takes on each stage, micro-batches in flight
+    included
+    """
     capacity_bytes: Floats
     """(stages,)"""
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The points where a stage may start or end (operation 0 and the end included), and what counts there."""
+    """The points where a stage may start or end (operation 0 and the end included), and what counts
+    there.
+    """
 
     points: Indices
     elapsed: Floats
@@ -85,7 +91,9 @@ class _Chain:
     crossing: Floats
     """(stages + 1, points): c_k, in front of each stage and behind the last; 0 at both ends"""
     firsts: Indices | None
-    """(stages, points): the first point where a stage that ends here may start, by memory; None: anywhere"""
+    """(stages, points): the first point where a stage that ends here may start, by memory; None:
+    anywhere
+    """
 
     @property
     def num_stages(self) -> int:
@@ -112,13 +120,16 @@ def cut(
     memory: StageMemory | None = None,
     boundary_weights: Sequence[float] | None = None,
 ) -> Cuts:
-    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds; `allowed[p]`: a stage may start at p.
+    """The best cuts by (1) and (3). `times[i]` (or `times[k, i]`), `crossing_times[p]` in seconds;
+    `allowed[p]`: a stage may start at p.
 
     `boundary_weights`: w_k in front of every stage but the first.
     """
     chain = _chain(times, crossing_times, num_stages, allowed, speeds)
     if boundary_weights is not None:
-        chain = replace(chain, crossing=chain.crossing * np.array([0.0, *boundary_weights, 0.0])[:, np.newaxis])
+        chain = replace(
+            chain, crossing=chain.crossing * np.array([0.0, *boundary_weights, 0.0])[:, np.newaxis]
+        )
     why = ""
     if memory is None:
         chosen = _best(chain)
@@ -134,21 +145,31 @@ def cut(
             why = f"; memory moved the cuts (slowest without limits: {human_seconds(free)})"
     stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
-    slowest, total_crossing = float(stage_times.max()), float(chain.crossing[np.arange(num_stages + 1), chosen].sum())
+    slowest, total_crossing = (
+        float(stage_times.max()),
+        float(chain.crossing[np.arange(num_stages + 1), chosen].sum()),
+    )
     worst = int(stage_times.argmax())
     last = int(chain.points[chosen[worst + 1]]) - 1
     num_operations = int(chain.points[-1])
     reason = (
-        f"{num_stages} stages of {num_operations} operations, cut at {num_stages - 1} of {len(chain.points) - 2} points: "
-        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with {human_seconds(slowest)}, "
-        f"mean {human_seconds(stage_times.mean())}; the cuts send {human_seconds(total_crossing)} in all{why}"
+        f"{num_stages} stages of {num_operations} operations, cut at {num_stages - 1} of "
+        f"{len(chain.points) - 2} points: "
+        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with "
+        f"{human_seconds(slowest)}, "
+        f"mean {human_seconds(stage_times.mean())}; the cuts send {human_seconds(total_crossing)} "
+        f"in all{why}"
     )
     return Cuts(starts, slowest, total_crossing, reason)
 
 
 def _best(chain: _Chain) -> list[int]:
     time = _smallest_time(chain) * (1 + SAME_TIME)
-    return _least_crossing(chain, time) if chain.firsts is None else _least_crossing_in_windows(chain, time)
+    return (
+        _least_crossing(chain, time)
+        if chain.firsts is None
+        else _least_crossing_in_windows(chain, time)
+    )
 
 
 def _stage_times(chain: _Chain, chosen: list[int]) -> Floats:
@@ -171,11 +192,18 @@ def _prefix_sums(values: Floats) -> Floats:
 
 def _firsts(used: Floats, limit: Floats) -> Indices:
     """Line (3): for each stage and end, the first start that fits."""
-    return np.stack([np.searchsorted(row, row - most, side="left") for row, most in zip(used, limit, strict=True)]).astype(np.int64)
+    return np.stack(
+        [
+            np.searchsorted(row, row - most, side="left")
+            for row, most in zip(used, limit, strict=True)
+        ]
+    ).astype(np.int64)
 
 
 def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
-    """Refuse with numbers when no cut keeps within memory: take as much as fits on each stage in turn."""
+    """Refuse with numbers when no cut keeps within memory: take as much as fits on each stage in
+    turn.
+    """
     if _fits(chain, np.inf):
         return
     reached = np.zeros(len(chain.points), dtype=bool)  # points at which a stage can end
@@ -184,22 +212,30 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
         assert chain.firsts is not None
         before = np.concatenate([[0], np.cumsum(reached)])
         ends = np.arange(len(chain.points))
-        reached = before[ends] > before[np.minimum(chain.firsts[stage], ends)]  # some start from the first that fits to the end
+        reached = (
+            before[ends] > before[np.minimum(chain.firsts[stage], ends)]
+        )  # some start from the first that fits to the end
         if not reached.any():
             break
         done = int(np.flatnonzero(reached)[-1])
     rest = float(used[-1, -1] - used[-1, done])
     sizes = [human_bytes(max(0.0, float(most))) for most in limit]
-    room = f"{sizes[0]} each" if len(set(sizes)) == 1 else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
+    room = (
+        f"{sizes[0]} each"
+        if len(set(sizes)) == 1
+        else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
+    )
     raise NoRoom(
         f"no cut into {chain.num_stages} stages fits into memory: stages of {room} leave "
-        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, which need {human_bytes(rest)} more"
+        f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, "
+        f"which need {human_bytes(rest)} more"
     )
 
 
 def _smallest_time(chain: _Chain) -> float:
     """Smallest T of (1), by bisection, to BISECTION_WIDTH."""
-    # no cut is faster than the mean of stages in which every operation is on the stage that is fastest for it
+    # no cut is faster than the mean of stages in which every operation is on the stage that is
+    # fastest for it
     lower = float(np.diff(chain.elapsed).min(axis=0).sum()) / chain.num_stages * (1 - SAME_TIME)
     most = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
     upper = min(2 * lower, most)
@@ -222,18 +258,23 @@ def _fits(chain: _Chain, time: float) -> bool:
 
 
 def _ends(chain: _Chain, time: float) -> list[Indices] | None:
-    """The points at which each stage can end, all stages up to it within `time`; None where no cut is."""
+    """The points at which each stage can end, all stages up to it within `time`; None where no cut
+    is.
+    """
     needs, last = chain.need(time), len(chain.points) - 1
     ends, found = np.zeros(1, dtype=np.int64), []
     for stage in range(chain.num_stages):
         room = chain.room[stage][ends]
-        # of points from the first end on: the largest room before it, and what the last of these ends is
+        # of points from the first end on: the largest room before it, and what the last of these
+        # ends is
         points = np.arange(ends[0] + 1, last + 1)
         before = np.searchsorted(ends, points) - 1
         best = np.maximum.accumulate(room)
         reaches = best[before] >= needs[stage, points]
         if chain.firsts is not None:
-            reaches &= _in_window(room, best, ends, before, needs[stage, points], chain.firsts[stage, points], reaches)
+            reaches &= _in_window(
+                room, best, ends, before, needs[stage, points], chain.firsts[stage, points], reaches
+            )
         ends = points[reaches]
         if not len(ends):
             return None
@@ -242,11 +283,20 @@ def _ends(chain: _Chain, time: float) -> list[Indices] | None:
 
 
 def _in_window(
-    room: Floats, best: Floats, ends: Indices, before: Indices, need: Floats, firsts: Indices, asked: npt.NDArray[np.bool_]
+    room: Floats,
+    best: Floats,
+    ends: Indices,
+    before: Indices,
+    need: Floats,
+    firsts: Indices,
+    asked: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.bool_]:
-    """Which of the `asked` points have enough room at an end that memory allows, from `firsts` on."""
+    """Which of the `asked` points have enough room at an end that memory allows, from
+    `firsts` on.
+    """
     places = np.arange(len(ends))
-    # mostly the last end with the largest room of all before is such an end: rooms rise but where much crosses
+    # mostly the last end with the largest room of all before is such an end: rooms rise but where
+    # much crosses
     latest = np.maximum.accumulate(np.where(room == best, places, 0))[before]
     starts = np.searchsorted(ends, firsts)
     inside: npt.NDArray[np.bool_] = latest >= starts
@@ -262,7 +312,11 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
     sums: dict[int, float] = {0: 0.0}  # G_{k-1}, of points that can end a stage
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        rooms, need, crossing = chain.room[stage].tolist(), needs[stage].tolist(), chain.crossing[stage + 1].tolist()
+        rooms, need, crossing = (
+            chain.room[stage].tolist(),
+            needs[stage].tolist(),
+            chain.crossing[stage + 1].tolist(),
+        )
         stairs, starts = _Staircase(), iter(sums.items())
         start = next(starts, None)
         next_sums, before = {}, {}
@@ -279,7 +333,9 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
 
 
 def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
-    """As `_least_crossing`, with the starts that memory allows. A point that another beats may outlive it here: so no staircase."""
+    """As `_least_crossing`, with the starts that memory allows. A point that another beats may
+    outlive it here: so no staircase.
+    """
     needs, found = chain.need(time), _ends(chain, time)
     assert chain.firsts is not None
     assert found is not None, f"no cut within {time} s, though one was found before"
@@ -287,7 +343,10 @@ def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
         room, need = chain.room[stage][starts], needs[stage][ends]
-        firsts, lasts = np.searchsorted(starts, chain.firsts[stage][ends]), np.searchsorted(starts, ends)
+        firsts, lasts = (
+            np.searchsorted(starts, chain.firsts[stage][ends]),
+            np.searchsorted(starts, ends),
+        )
         next_sums, before = np.empty(len(ends)), {}
         for place, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
             candidates = np.where(room[first:last] >= need[place], sums[first:last], np.inf)
@@ -308,7 +367,9 @@ def _backwards(chosen_before: list[dict[int, int]], last: int) -> list[int]:
 
 
 class _Staircase:
-    """Points with (room, sum), kept so that both rise: the cheapest with enough room is the first with enough room."""
+    """Points with (room, sum), kept so that both rise: the cheapest with enough room is the first
+    with enough room.
+    """
 
     def __init__(self) -> None:
         self.rooms: list[float] = []
@@ -319,8 +380,14 @@ class _Staircase:
         place = bisect_left(self.rooms, room)
         if place < len(self.rooms) and self.sums[place] <= total:
             return  # another has as much room for no more
-        first = bisect_left(self.sums, total, 0, place)  # from here to `place`: less room, and no cheaper
-        self.rooms[first:place], self.sums[first:place], self.points[first:place] = [room], [total], [point]
+        first = bisect_left(
+            self.sums, total, 0, place
+        )  # from here to `place`: less room, and no cheaper
+        self.rooms[first:place], self.sums[first:place], self.points[first:place] = (
+            [room],
+            [total],
+            [point],
+        )
 
     def cheapest(self, need: float) -> tuple[float, int] | None:
         place = bisect_left(self.rooms, need)
@@ -335,28 +402,48 @@ def _chain(
     speeds: Sequence[float] | None,
 ) -> _Chain:
     """Check the arguments of `cut` and keep only the points that matter."""
-    times, crossing_times = np.asarray(times, dtype=np.float64), np.asarray(crossing_times, dtype=np.float64)
+    times, crossing_times = (
+        np.asarray(times, dtype=np.float64),
+        np.asarray(crossing_times, dtype=np.float64),
+    )
     num_operations = times.shape[-1]
     if num_operations < 1 or num_stages < 1:
-        raise ValueError(f"need at least 1 operation and 1 stage, got {num_operations} operations and {num_stages} stages")
-    inner = np.ones(num_operations, dtype=bool) if allowed is None else np.array(allowed, dtype=bool)
+        raise ValueError(
+            f"need at least 1 operation and 1 stage, got {num_operations} operations and "
+            f"{num_stages} stages"
+        )
+    inner = (
+        np.ones(num_operations, dtype=bool) if allowed is None else np.array(allowed, dtype=bool)
+    )
     if not len(crossing_times) == len(inner) == num_operations:
         raise ValueError(
-            f"{num_operations} operation times need as many crossing times and allowed marks, got {len(crossing_times)} and {len(inner)}"
+            f"{num_operations} operation times need as many crossing times and allowed marks, got "
+            f"{len(crossing_times)} and {len(inner)}"
         )
     inner[0] = False  # the first stage starts there anyway
     num_points = int(inner.sum())
     if num_stages > num_points + 1:
-        raise ValueError(f"asked for {num_stages} stages, but the model can be cut at {num_points} points: at most {num_points + 1} stages")
+        raise ValueError(
+            f"asked for {num_stages} stages, but the model can be cut at {num_points} points: at "
+            f"most {num_points + 1} stages"
+        )
     stage_speeds = np.ones(num_stages) if speeds is None else np.asarray(speeds, dtype=np.float64)
-    if len(stage_speeds) != num_stages or not (np.isfinite(stage_speeds) & (stage_speeds > 0)).all():
-        raise ValueError(f"speeds {list(stage_speeds)} must be {num_stages} positive numbers, one for each stage")
+    if (
+        len(stage_speeds) != num_stages
+        or not (np.isfinite(stage_speeds) & (stage_speeds > 0)).all()
+    ):
+        raise ValueError(
+            f"speeds {list(stage_speeds)} must be {num_stages} positive numbers, one for each stage"
+        )
     if times.ndim == 2 and len(times) != num_stages:
         raise ValueError(f"times of {len(times)} stages were given for {num_stages} stages")
     points = np.concatenate(([0], np.flatnonzero(inner), [num_operations]))
     crossing = np.concatenate(([0.0], crossing_times[inner], [0.0]))
     for name, values in (("operation", times), ("crossing", crossing)):
         if not (np.isfinite(values) & (values >= 0)).all():
-            raise ValueError(f"a {name} time is negative or not finite: {values[~(np.isfinite(values) & (values >= 0))][0]}")
+            raise ValueError(
+                f"a {name} time is negative or not finite: "
+                f"{values[~(np.isfinite(values) & (values >= 0))][0]}"
+            )
     elapsed = _prefix_sums(np.atleast_2d(times))[:, points] / stage_speeds[:, np.newaxis]
     return _Chain(points, elapsed, np.tile(crossing, (num_stages + 1, 1)), None)

@@ -1,7 +1,9 @@
-"""TaskGraphs of a model: as it is annotated, or cut into `num_task_graph` stages under the memory of their devices.
+"""TaskGraphs of a model: as it is annotated, or cut into `num_task_graph` stages under the memory
+of their devices.
 
-A stage holds as many micro-batches at once as its schedule lets it. How many, is known only when the schedule is there, so cuts are
-made one after the other for less and less memory, until one of them can be drafted:
+A stage holds as many micro-batches at once as its schedule lets it. How many, is known only when
+the schedule is there, so cuts are made one after the other for less and less memory, until one of
+them can be drafted:
 
     1F1B's micro-batches in flight (all of them for gpipe)
     the same, with everything computed again in backward              where the config lets the planner do so
@@ -42,7 +44,9 @@ class Cutting:
         """None: the model is to be cut."""
         problem, wanted = self.problem, self.problem.config.num_task_graph
         if wanted is None or problem.cluster.num_devices == 1:
-            return from_marks(self.operations, problem.kinds, problem.marks, problem.default_strategy)
+            return from_marks(
+                self.operations, problem.kinds, problem.marks, problem.default_strategy
+            )
         if problem.marks or problem.default_strategy:
             raise ValueError(
                 f'"num_task_graph": {wanted} cuts a model without annotations, but this one is annotated: leave one of the two out'
@@ -55,10 +59,14 @@ class Cutting:
         if self.annotated is not None:
             return self.annotated
         number = self.problem.config.num_task_graph or 1
-        return TaskGraphs({}, (Strategy("replicate", 1),) * number, ("a part of the model",) * number, "")
+        return TaskGraphs(
+            {}, (Strategy("replicate", 1),) * number, ("a part of the model",) * number, ""
+        )
 
     def each(self) -> Iterator[tuple[TaskGraphs, str]]:
-        """(TaskGraphs, why), each for less memory than the one before; raises `NoRoom` where none fits."""
+        """(TaskGraphs, why), each for less memory than the one before; raises `NoRoom` where none
+        fits.
+        """
         if self.annotated is not None:
             yield self.annotated, self.annotated.reason
             return
@@ -77,7 +85,9 @@ class Cutting:
             raise refused[-1]
 
     def _memories(self) -> Iterator[tuple[int, bool, str]]:
-        """(most micro-batches in flight on a stage, whether everything is computed again, what to say of it)"""
+        """(most micro-batches in flight on a stage, whether everything is computed again, what to
+        say of it)
+        """
         config = self.problem.config
         count, recompute = config.num_micro_batch, config.recompute
         yield count, recompute is True, ""
@@ -87,7 +97,11 @@ class Cutting:
             for again in (True, False) if recompute == "auto" else (recompute is True,):
                 most = self._most_in_flight(again)
                 while most:
-                    yield most, again, f"; cut for at most {most} in flight on a stage, as memory is short"
+                    yield (
+                        most,
+                        again,
+                        f"; cut for at most {most} in flight on a stage, as memory is short",
+                    )
                     most //= 2
 
     def _most_in_flight(self, again: bool) -> int:
@@ -106,7 +120,15 @@ class Cutting:
     def _cuts(self) -> CutProblem:
         problem, config = self.problem, self.problem.config
         number = len(self.wanted.strategies)
-        return CutProblem(self.workload, problem.cluster, self.order, number, config.num_micro_batch, config.schedule, config.dtype)
+        return CutProblem(
+            self.workload,
+            problem.cluster,
+            self.order,
+            number,
+            config.num_micro_batch,
+            config.schedule,
+            config.dtype,
+        )
 
     def _cut(self, most_in_flight: int, again: bool) -> TaskGraphs:
         cuts, kinds = self._cuts, self.problem.kinds

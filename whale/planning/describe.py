@@ -31,8 +31,12 @@ def crossings(
     for node, source, destination in assignment.crossings:
         batched = batch_dim(node, captured.batch_symbol) is not None
         sample_bytes = value_bytes(node, captured.batch_symbol, 1)
-        ends = [placement.virtual_devices[device_of_stage[stage]] for stage in (source, destination)]
-        narrowest = min(device.num_devices for device in ends)  # its devices send or receive the largest part each
+        ends = [
+            placement.virtual_devices[device_of_stage[stage]] for stage in (source, destination)
+        ]
+        narrowest = min(
+            device.num_devices for device in ends
+        )  # its devices send or receive the largest part each
         link = cluster.link(ends[0].ranks[0][0], ends[1].ranks[0][0])
         found.append(
             Crossing(
@@ -42,7 +46,9 @@ def crossings(
                 sample_bytes=sample_bytes,
                 batched=batched,
                 gradient=node in assignment.gradients,
-                message_s=link.seconds(sample_bytes * samples / narrowest if batched else sample_bytes),
+                message_s=link.seconds(
+                    sample_bytes * samples / narrowest if batched else sample_bytes
+                ),
                 line=user_line(node),
             )
         )
@@ -50,8 +56,12 @@ def crossings(
 
 
 def holders(captured: CapturedGraph, assignment: Assignment) -> dict[str, tuple[int, ...]]:
-    """Stages that hold each parameter and buffer. What nothing uses stays on stage 0, so that checkpoints are complete."""
-    holders: dict[str, list[int]] = {name: [] for name, tensor in captured.state.items() if tensor.kind != "constant"}
+    """Stages that hold each parameter and buffer. What nothing uses stays on stage 0, so that
+    checkpoints are complete.
+    """
+    holders: dict[str, list[int]] = {
+        name: [] for name, tensor in captured.state.items() if tensor.kind != "constant"
+    }
     for stage, part in enumerate(assignment.slices):
         for node in part.state:
             if str(node.target) in holders:
@@ -64,12 +74,19 @@ def holders(captured: CapturedGraph, assignment: Assignment) -> dict[str, tuple[
 
 
 def describe_task_graphs(
-    captured: CapturedGraph, task_graphs: TaskGraphs, placement: Placement, costs: Mapping[Node, NodeCost]
+    captured: CapturedGraph,
+    task_graphs: TaskGraphs,
+    placement: Placement,
+    costs: Mapping[Node, NodeCost],
 ) -> tuple[TaskGraph, ...]:
     described = []
-    for index, (strategy, label) in enumerate(zip(task_graphs.strategies, task_graphs.labels, strict=True)):
+    for index, (strategy, label) in enumerate(
+        zip(task_graphs.strategies, task_graphs.labels, strict=True)
+    ):
         own = [node for node, tg in task_graphs.of_operation.items() if tg == index]
-        weights = {str(a.target) for node in own for a in node.all_input_nodes if a.op == "get_attr"}
+        weights = {
+            str(a.target) for node in own for a in node.all_input_nodes if a.op == "get_attr"
+        }
         described.append(
             TaskGraph(
                 index=index,
@@ -96,8 +113,16 @@ def describe_stages(
     """`virtual_devices[i]` and `seconds[i]` (forward, input part, weight part) of stage i."""
     described = []
     for index, part in enumerate(assignment.slices):
-        names = sorted(str(node.target) for node in part.state if captured.state[str(node.target)].kind == "parameter")
-        own = {task_graphs.of_operation[node] for node in part.operations if node in task_graphs.of_operation}
+        names = sorted(
+            str(node.target)
+            for node in part.state
+            if captured.state[str(node.target)].kind == "parameter"
+        )
+        own = {
+            task_graphs.of_operation[node]
+            for node in part.operations
+            if node in task_graphs.of_operation
+        }
         described.append(
             Stage(
                 index=index,
@@ -116,16 +141,21 @@ def describe_stages(
 
 
 def parameter_bytes(captured: CapturedGraph, names: set[str] | list[str]) -> int:
-    return sum(captured.state[name].num_bytes for name in names if captured.state[name].kind == "parameter")
+    return sum(
+        captured.state[name].num_bytes for name in names if captured.state[name].kind == "parameter"
+    )
 
 
 def tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decision]:
-    tied = {name: stages for name, stages in holders(captured, assignment).items() if len(stages) > 1}
+    tied = {
+        name: stages for name, stages in holders(captured, assignment).items() if len(stages) > 1
+    }
     return [
         Decision(
             f"tied {name}",
             f"held by stages {', '.join(map(str, stages))}",
-            f"these stages use it; its gradient is summed over them ({captured.state[name].num_bytes} bytes)",
+            "these stages use it; its gradient is summed over them "
+            f"({captured.state[name].num_bytes} bytes)",
         )
         for name, stages in tied.items()
         if captured.state[name].kind == "parameter"
@@ -133,11 +163,16 @@ def tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decis
 
 
 def update_decisions(config: Config, num_stages: int) -> list[Decision]:
-    """When the weights of a stage change (`runtime/stage_updates.py`); nothing to say where there is one stage."""
+    """When the weights of a stage change (`runtime/stage_updates.py`); nothing to say where there
+    is one stage.
+    """
     if num_stages == 1:
         return []
     reason = config.needs_all_gradients
     if reason is not None:
         return [Decision("optimizer steps", "all stages at the end of the step", reason)]
-    why = "nothing needs all gradients first; optimizers that torch does not have, hooks on step() and shared parameters wait for the end"
+    why = (
+        "nothing needs all gradients first; optimizers that torch does not have, hooks on step() "
+        "and shared parameters wait for the end"
+    )
     return [Decision("optimizer steps", "per stage, as soon as its gradients are there", why)]

@@ -71,18 +71,30 @@ class Drafter:
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
         """Of every stage, what is computed again in backward."""
-        return tuple(self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed)) for stage in stages)
+        return tuple(
+            self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed))
+            for stage in stages
+        )
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         problem = self.problem
         micro_batch = problem.batch_size / problem.config.num_micro_batch
-        return crossings(problem.captured, self.assignment, self.placement, self.device_of_stage, problem.cluster, micro_batch)
+        return crossings(
+            problem.captured,
+            self.assignment,
+            self.placement,
+            self.device_of_stage,
+            problem.cluster,
+            micro_batch,
+        )
 
     @cached_property
     def stage_graph(self) -> scheduling.StageGraph:
         edges = tuple(sorted({(c.source, c.destination) for c in self.crossings}))
-        gradient_edges = tuple(sorted({(c.source, c.destination) for c in self.crossings if c.gradient}))
+        gradient_edges = tuple(
+            sorted({(c.source, c.destination) for c in self.crossings if c.gradient})
+        )
         return scheduling.StageGraph(self.device_of_stage, edges, gradient_edges)
 
     def choose(self) -> tuple[Priced, Priced]:
@@ -95,9 +107,15 @@ class Drafter:
             return nothing, nothing
         candidates = [(choice, name) for choice in self._choices(nothing)]
         if self.problem.is_trial and wanted == "auto" and name not in FIXED_ORDERS:
-            candidates = [(self.kept.nothing, name)]  # the other choices follow from the fastest order, which is not searched for
-        if name not in FIXED_ORDERS and is_short:  # regions for the micro-batches that 1F1B has in flight are others
-            candidates += [(choice, "1f1b") for choice in self._choices(self.price(self.kept.nothing, "1f1b"))]
+            candidates = [
+                (self.kept.nothing, name)
+            ]  # the other choices follow from the fastest order, which is not searched for
+        if (
+            name not in FIXED_ORDERS and is_short
+        ):  # regions for the micro-batches that 1F1B has in flight are others
+            candidates += [
+                (choice, "1f1b") for choice in self._choices(self.price(self.kept.nothing, "1f1b"))
+            ]
         priced = self._worth_looking_at(candidates)
         fitting = [each for each in priced if self._fits(each)]
         if not fitting:
@@ -113,24 +131,34 @@ class Drafter:
         return list(dict.fromkeys((self.kept.nothing, some, everything)))
 
     def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
-        """Priced; without those for which every order takes longer than one that fits. Known orders come first: they need no search."""
+        """Priced; without those for which every order takes longer than one that fits. Known orders
+        come first: they need no search.
+        """
         found: dict[int, Priced] = {}
         best_s = inf
-        for place in sorted(range(len(candidates)), key=lambda place: candidates[place][1] not in FIXED_ORDERS):
+        for place in sorted(
+            range(len(candidates)), key=lambda place: candidates[place][1] not in FIXED_ORDERS
+        ):
             choice, name = candidates[place]
             if self._least_seconds(choice) <= best_s * (1 + SAME_TIME):
                 found[place] = self.price(choice, name)
                 if self._fits(found[place]):
-                    best_s = min(best_s, 0.0 if self.problem.is_trial else self.step_seconds(found[place]))
+                    best_s = min(
+                        best_s, 0.0 if self.problem.is_trial else self.step_seconds(found[place])
+                    )
         return [found[place] for place in sorted(found)]
 
     def _least_seconds(self, choice: Choice) -> float:
         """Of any order, if these regions are computed again."""
         count = self.problem.config.num_micro_batch
-        return scheduling.lower_bound(self.stage_graph, self.costs(self._stages(choice), count), count)
+        return scheduling.lower_bound(
+            self.stage_graph, self.costs(self._stages(choice), count), count
+        )
 
     def price(self, choice: Choice, name: str) -> Priced:
-        """With the fastest schedule of this name, or where memory limits that one, with a schedule made for the memory."""
+        """With the fastest schedule of this name, or where memory limits that one, with a schedule
+        made for the memory.
+        """
         if (choice, name) not in self._prices:
             self._prices[choice, name] = self._price(choice, name)
         return self._prices[choice, name]
@@ -143,30 +171,66 @@ class Drafter:
         count, stages = self.problem.config.num_micro_batch, self._stages(choice)
         costs = self.costs(stages, count)
         is_trial = self.problem.is_trial
-        schedule = fastest_schedule("1f1b" if is_trial and name not in FIXED_ORDERS else name, self.stage_graph, count, costs)
+        schedule = fastest_schedule(
+            "1f1b" if is_trial and name not in FIXED_ORDERS else name,
+            self.stage_graph,
+            count,
+            costs,
+        )
         fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
         kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
         room = [self.workload.room_to_work(part) for part in self.assignment.slices]
-        shares = fastest.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
-        limits = Room(self.placement.virtual_devices, self.device_of_stage, kept, room, fastest.situation.memory, shares).limit(costs)
-        schedule = lean_schedule(name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None)
+        shares = fastest.situation.without_limits().samples_by_rank(
+            self.problem.largest_micro_batch
+        )
+        limits = Room(
+            self.placement.virtual_devices,
+            self.device_of_stage,
+            kept,
+            room,
+            fastest.situation.memory,
+            shares,
+        ).limit(costs)
+        schedule = lean_schedule(
+            name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None
+        )
         lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
     def _stages(self, choice: Choice) -> tuple[Stage, ...]:
         problem, workload = self.problem, self.workload
-        kinds = [[problem.cluster.devices[rank].kind for rank in _ranks(device)] for device in self.placement.virtual_devices]
+        kinds = [
+            [problem.cluster.devices[rank].kind for rank in _ranks(device)]
+            for device in self.placement.virtual_devices
+        ]
         times = []
-        for stage, (part, device) in enumerate(zip(self.assignment.slices, self.device_of_stage, strict=True)):
+        for stage, (part, device) in enumerate(
+            zip(self.assignment.slices, self.device_of_stage, strict=True)
+        ):
             again = self.kept.regions(stage, choice[stage])
             if stage in self.split.shardings:
                 part_again = repeated_part(workload, self.split.spaces[stage], again)
-                times.append(together_seconds(self.split.shardings[stage], problem.config.num_micro_batch, part_again))
+                times.append(
+                    together_seconds(
+                        self.split.shardings[stage], problem.config.num_micro_batch, part_again
+                    )
+                )
                 continue
-            times.append(stage_seconds(workload, part.operations, kinds[device], problem.config.num_micro_batch, again))
-        described = describe_stages(problem.captured, self.task_graphs, self.assignment, self.device_of_stage, workload.costs, times)
+            times.append(
+                stage_seconds(
+                    workload, part.operations, kinds[device], problem.config.num_micro_batch, again
+                )
+            )
+        described = describe_stages(
+            problem.captured,
+            self.task_graphs,
+            self.assignment,
+            self.device_of_stage,
+            workload.costs,
+            times,
+        )
         return tuple(
             replace(stage, num_regions=regions, num_recomputed=recomputed)
             for stage, (regions, recomputed) in zip(described, choice, strict=True)
@@ -186,7 +250,9 @@ class Drafter:
         return self.lost_seconds(priced) > SAME_TIME * slowest_s
 
     def lost_seconds(self, priced: Priced) -> float:
-        """How much longer the slowest device takes for its micro-batches because memory keeps samples from faster ones."""
+        """How much longer the slowest device takes for its micro-batches because memory keeps
+        samples from faster ones.
+        """
         size, count = self.problem.largest_micro_batch, self.problem.config.num_micro_batch
         free_s = priced.situation.without_limits().divide(size).slowest_s
         return count * (priced.situation.divide(size).slowest_s - free_s)
@@ -201,37 +267,76 @@ class Drafter:
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
 
         def situation_with(num_micro_batch: int) -> Situation:
-            name = config.schedule if config.schedule in FIXED_ORDERS else "1f1b"  # what others come to where memory is short
+            name = (
+                config.schedule if config.schedule in FIXED_ORDERS else "1f1b"
+            )  # what others come to where memory is short
             return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
 
         def recompute_fits() -> bool:
-            return config.recompute is False and self._fits(self.price(self.kept.everything(priced.schedule), config.schedule))
+            return config.recompute is False and self._fits(
+                self.price(self.kept.everything(priced.schedule), config.schedule)
+            )
 
-        again = ", even with all activations computed again in backward" if any(number for _, number in choice) else ""
-        refuse_unless_it_fits(priced.situation, self.problem.batch_size, config.num_micro_batch, situation_with, recompute_fits, again)
+        again = (
+            ", even with all activations computed again in backward"
+            if any(number for _, number in choice)
+            else ""
+        )
+        refuse_unless_it_fits(
+            priced.situation,
+            self.problem.batch_size,
+            config.num_micro_batch,
+            situation_with,
+            recompute_fits,
+            again,
+        )
 
     def _demands(self, priced: Priced) -> list[Demand]:
-        """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets which samples."""
-        division, found = priced.situation.without_limits().divide(self.problem.largest_micro_batch), []
+        """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets
+        which samples.
+        """
+        division, found = (
+            priced.situation.without_limits().divide(self.problem.largest_micro_batch),
+            [],
+        )
         for device in self.placement.virtual_devices:
             ranks = []
             for replica, members in enumerate(device.ranks):
                 for rank, share in zip(members, division.runs[replica][device.index], strict=True):
                     ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
-            order, shared = priced.fastest.orders[device.index], self._shared_bytes(stages) if device.grid is None else 0
-            most = partial(self._most_on_grid, stages, priced.fastest) if device.grid is not None else None
+            order, shared = (
+                priced.fastest.orders[device.index],
+                self._shared_bytes(stages) if device.grid is None else 0,
+            )
+            most = (
+                partial(self._most_on_grid, stages, priced.fastest)
+                if device.grid is not None
+                else None
+            )
             found.append(Demand(stages, order, shared, tuple(ranks), most))
         return found
 
     def _most_on_grid(
-        self, stages: Sequence[int], schedule: scheduling.Schedule, whole: DeviceMemory, choice: Mapping[int, Counts]
+        self,
+        stages: Sequence[int],
+        schedule: scheduling.Schedule,
+        whole: DeviceMemory,
+        choice: Mapping[int, Counts],
     ) -> DeviceMemory:
-        """From the memory of one device that runs these stages, that of the place of their grid that needs most."""
-        return max(self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes)
+        """From the memory of one device that runs these stages, that of the place of their grid
+        that needs most.
+        """
+        return max(
+            self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes
+        )
 
     def _on_grid(
-        self, stages: Sequence[int], whole: DeviceMemory, choice: Mapping[int, Counts], schedule: scheduling.Schedule
+        self,
+        stages: Sequence[int],
+        whole: DeviceMemory,
+        choice: Mapping[int, Counts],
+        schedule: scheduling.Schedule,
     ) -> list[DeviceMemory]:
         """By place."""
         flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
@@ -239,23 +344,40 @@ class Drafter:
         return grid_memory(self.workload, self.split, stages, whole, flying, regions)
 
     def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
-        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its devices do together."""
+        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
+        devices do together.
+        """
         problem, workload = self.problem, self.workload
         kinds = [device.kind for device in problem.cluster.devices]
         loads, memory = {}, {}
         for device in self.placement.virtual_devices:
             stages = self._stages_of(device)
-            operations = [node for stage in stages for node in self.assignment.slices[stage].operations]
+            operations = [
+                node for stage in stages for node in self.assignment.slices[stage].operations
+            ]
             again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
-            needed = self.kept.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
+            needed = self.kept.memory(
+                stages, dict(enumerate(choice)), schedule.orders[device.index]
+            )
             if device.grid is not None:
-                load = Load(sum(self._grid_seconds(stage, choice[stage]) for stage in stages) / self.split.num_samples)
-                for place, part in enumerate(self._on_grid(stages, needed, dict(enumerate(choice)), schedule)):
+                load = Load(
+                    sum(self._grid_seconds(stage, choice[stage]) for stage in stages)
+                    / self.split.num_samples
+                )
+                for place, part in enumerate(
+                    self._on_grid(stages, needed, dict(enumerate(choice)), schedule)
+                ):
                     for rank in (members[place] for members in device.ranks):
-                        loads[rank], memory[rank] = load, replace(part, capacity_bytes=kinds[rank].memory_bytes)
+                        loads[rank], memory[rank] = (
+                            load,
+                            replace(part, capacity_bytes=kinds[rank].memory_bytes),
+                        )
                 continue
             needed = needed.with_shared(self._shared_bytes(tuple(stages)))
-            totals = {kind: workload.times(operations, kind, again).total for kind in {kinds[rank] for rank in _ranks(device)}}
+            totals = {
+                kind: workload.times(operations, kind, again).total
+                for kind in {kinds[rank] for rank in _ranks(device)}
+            }
             for rank in _ranks(device):
                 loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
                 memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
@@ -272,14 +394,18 @@ class Drafter:
     def _grid_seconds(self, stage: int, counts: Counts) -> float:
         """Of one micro-batch, its share of the sums of gradients included."""
         sharding = self.split.shardings[stage]
-        again = repeated_part(self.workload, self.split.spaces[stage], self.kept.regions(stage, counts))
+        again = repeated_part(
+            self.workload, self.split.spaces[stage], self.kept.regions(stage, counts)
+        )
         return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
 
     def _stages_of(self, device: VirtualDevice) -> list[int]:
         return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
 
     def _shared_bytes(self, stages: tuple[int, ...]) -> int:
-        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other devices."""
+        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other
+        devices.
+        """
         return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
 
     @cached_property
@@ -289,7 +415,11 @@ class Drafter:
         for name, held_by in holders(self.problem.captured, self.assignment).items():
             owners = {self.device_of_stage[stage] for stage in held_by}
             state = self.problem.captured.state[name]
-            if state.kind == "parameter" and state.trainable and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1):
+            if (
+                state.kind == "parameter"
+                and state.trainable
+                and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1)
+            ):
                 for owner in owners:
                     found[owner] += state.num_bytes
         return found
@@ -300,7 +430,13 @@ def _ranks(device: VirtualDevice) -> list[int]:
 
 
 def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
-    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to update, no value without samples to send."""
-    sums_inside = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes())
-    unbatched = any(batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings)
+    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to
+    update, no value without samples to send.
+    """
+    sums_inside = any(
+        trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes()
+    )
+    unbatched = any(
+        batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings
+    )
     return 1 if sums_inside or unbatched or captured.buffer_updates else 0

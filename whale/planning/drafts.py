@@ -66,7 +66,10 @@ class Draft:
     def num_actions(self) -> int:
         """Of all devices in a step."""
         devices = self.placement.virtual_devices
-        return sum(len(order) * device.num_devices * len(device.ranks) for order, device in zip(self.schedule.orders, devices, strict=True))
+        return sum(
+            len(order) * device.num_devices * len(device.ranks)
+            for order, device in zip(self.schedule.orders, devices, strict=True)
+        )
 
     @property
     def choice(self) -> Choice:
@@ -83,17 +86,27 @@ def draft_stages(
     placement: Placement,
     is_chunked: bool,
 ) -> Draft:
-    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of its own."""
+    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of
+    its own.
+    """
     captured, config = problem.captured, problem.config
     if is_chunked:
         stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
     else:
-        virtual_device_of = {node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()}
+        virtual_device_of = {
+            node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()
+        }
         stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
-    move_free_operations(operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1))
-    assignment = make_assignment(captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch)
+    move_free_operations(
+        operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1)
+    )
+    assignment = make_assignment(
+        captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch
+    )
     split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
-    drafter, nothing, best = _choose(Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage)))
+    drafter, nothing, best = _choose(
+        Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage))
+    )
     slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
     costs = drafter.costs(best.stages, config.num_micro_batch)
     return Draft(
@@ -103,10 +116,14 @@ def draft_stages(
 
 
 def _choose(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
-    """The draft with what its grids gather kept, or gathered again in backward where that is asked for, or memory makes it faster:
-    (draft, nothing computed again, the best)."""
+    """The draft with what its grids gather kept, or gathered again in backward where that is asked
+    for, or memory makes it faster: (draft, nothing computed again, the best)."""
     wanted = drafter.problem.config.keep_gathered
-    again = replace(drafter, split=drafter.split.gathering_again()) if drafter.split.shardings and wanted is not True else None
+    again = (
+        replace(drafter, split=drafter.split.gathering_again())
+        if drafter.split.shardings and wanted is not True
+        else None
+    )
     if again is not None and wanted is False:
         return again, *again.choose()
     if again is None:
@@ -133,7 +150,9 @@ def _split(
     assignment: Assignment,
     device_of_stage: Sequence[int],
 ) -> Split:
-    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that a replica gets."""
+    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that
+    a replica gets.
+    """
     return SplitProblem(
         captured=problem.captured,
         kinds=problem.kinds,

@@ -1,6 +1,8 @@
-"""What a plan costs on its cluster, by the cost model: the part of a plan that the simulation and the emulation compute on.
+"""What a plan costs on its cluster, by the cost model: the part of a plan that the simulation and
+the emulation compute on.
 
-Times are affine in the samples of a micro-batch, bytes as well. No torch here: a saved plan is simulated at once.
+Times are affine in the samples of a micro-batch, bytes as well. No torch here: a saved plan is
+simulated at once.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from dataclasses import dataclass, replace
 from whale.cluster.network import Network
 
 UPDATE_COPIES = 2
-"""of the largest weight, that an optimizer with state makes for a moment: the root of Adam's second average, and that divided"""
+"""of the largest weight, that an optimizer with state makes for a moment: the root of Adam's second
+average, and that divided
+"""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,18 @@ class StageTimes:
     weight_backward: Seconds
     """products of weight gradients, which a split backward does later"""
     accumulate: Seconds = Seconds(0.0)
-    """adding the gradients of weights to those of earlier micro-batches: in every backward of a step but the first"""
+    """adding the gradients of weights to those of earlier micro-batches: in every backward of a
+    step but the first
+    """
 
     def __add__(self, other: StageTimes) -> StageTimes:
         forward, inputs = self.forward + other.forward, self.input_backward + other.input_backward
-        return StageTimes(forward, inputs, self.weight_backward + other.weight_backward, self.accumulate + other.accumulate)
+        return StageTimes(
+            forward,
+            inputs,
+            self.weight_backward + other.weight_backward,
+            self.accumulate + other.accumulate,
+        )
 
     @property
     def backward(self) -> Seconds:
@@ -62,13 +73,19 @@ class StageFigures:
     """from forward to backward, for each sample of a micro-batch"""
     kept_fixed_bytes: float
     working_sample_bytes: float
-    """room that its backward needs beside what is kept: gradients, and a region that is computed again"""
+    """room that its backward needs beside what is kept: gradients, and a region that is computed
+    again
+    """
     weight_part_sample_bytes: float = 0.0
     """what is kept from the input part of a split backward to its weight part"""
     working_fixed_bytes: float = 0.0
-    """the same for any number of samples: a gradient before it is added to the one of earlier micro-batches"""
+    """the same for any number of samples: a gradient before it is added to the one of earlier
+    micro-batches
+    """
     exchanged_fixed_bytes: float = 0.0
-    """on a grid: what exchanges of weights hold for a moment, less the gathered weights that are gone by then"""
+    """on a grid: what exchanges of weights hold for a moment, less the gathered weights that are
+    gone by then
+    """
 
     def working_bytes(self, num_samples: int) -> float:
         fixed = self.working_fixed_bytes + self.exchanged_fixed_bytes
@@ -80,7 +97,9 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class StateFigures:
-    """All parameters and buffers that the same stages hold, or that a grid cuts alike: then the bytes are those of the largest part."""
+    """All parameters and buffers that the same stages hold, or that a grid cuts alike: then the
+    bytes are those of the largest part.
+    """
 
     stages: tuple[int, ...]
     weight_bytes: int = 0
@@ -88,18 +107,24 @@ class StateFigures:
     """of these the part that gets gradients"""
     buffer_bytes: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
-    """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold everything"""
+    """on a grid: for each part the ranks that hold it; empty: all ranks of the stages hold
+    everything
+    """
     part_bytes: tuple[tuple[int, int], ...] = ()
     """of each part: bytes of weights, and those of them that get gradients"""
 
     def on(self, rank: int) -> StateFigures:
-        """What this rank holds of it; some may hold nothing where there are more devices than heads, say."""
+        """What this rank holds of it; some may hold nothing where there are more devices than
+        heads, say.
+        """
         own = [held for ranks, held in zip(self.parts, self.part_bytes) if rank in ranks]
         return replace(self, weight_bytes=own[0][0], trained_bytes=own[0][1]) if own else self
 
     def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold the same, and sum its gradients."""
-        return self.parts or (tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),)
+        return self.parts or (
+            tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,9 @@ class Figures:
     batch_bytes: int
     """of the mini-batch, which every device gets"""
     overlaps: bool = True
-    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core that the backward needs"""
+    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core
+    that the backward needs
+    """
 
     def on(self, rank: int) -> Figures:
         """With the states that this rank holds."""

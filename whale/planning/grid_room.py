@@ -1,6 +1,8 @@
-"""Room that a stage on a grid works in, beside what it keeps for backward: gradients on their way, and what exchanges hold for a moment.
+"""Room that a stage on a grid works in, beside what it keeps for backward: gradients on their way,
+and what exchanges hold for a moment.
 
-As `profiling/backward_room.py`, with the sizes that tensors have on one device. While operation i is differentiated there are
+As `profiling/backward_room.py`, with the sizes that tensors have on one device. While operation i
+is differentiated there are
 
     its own work       kept(i) + pending(i) + COPIES of the largest of its result and its inputs + gradients of gathered weights       (1)
     its inputs         kept(i - 1) + pending(i) + gradients of those that were exchanged for it + what the exchanges of these hold:
@@ -65,25 +67,38 @@ class OnDevice:
     """Sizes of the values of a stage on one device of a grid."""
 
     def __init__(self, space: Space, sharding: Sharding, num_samples: int) -> None:
-        self.space, self.sharding, self.grid, self.num_samples = space, sharding, sharding.grid, num_samples
+        self.space, self.sharding, self.grid, self.num_samples = (
+            space,
+            sharding,
+            sharding.grid,
+            num_samples,
+        )
         self.operations = space.program.operations
         nodes = list(space.program.captured.graph.nodes)
         self.chosen: dict[Node, dict[str, Option]] = {}
         for index, names in sharding.choices.items():
             known = {option.name: option for option in space.options[nodes[index]]}
-            self.chosen[nodes[index]] = {axis: known[name] for axis, name in zip(AXES, names, strict=True) if name}
+            self.chosen[nodes[index]] = {
+                axis: known[name] for axis, name in zip(AXES, names, strict=True) if name
+            }
         self._layouts: dict[Value, Layout] = {}
         self.changes = self._changes()
         self.rooms: dict[bool, Kept] = {}
-        """what `room_on_grid` found, where gathered tensors are kept or not, and nothing is computed again"""
+        """what `room_on_grid` found, where gathered tensors are kept or not, and nothing is
+        computed again
+        """
 
     def lies(self, value: Value) -> Layout:
         """As it is made, received or stored."""
         if value not in self._layouts:
             node, number = value
-            placements: dict[str, Placement] = dict.fromkeys(self.grid.axes, self.space.fixed_source(node))
+            placements: dict[str, Placement] = dict.fromkeys(
+                self.grid.axes, self.space.fixed_source(node)
+            )
             if node in self.chosen:
-                placements = {axis: option.outputs[number] for axis, option in self.chosen[node].items()}
+                placements = {
+                    axis: option.outputs[number] for axis, option in self.chosen[node].items()
+                }
             stored = self.sharding.stored.get(str(node.target)) if node.op == "get_attr" else None
             self._layouts[value] = stored or self._layout(value, placements)
         return self._layouts[value]
@@ -103,10 +118,14 @@ class OnDevice:
         return np.array([0.0, num_bytes / self.num_samples] if has_samples else [num_bytes, 0.0])
 
     def needed(self, node: Node, slot: int, value: Value) -> Layout:
-        return self._layout(value, {axis: option.inputs[slot] for axis, option in self.chosen[node].items()})
+        return self._layout(
+            value, {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}
+        )
 
     def _changes(self) -> dict[int, list[Change]]:
-        """By the operation that is the first to read the result; those of results of the stage behind all operations."""
+        """By the operation that is the first to read the result; those of results of the stage
+        behind all operations.
+        """
         found: dict[tuple[Value, Layout], tuple[int, Node | None, int]] = {}
         num_readers: Counter[tuple[Value, Layout]] = Counter()
         for index, node in enumerate(self.operations):
@@ -118,9 +137,15 @@ class OnDevice:
         for node, placement in self.space.wanted():
             value = value_of(node)
             target = self._layout(value, dict.fromkeys(self.grid.axes, placement))
-            if isinstance(node.meta.get("val"), torch.Tensor) and not is_alike(self.lies(value), target):
+            if isinstance(node.meta.get("val"), torch.Tensor) and not is_alike(
+                self.lies(value), target
+            ):
                 found.setdefault((value, target), (len(self.operations), None, 0))
-        fused = {node for key, (_, node, slot) in found.items() if self._is_fused(key, node, slot) and num_readers[key] == 1}
+        fused = {
+            node
+            for key, (_, node, slot) in found.items()
+            if self._is_fused(key, node, slot) and num_readers[key] == 1
+        }
         changes: dict[int, list[Change]] = {}
         for (value, target), (index, reader, _) in found.items():
             is_fused = reader in fused and num_readers[value, target] == 1
@@ -129,16 +154,25 @@ class OnDevice:
 
     def _is_fused(self, key: tuple[Value, Layout], node: Node | None, slot: int) -> bool:
         """Whether a linear layer takes in the exchange of its input."""
-        if node is None or slot or node.target is not torch.ops.aten.linear.default or key[0][0] not in self.space.program.gradients:
+        if (
+            node is None
+            or slot
+            or node.target is not torch.ops.aten.linear.default
+            or key[0][0] not in self.space.program.gradients
+        ):
             return False
         return plan_exchange(self.lies(key[0]), key[1], self.grid, 0).sends_back
 
     def _change(self, value: Value, target: Layout, is_fused: bool) -> Change:
         source, gradient = self.lies(value), value[0] in self.space.program.gradients
         places = range(self.grid.num_devices) if self.grid.work or self.grid.memory else (0,)
-        plans = [plan_exchange(source, target, self.grid, place, backward=gradient) for place in places]
+        plans = [
+            plan_exchange(source, target, self.grid, place, backward=gradient) for place in places
+        ]
         return Change(
-            before=self.size(value, source.largest_count(self.grid)) if value[0].op == "call_function" else NOTHING,
+            before=self.size(value, source.largest_count(self.grid))
+            if value[0].op == "call_function"
+            else NOTHING,
             after=self.size(value, target.largest_count(self.grid)),
             there=self.size(value, max(most_held(plan.forward) for plan in plans)),
             back=self.size(value, max(most_held(plan.backward) for plan in plans)),
@@ -148,12 +182,18 @@ class OnDevice:
         )
 
 
-def room_on_grid(device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool) -> Kept:
-    """The largest of lines (1) to (4), less all that is kept. `parts`: of each storage that is kept, what this device keeps of it."""
+def room_on_grid(
+    device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool
+) -> Kept:
+    """The largest of lines (1) to (4), less all that is kept. `parts`: of each storage that is
+    kept, what this device keeps of it.
+    """
     operations, gradients = device.operations, device.space.program.gradients
     let_go, (begins, ends) = _let_go(device, saved, parts, keeps_gathered), _waiting(device, saved)
     moments = [_sum([each.before + each.there for each in device.changes.get(len(operations), ())])]
-    moments.append(_sum([each.after + each.back for each in device.changes.get(len(operations), ())]))
+    moments.append(
+        _sum([each.after + each.back for each in device.changes.get(len(operations), ())])
+    )
     freed = pending = travelling = NOTHING
     for index in reversed(range(len(operations))):
         node, changes = operations[index], device.changes.get(index, ())
@@ -162,15 +202,27 @@ def room_on_grid(device: OnDevice, saved: Saved, parts: Mapping[int, float], kee
         moments.append(gone - pending + _sum([each.before + each.there for each in changes]))
         if node in gradients:
             own, largest = _largest(device, node)
-            of_weights, of_inputs = ([each for each in changes if each.is_weight is kind] for kind in (True, False))
+            of_weights, of_inputs = (
+                [each for each in changes if each.is_weight is kind] for kind in (True, False)
+            )
             again = _sum([each.there for each in changes if each.is_gather and not keeps_gathered])
-            moments.append(there + COPIES * largest + _sum([each.after for each in of_weights]) + again + travelling)
+            moments.append(
+                there
+                + COPIES * largest
+                + _sum([each.after for each in of_weights])
+                + again
+                + travelling
+            )
             leaving = _sum([each.after + each.back for each in of_inputs])
             fused = _sum([each.after + each.back for each in of_weights if each.is_fused])
             is_fused = any(each.is_fused for each in of_inputs)
-            moments.append((there + own + fused + again if is_fused else gone) + leaving + travelling)
+            moments.append(
+                (there + own + fused + again if is_fused else gone) + leaving + travelling
+            )
             if of_weights:
-                travelling = _sum([each.after + each.back for each in of_weights if not each.is_fused])
+                travelling = _sum(
+                    [each.after + each.back for each in of_weights if not each.is_fused]
+                )
                 moments.append(gone + largest + travelling)
         pending = pending + begins.get(index, NOTHING)
         freed = freed + let_go.get(index, NOTHING)
@@ -179,17 +231,27 @@ def room_on_grid(device: OnDevice, saved: Saved, parts: Mapping[int, float], kee
 
 
 def most_exchanged(device: OnDevice) -> Kept:
-    """Of one exchange, with what it is given: where regions are computed again, and nothing is let go one by one."""
+    """Of one exchange, with what it is given: where regions are computed again, and nothing is let
+    go one by one.
+    """
     found = [each.before + each.there for changes in device.changes.values() for each in changes]
     found += [each.after + each.back for changes in device.changes.values() for each in changes]
     most = max(found, key=partial(_at, device.num_samples), default=NOTHING)
     return Kept(float(most[1]), round(float(most[0])))
 
 
-def _let_go(device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool) -> dict[int, Bytes]:
-    """By operation: what is not kept any more once it is differentiated. What crosses stages stays until the backward is over."""
+def _let_go(
+    device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool
+) -> dict[int, Bytes]:
+    """By operation: what is not kept any more once it is differentiated. What crosses stages stays
+    until the backward is over.
+    """
     program = device.space.program
-    seen = {storage for node in (*program.received, *program.sent) for storage in saved.result_of_node.get(node, ())}
+    seen = {
+        storage
+        for node in (*program.received, *program.sent)
+        for storage in saved.result_of_node.get(node, ())
+    }
     found: dict[int, Bytes] = {}
     for index, node in enumerate(device.operations):
         new = saved.of_node.get(node, frozenset()) - seen
@@ -205,8 +267,13 @@ def _let_go(device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_ga
 
 
 def _waiting(device: OnDevice, saved: Saved) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
-    """Gradients that are there once an operation is differentiated, until the one that made the value: by where they begin and end."""
-    gradients, place = device.space.program.gradients, {node: index for index, node in enumerate(device.operations)}
+    """Gradients that are there once an operation is differentiated, until the one that made the
+    value: by where they begin and end.
+    """
+    gradients, place = (
+        device.space.program.gradients,
+        {node: index for index, node in enumerate(device.operations)},
+    )
     made: dict[int, int] = {}
     last_read: dict[int, int] = {}
     for index, node in enumerate(device.operations):
@@ -231,11 +298,19 @@ def _largest(device: OnDevice, node: Node) -> tuple[Bytes, Bytes]:
     if node not in device.chosen:
         return NOTHING, NOTHING
     size = partial(_at, device.num_samples)
-    own = max((device.size(value, device.lies(value).largest_count(device.grid)) for value in device.space.outputs_of(node)), key=size)
+    own = max(
+        (
+            device.size(value, device.lies(value).largest_count(device.grid))
+            for value in device.space.outputs_of(node)
+        ),
+        key=size,
+    )
     found = [own]
     for slot, value in enumerate(device.space.inputs_of(node)):
         if value[0] in device.space.program.gradients and value[0].op == "call_function":
-            found.append(device.size(value, device.needed(node, slot, value).largest_count(device.grid)))
+            found.append(
+                device.size(value, device.needed(node, slot, value).largest_count(device.grid))
+            )
     return own, max(found, key=size)
 
 

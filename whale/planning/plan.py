@@ -1,4 +1,6 @@
-"""The plan: everything decided, as plain frozen data. It is printed, saved as JSON, compared, and executed without further thought."""
+"""The plan: everything decided, as plain frozen data. It is printed, saved as JSON, compared, and
+executed without further thought.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Stage:
     forward_flop: float
     """of one mini-batch"""
     forward_s: float
-    """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost model"""
+    """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost
+    model
+    """
     parameters: tuple[str, ...]
     parameter_bytes: int
     input_backward_s: float = 0.0
@@ -63,7 +67,9 @@ class Stage:
     weight_backward_s: float = 0.0
     """as `forward_s`: gradients of its weights, which a split backward does later"""
     num_regions: int = 0
-    """parts into which the planner cut its operations, and the number of these, from the first on, that are computed again in backward"""
+    """parts into which the planner cut its operations, and the number of these, from the first on,
+    that are computed again in backward
+    """
     num_recomputed: int = 0
 
 
@@ -104,7 +110,9 @@ class DeviceMemory:
     fixed_bytes: int
     """activations that do not depend on the samples, of all micro-batches in flight"""
     sample_bytes: float
-    """activations for each sample of a micro-batch, of all micro-batches in flight, and room to work on one of them"""
+    """activations for each sample of a micro-batch, of all micro-batches in flight, and room to
+    work on one of them
+    """
     capacity_bytes: int
     """0: not known"""
     update_bytes: int = 0
@@ -112,7 +120,13 @@ class DeviceMemory:
 
     @property
     def static_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.fixed_bytes
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.buffer_bytes
+            + self.fixed_bytes
+        )
 
     @property
     def least_bytes(self) -> int:
@@ -120,8 +134,14 @@ class DeviceMemory:
         return self.static_bytes + max(0, self.update_bytes - self.fixed_bytes)
 
     def with_shared(self, num_bytes: int) -> DeviceMemory:
-        """With buckets for gradients of so many bytes, which are summed with other devices; in the update they lie there alone."""
-        return replace(self, buffer_bytes=self.buffer_bytes + num_bytes, update_bytes=max(0, self.update_bytes - num_bytes))
+        """With buckets for gradients of so many bytes, which are summed with other devices; in the
+        update they lie there alone.
+        """
+        return replace(
+            self,
+            buffer_bytes=self.buffer_bytes + num_bytes,
+            update_bytes=max(0, self.update_bytes - num_bytes),
+        )
 
     def total_bytes(self, num_samples: int) -> float:
         return max(self.least_bytes, self.static_bytes + num_samples * self.sample_bytes)
@@ -142,7 +162,9 @@ class Plan:
 
     format: int
     model: str
-    """hash of the captured graph and the weights' names and shapes: a plan runs only the model that it was made for"""
+    """hash of the captured graph and the weights' names and shapes: a plan runs only the model that
+    it was made for
+    """
     config: dict[str, Any]
     num_devices: int
     device_kinds: tuple[str, ...]
@@ -153,7 +175,9 @@ class Plan:
     virtual_devices: tuple[VirtualDevice, ...]
     num_replicas: int
     device_seconds: tuple[float, ...]
-    """by rank: time of forward and backward for one sample of a micro-batch, all stages of the device"""
+    """by rank: time of forward and backward for one sample of a micro-batch, all stages of the
+    device
+    """
     stages: tuple[Stage, ...]
     stage_of_operation: tuple[int, ...]
     """by position in the graph; -1 = recomputed wherever it is used"""
@@ -171,7 +195,9 @@ class Plan:
     memory: tuple[DeviceMemory, ...] = ()
     """by rank; empty: no limits"""
     least_samples: int = 1
-    """0: a device may be left without samples; 1: every device must take part (batch statistics, values without samples)"""
+    """0: a device may be left without samples; 1: every device must take part (batch statistics,
+    values without samples)
+    """
     figures: Figures | None = None
     """what the simulation needs; None: a plan made by hand"""
     shardings: tuple[StageSharding, ...] = ()
@@ -199,12 +225,24 @@ class Plan:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
-            more = f" ({count(error.error_count() - 1, 'more problem')})" if error.error_count() > 1 else ""
-            raise ValueError(f"{path} is not a plan of `whale plan --save`: {where}: {first['msg']}{more}") from None
+            more = (
+                f" ({count(error.error_count() - 1, 'more problem')})"
+                if error.error_count() > 1
+                else ""
+            )
+            raise ValueError(
+                f"{path} is not a plan of `whale plan --save`: {where}: {first['msg']}{more}"
+            ) from None
         if unknown:
-            raise ValueError(f"{path} is not a plan: it has fields that a plan does not have: {', '.join(unknown[:5])}")
+            raise ValueError(
+                f"{path} is not a plan: it has fields that a plan does not have: "
+                f"{', '.join(unknown[:5])}"
+            )
         if plan.format != PLAN_FORMAT:
-            raise ValueError(f"{path} has plan format {plan.format}, this Whale reads {PLAN_FORMAT}: make the plan again")
+            raise ValueError(
+                f"{path} has plan format {plan.format}, this Whale reads {PLAN_FORMAT}: make the "
+                "plan again"
+            )
         problem = plan.contradiction()
         if problem:
             raise ValueError(f"{path} contradicts itself: {problem}. Make the plan again")
@@ -212,20 +250,37 @@ class Plan:
 
     def contradiction(self) -> str | None:
         """What does not fit together in this plan, if anything; a file may have been edited."""
-        ranks = sorted(rank for device in self.virtual_devices for replica in device.ranks for rank in replica)
+        ranks = sorted(
+            rank for device in self.virtual_devices for replica in device.ranks for rank in replica
+        )
         if ranks != list(range(self.num_devices)):
-            return f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {self.num_devices} devices"
+            return (
+                f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {self.num_devices} "
+                "devices"
+            )
         if any(len(device.ranks) != self.num_replicas for device in self.virtual_devices):
             return f"not every VirtualDevice has {self.num_replicas} replicas"
         if any(not 0 <= stage.virtual_device < len(self.virtual_devices) for stage in self.stages):
             return "a stage names a VirtualDevice that is not there"
-        places = [*self.stage_of_operation, *(stage for stages in self.holders.values() for stage in stages)]
+        places = [
+            *self.stage_of_operation,
+            *(stage for stages in self.holders.values() for stage in stages),
+        ]
         if any(not -1 <= stage < len(self.stages) for stage in places):
             return f"an operation or weight names a stage beyond its {len(self.stages)}"
         if problem := self._sharding_contradiction():
             return problem
-        by_rank = (self.device_kinds, self.device_seconds, self.device_fixed_seconds, self.device_flop_per_s, self.memory)
-        if any(len(values) not in ((0, self.num_devices) if place > 1 else (self.num_devices,)) for place, values in enumerate(by_rank)):
+        by_rank = (
+            self.device_kinds,
+            self.device_seconds,
+            self.device_fixed_seconds,
+            self.device_flop_per_s,
+            self.memory,
+        )
+        if any(
+            len(values) not in ((0, self.num_devices) if place > 1 else (self.num_devices,))
+            for place, values in enumerate(by_rank)
+        ):
             return f"it describes {len(self.device_kinds)} devices of {self.num_devices}"
         try:
             check(Schedule.from_json(self.schedule))
@@ -235,10 +290,21 @@ class Plan:
 
     def _sharding_contradiction(self) -> str | None:
         for device in self.virtual_devices:
-            if device.grid is not None and any(len(ranks) != device.grid.num_devices for ranks in device.ranks):
-                return f"VirtualDevice {device.index} has a grid of {device.grid.name} devices and {device.num_devices} ranks"
-        on_grids = {stage.index for stage in self.stages if self.virtual_devices[stage.virtual_device].grid is not None}
-        if {sharding.stage for sharding in self.shardings} != on_grids or len(self.shardings) != len(on_grids):
+            if device.grid is not None and any(
+                len(ranks) != device.grid.num_devices for ranks in device.ranks
+            ):
+                return (
+                    f"VirtualDevice {device.index} has a grid of {device.grid.name} devices and "
+                    f"{device.num_devices} ranks"
+                )
+        on_grids = {
+            stage.index
+            for stage in self.stages
+            if self.virtual_devices[stage.virtual_device].grid is not None
+        }
+        if {sharding.stage for sharding in self.shardings} != on_grids or len(
+            self.shardings
+        ) != len(on_grids):
             said = sorted(sharding.stage for sharding in self.shardings)
             return f"it says how stages {said} are sharded, on grids are {sorted(on_grids)}"
         for sharding in self.shardings:
@@ -262,7 +328,9 @@ class Plan:
             for replica, ranks in enumerate(device.ranks):
                 if rank in ranks:
                     return device.index, replica, ranks.index(rank)
-        raise ValueError(f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)")
+        raise ValueError(
+            f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)"
+        )
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         device = self.place_of_rank(rank)[0]
@@ -277,7 +345,9 @@ def diff(a: Plan, b: Plan) -> list[str]:
 def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted(a.keys() | b.keys(), key=str):
-            yield from _differences(f"{path}.{key}" if path else str(key), a.get(key, "absent"), b.get(key, "absent"))
+            yield from _differences(
+                f"{path}.{key}" if path else str(key), a.get(key, "absent"), b.get(key, "absent")
+            )
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         for place, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from _differences(f"{path}[{place}]", left, right)
@@ -287,7 +357,11 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(value) if hasattr(value, '__len__') else len(text)} long)"
+    return (
+        text
+        if len(text) <= 80
+        else f"{text[:60]}... ({len(value) if hasattr(value, '__len__') else len(text)} long)"
+    )
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(Plan))

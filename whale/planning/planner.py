@@ -1,6 +1,8 @@
-"""Captured graph, cluster and config in, `Plan` out. Every choice leaves a `Decision` with its numbers.
+"""Captured graph, cluster and config in, `Plan` out. Every choice leaves a `Decision` with its
+numbers.
 
-Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> schedule -> shares. Pure: no process group, no weights.
+Order: TaskGraphs -> VirtualDevices -> chunks -> stages -> what crosses -> schedule -> shares. Pure:
+no process group, no weights.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from whale.simulation.simulate import simulate
 SAMPLES = "samples by rank"
 """what the decision on shares is called"""
 MOST_ACTIONS = 10_000
-"""orders of devices are compared by simulation if their steps have at most so many actions, else by the slowest device"""
+"""orders of devices are compared by simulation if their steps have at most so many actions, else by
+the slowest device
+"""
 
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
@@ -71,20 +75,33 @@ def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
         return _plan(problem, workload, drafts[0], model), drafts[0].assignment
     if max(draft.num_actions for draft in drafts) > MOST_ACTIONS:
         best = min(drafts, key=lambda draft: draft.slowest_s)
-        times = ", ".join(f"{draft.order.name} {human_seconds(draft.slowest_s)}" for draft in drafts)
+        times = ", ".join(
+            f"{draft.order.name} {human_seconds(draft.slowest_s)}" for draft in drafts
+        )
         why = f"the slowest device for one micro-batch: {times}"
         return _with_order(_plan(problem, workload, best, model), best, why), best.assignment
     plans = [_plan(problem, workload, draft, model) for draft in drafts]
     steps = [simulate(plan).gradients_s for plan in plans]
     fastest = steps.index(min(steps))
-    times = ", ".join(f"{draft.order.name} {human_seconds(step_s)}" for draft, step_s in zip(drafts, steps, strict=True))
-    return _with_order(plans[fastest], drafts[fastest], f"a simulated step: {times}"), drafts[fastest].assignment
+    times = ", ".join(
+        f"{draft.order.name} {human_seconds(step_s)}"
+        for draft, step_s in zip(drafts, steps, strict=True)
+    )
+    return _with_order(plans[fastest], drafts[fastest], f"a simulated step: {times}"), drafts[
+        fastest
+    ].assignment
 
 
 def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
-    """The plan with the reason for its order of devices, which stands before the samples that follow from it."""
+    """The plan with the reason for its order of devices, which stands before the samples that
+    follow from it.
+    """
     place = _place_of_samples(plan)
-    decisions = (*plan.decisions[:place], Decision("order of devices", draft.order.name, why), *plan.decisions[place:])
+    decisions = (
+        *plan.decisions[:place],
+        Decision("order of devices", draft.order.name, why),
+        *plan.decisions[place:],
+    )
     return replace(plan, decisions=decisions)
 
 
@@ -99,8 +116,17 @@ def _place_of_samples(plan: Plan) -> int:
 
 def _workload(problem: Problem) -> Workload:
     captured, config = problem.captured, problem.config
-    share = typical_share(problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem))
-    return Workload(captured, problem.batch_size, carries_gradient(captured), problem.optimizer_ratio, config.dtype, share)
+    share = typical_share(
+        problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem)
+    )
+    return Workload(
+        captured,
+        problem.batch_size,
+        carries_gradient(captured),
+        problem.optimizer_ratio,
+        config.dtype,
+        share,
+    )
 
 
 def _orders(problem: Problem) -> tuple[Order, ...]:
@@ -127,25 +153,44 @@ def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNot
 
 
 def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
-    """The best number of chunks for this order of the devices; raises where memory is too small for every one."""
+    """The best number of chunks for this order of the devices; raises where memory is too small for
+    every one.
+    """
     captured, config, cluster = problem.captured, problem.config, problem.cluster
     operations = live_operations(captured)
     cutting = Cutting(problem, workload, operations, order)
-    placement = place([s.num_devices for s in cutting.wanted.strategies], cluster.num_devices, colocate=config.colocate)
+    placement = place(
+        [s.num_devices for s in cutting.wanted.strategies],
+        cluster.num_devices,
+        colocate=config.colocate,
+    )
     placement = with_grids(placement, cutting.wanted)
-    widest = max(placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices)
+    widest = max(
+        placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices
+    )
     check_batch(problem.batch_size, config.num_micro_batch, widest)
     check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
-    placement = replace(placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices))
+    placement = replace(
+        placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices)
+    )
 
     def draft_of(task_graphs: TaskGraphs, why: str, over: Placement, is_chunked: bool) -> Draft:
-        return draft_stages(problem, workload, operations, order, task_graphs, why, over, is_chunked)
+        return draft_stages(
+            problem, workload, operations, order, task_graphs, why, over, is_chunked
+        )
 
     def draft(num_chunks: int) -> Draft:
         if num_chunks == 1:
-            return _fastest((partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1)
-        chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(operations, problem.kinds)
-        return _fastest((partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks), 1 if problem.is_trial else 2)
+            return _fastest(
+                (partial(draft_of, cut, why, placement, False) for cut, why in cutting.each()), 1
+            )
+        chunks = ChunkCuts(workload, cluster, placement, num_chunks, config).each(
+            operations, problem.kinds
+        )
+        return _fastest(
+            (partial(draft_of, cut, cut.reason, over, True) for cut, over in chunks),
+            1 if problem.is_trial else 2,
+        )
 
     drafts: dict[int, Draft] = {}
     refused: list[ValueError] = []
@@ -163,13 +208,20 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     if len(drafts) == 1:
         return next(iter(drafts.values()))
     best = min(drafts, key=lambda number: drafts[number].predicted_s)
-    compared = ", ".join(f"{number}: {human_seconds(each.predicted_s)}" for number, each in drafts.items())
-    why = f"; {best} chunks on each VirtualDevice take least time ({compared}; with {ACTION_S * 1e3:g} ms for each action of the runtime)"
+    compared = ", ".join(
+        f"{number}: {human_seconds(each.predicted_s)}" for number, each in drafts.items()
+    )
+    why = (
+        f"; {best} chunks on each VirtualDevice take least time ({compared}; with "
+        f"{ACTION_S * 1e3:g} ms for each action of the runtime)"
+    )
     return replace(drafts[best], why_chunks=why)
 
 
 def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
-    """Of the first so many that fit, or of one where memory does not make its step longer. Raises what the last one lacks if none fits."""
+    """Of the first so many that fit, or of one where memory does not make its step longer. Raises
+    what the last one lacks if none fits.
+    """
     found: list[Draft] = []
     refused: list[DoesNotFit] = []
     for make in drafts:
@@ -186,11 +238,19 @@ def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
-    captured, config, cluster, assignment = problem.captured, problem.config, problem.cluster, draft.assignment
+    captured, config, cluster, assignment = (
+        problem.captured,
+        problem.config,
+        problem.cluster,
+        draft.assignment,
+    )
     kinds = [device.kind for device in cluster.devices]
     placement, situation = draft.placement, draft.situation
     held = holders(captured, assignment)
-    ranks_of = [[rank for replica in device.ranks for rank in replica] for device in placement.virtual_devices]
+    ranks_of = [
+        [rank for replica in device.ranks for rank in replica]
+        for device in placement.virtual_devices
+    ]
     return Plan(
         format=PLAN_FORMAT,
         model=model,
@@ -204,7 +264,9 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
         num_replicas=placement.num_replicas,
         device_seconds=tuple(load.sample_s for load in situation.loads),
         stages=draft.stages,
-        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()),
+        stage_of_operation=tuple(
+            assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()
+        ),
         crossings=draft.crossings,
         holders=held,
         schedule=draft.schedule.to_json(),
@@ -214,15 +276,27 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
         ),
         decisions=(
             Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
-            Decision("VirtualDevices", f"{len(placement.virtual_devices)} x {count(placement.num_replicas, 'replica')}", placement.reason),
+            Decision(
+                "VirtualDevices",
+                f"{len(placement.virtual_devices)} x {count(placement.num_replicas, 'replica')}",
+                placement.reason,
+            ),
             *draft.split.decisions,
             *_balance_decisions(problem, draft),
             *_recompute_decisions(problem, draft),
             *tie_decisions(captured, assignment),
-            Decision("schedule", draft.schedule.name, _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks),
+            Decision(
+                "schedule",
+                draft.schedule.name,
+                _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks,
+            ),
             *update_decisions(config, len(draft.stages)),
         ),
-        notes=(*captured.notes, *_batch_norm_notes(captured, config.num_micro_batch), *draft.split.notes()),
+        notes=(
+            *captured.notes,
+            *_batch_norm_notes(captured, config.num_micro_batch),
+            *draft.split.notes(),
+        ),
         device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
         device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
         memory=situation.memory,
@@ -236,14 +310,24 @@ def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Pla
             [ranks_of[stage.virtual_device] for stage in draft.stages],
             draft.choice,
             config.recompute,
-            on_grids(workload, draft.split, held, [stage.virtual_device for stage in draft.stages], draft.regions),
+            on_grids(
+                workload,
+                draft.split,
+                held,
+                [stage.virtual_device for stage in draft.stages],
+                draft.regions,
+            ),
         ),
     )
 
 
 def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """Why unlike devices do what they do."""
-    return [] if problem.cluster.is_uniform else [Decision(SAMPLES, *explain_shares(draft.situation, problem.largest_micro_batch))]
+    return (
+        []
+        if problem.cluster.is_uniform
+        else [Decision(SAMPLES, *explain_shares(draft.situation, problem.largest_micro_batch))]
+    )
 
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -251,38 +335,65 @@ def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     before, now = draft.without_recompute, draft.situation
     shares = now.samples_by_rank(problem.largest_micro_batch)
     ranks = range(len(shares))
-    saved = max(shares[rank] * (before.memory[rank].sample_bytes - now.memory[rank].sample_bytes) for rank in ranks)
-    work = [(now.loads[rank].seconds(shares[rank]), before.loads[rank].seconds(shares[rank])) for rank in ranks if shares[rank]]
-    more = max(after / without - 1 for after, without in work if without) if any(without for _, without in work) else 0.0
+    saved = max(
+        shares[rank] * (before.memory[rank].sample_bytes - now.memory[rank].sample_bytes)
+        for rank in ranks
+    )
+    work = [
+        (now.loads[rank].seconds(shares[rank]), before.loads[rank].seconds(shares[rank]))
+        for rank in ranks
+        if shares[rank]
+    ]
+    more = (
+        max(after / without - 1 for after, without in work if without)
+        if any(without for _, without in work)
+        else 0.0
+    )
     told = explain(draft.choice, problem.config.recompute, more, saved)
     return [Decision("recompute", *told)] if told else []
 
 
 def fingerprint(captured: CapturedGraph) -> str:
-    """Hash of the graph (operations, arguments, shapes) and of the weights' names, shapes and types."""
+    """Hash of the graph (operations, arguments, shapes) and of the weights' names, shapes and
+    types.
+    """
     state = hashlib.blake2b(digest_size=16)
     for node in captured.graph.nodes:
         value = node.meta.get("val")
-        shape = (*(str(size) for size in value.shape), value.dtype) if isinstance(value, torch.Tensor) else ""
+        shape = (
+            (*(str(size) for size in value.shape), value.dtype)
+            if isinstance(value, torch.Tensor)
+            else ""
+        )
         state.update(f"{node.op}|{node.target}|{node.args}|{node.kwargs}|{shape}\n".encode())
     for name in sorted(captured.state):
         tensor = captured.state[name]
-        state.update(f"{name}|{tensor.kind}|{tensor.shape}|{tensor.dtype}|{tensor.trainable}|{tensor.aliases}\n".encode())
+        state.update(
+            f"{name}|{tensor.kind}|{tensor.shape}|{tensor.dtype}|{tensor.trainable}|{tensor.aliases}\n".encode()
+        )
     return state.hexdigest()
 
 
 def _width(problem: Problem) -> int:
-    """Devices of one model replica, as far as that is known before the TaskGraphs are: 1 where order makes no difference."""
+    """Devices of one model replica, as far as that is known before the TaskGraphs are: 1 where
+    order makes no difference.
+    """
     if problem.cluster.num_devices == 1 or problem.config.colocate:
         return 1
     if problem.config.num_task_graph is not None:
         return problem.config.num_task_graph
-    strategies = from_marks(live_operations(problem.captured), problem.kinds, problem.marks, problem.default_strategy).strategies
+    strategies = from_marks(
+        live_operations(problem.captured), problem.kinds, problem.marks, problem.default_strategy
+    ).strategies
     return sum(strategy.num_devices for strategy in strategies)
 
 
-def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int) -> None:
-    """Refuses what may not be cut: `widest` is over how many devices a micro-batch is cut at most."""
+def check_loss_and_buffers(
+    captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int
+) -> None:
+    """Refuses what may not be cut: `widest` is over how many devices a micro-batch is cut
+    at most.
+    """
     if only_whole is not None and (widest > 1 or num_micro_batch > 1):
         raise ValueError(only_whole.message)
     if widest > 1:
@@ -290,18 +401,23 @@ def check_loss_and_buffers(captured: CapturedGraph, only_whole: NotAdditive | No
 
 
 def _refuse_sample_buffers(captured: CapturedGraph) -> None:
-    """Buffers computed from samples would drift apart on the devices that share a micro-batch (BatchNorm's are summed over all)."""
+    """Buffers computed from samples would drift apart on the devices that share a micro-batch
+    (BatchNorm's are summed over all).
+    """
     for node in captured.compute_nodes():
         args = named_args(node) if op_name(node) == "instance_norm" else {}
         if args.get("use_input_stats") and args.get("running_mean") is not None:
             raise ValueError(
-                f"instance norm with running statistics ({user_line(node)}): each device would keep other statistics. "
-                f"Use track_running_stats=False, or put this part on one device with one model replica"
+                f"instance norm with running statistics ({user_line(node)}): each device would "
+                "keep other statistics. "
+                "Use track_running_stats=False, or put this part on one device with one model "
+                "replica"
             )
     for name, value in captured.buffer_updates.items():
         if slice_stage([value], RECOMPUTED, {}).inputs:
             raise ValueError(
-                f"buffer {name} is computed from the samples ({user_line(value)}), so each device would get another value: "
+                f"buffer {name} is computed from the samples ({user_line(value)}), so each device "
+                "would get another value: "
                 f"put this part on one device with one model replica"
             )
 
@@ -312,18 +428,32 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
     if not found or num_micro_batch == 1:
         return []
     return [
-        f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each of the {num_micro_batch} micro-batches, "
+        f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each "
+        f"of the {num_micro_batch} micro-batches, "
         'not over the whole mini-batch: the same as local training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
     ]
 
 
 def _schedule_reason(schedule: scheduling.Schedule, wanted: str) -> str:
-    instead = "" if schedule.name == wanted else f'no faster order of "{wanted}" was found within the memory of the devices; '
+    instead = (
+        ""
+        if schedule.name == wanted
+        else f'no faster order of "{wanted}" was found within the memory of the devices; '
+    )
     return (
-        f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over {count(schedule.stage_graph.num_stages, 'stage')}; "
+        f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over "
+        f"{count(schedule.stage_graph.num_stages, 'stage')}; "
         f"proved complete and free of deadlock; "
         f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )
 
 
-__all__ = ["Assignment", "Problem", "apply_plan", "check_loss_and_buffers", "fingerprint", "follow_plan", "make_plan"]
+__all__ = [
+    "Assignment",
+    "Problem",
+    "apply_plan",
+    "check_loss_and_buffers",
+    "fingerprint",
+    "follow_plan",
+    "make_plan",
+]

@@ -1,4 +1,5 @@
-"""The cost model applied to the stages of a plan: `Figures`, and the times that cuts and schedules are made for.
+"""The cost model applied to the stages of a plan: `Figures`, and the times that cuts and schedules
+are made for.
 
 Devices that share the samples of a stage by their speed take, together,
 
@@ -33,13 +34,17 @@ from whale.simulation.sums import sum_seconds
 aten = torch.ops.aten
 
 UPDATE_PASSES = 3
-"""an optimizer reads weights and gradients and writes weights; it reads and writes its own state besides"""
+"""an optimizer reads weights and gradients and writes weights; it reads and writes its own state
+besides
+"""
 
 UNFUSED_PASSES, UNFUSED_STATE_PASSES = 3, 8
 """the same on a CPU that was not measured, where torch's optimizers run operation by operation"""
 
 OWN_CALLS = 60
-"""small operations of the runtime itself in a step, about: it reads the batch, adds up the loss and tells it to the other ranks"""
+"""small operations of the runtime itself in a step, about: it reads the batch, adds up the loss and
+tells it to the other ranks
+"""
 
 MiniBatchSeconds = tuple[float, float, float]
 """forward, input part and weight part of the backward"""
@@ -72,9 +77,14 @@ def typical_share(batch_size: int, num_micro_batch: int, num_replicas: int) -> i
 
 
 def stage_seconds(
-    workload: Workload, operations: Sequence[Node], kinds: Sequence[DeviceKind], num_micro_batch: int, again: Container[Node] = ()
+    workload: Workload,
+    operations: Sequence[Node],
+    kinds: Sequence[DeviceKind],
+    num_micro_batch: int,
+    again: Container[Node] = (),
 ) -> MiniBatchSeconds:
-    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them times takes no time.
+    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them
+    times takes no time.
 
     `again`: operations whose forward is run once more in backward.
     """
@@ -100,15 +110,22 @@ def figures_of(
     wanted: Recompute,
     on_grids: OnGrids | None = None,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in backward; `on_grids`: what grids change."""
+    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in
+    backward; `on_grids`: what grids change.
+    """
     on_grids = on_grids or OnGrids()
     stages, described = [], Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
-        needed, again = described.bytes(index, choice[index]), described.regions(index, choice[index])
+        needed, again = (
+            described.bytes(index, choice[index]),
+            described.regions(index, choice[index]),
+        )
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {}
         for kind in kinds:
-            alone = workload.times(part.operations, kind, again) + sums_inside(workload, part, ranks[index], cluster.network, kind, again)
+            alone = workload.times(part.operations, kind, again) + sums_inside(
+                workload, part, ranks[index], cluster.network, kind, again
+            )
             times[kind.name] = replace(alone, accumulate=workload.accumulate_seconds(part, kind))
         figures = StageFigures(
             times=dict(sorted(times.items())),
@@ -120,19 +137,31 @@ def figures_of(
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = _states(workload.captured, holders, on_grids.weights)
-    own_stages = [[stage for stage, members in enumerate(ranks) if rank in members] for rank in range(cluster.num_devices)]
+    own_stages = [
+        [stage for stage, members in enumerate(ranks) if rank in members]
+        for rank in range(cluster.num_devices)
+    ]
     known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
     for device, own in zip(cluster.devices, own_stages, strict=True):
         held = [state for state in states if set(state.stages) & set(own)]
         trained = sum(state.trained_bytes for state in held)
-        shared = sum(state.trained_bytes for state in held if any(len(group) > 1 for group in state.groups(ranks.__getitem__)))
+        shared = sum(
+            state.trained_bytes
+            for state in held
+            if any(len(group) > 1 for group in state.groups(ranks.__getitem__))
+        )
         number = sum(len(workload.trained_bytes(assignment.slices[stage])) for stage in own)
-        known[tuple(own), device.kind] = update_seconds(trained, shared, number, workload.optimizer_ratio, device.kind)
+        known[tuple(own), device.kind] = update_seconds(
+            trained, shared, number, workload.optimizer_ratio, device.kind
+        )
     return Figures(
         stages=tuple(stages),
         states=states,
         network=cluster.network,
-        update_s=tuple(known[tuple(own), device.kind] for device, own in zip(cluster.devices, own_stages, strict=True)),
+        update_s=tuple(
+            known[tuple(own), device.kind]
+            for device, own in zip(cluster.devices, own_stages, strict=True)
+        ),
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
@@ -141,11 +170,18 @@ def figures_of(
 
 
 def sums_inside(
-    workload: Workload, part: StageSlice, ranks: Sequence[int], network: Network, kind: DeviceKind, again: Container[Node]
+    workload: Workload,
+    part: StageSlice,
+    ranks: Sequence[int],
+    network: Network,
+    kind: DeviceKind,
+    again: Container[Node],
 ) -> StageTimes:
-    """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums and one for a batch norm, one and one
-    for a loss that is not additive. Only where a sum was measured: what is known of links says little of so short messages. These are told
-    to everyone in one hop, where a sum takes two. A batch norm over devices also computes in another way than torch's own."""
+    """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums
+    and one for a batch norm, one and one for a loss that is not additive. Only where a sum was
+    measured: what is known of links says little of so short messages. These are told to everyone in
+    one hop, where a sum takes two. A batch norm over devices also computes in another way than
+    torch's own."""
     found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
     if network.all_reduce is None or len(ranks) < 2:
         return found
@@ -153,7 +189,9 @@ def sums_inside(
     for node in part.operations:
         is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)
-        more = StageTimes(Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0))
+        more = StageTimes(
+            Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0)
+        )
         if is_batch_norm:
             more = more + workload.over_devices(node, kind)
         repeated = more.forward if node in again else Seconds(0.0)
@@ -161,43 +199,81 @@ def sums_inside(
     return found
 
 
-def update_seconds(trained_bytes: int, shared_bytes: int, num_parameters: int, optimizer_ratio: float, kind: DeviceKind) -> float:
-    """Of the optimizer: as measured, by the number of its parameters and their bytes; else limited by memory bandwidth.
+def update_seconds(
+    trained_bytes: int,
+    shared_bytes: int,
+    num_parameters: int,
+    optimizer_ratio: float,
+    kind: DeviceKind,
+) -> float:
+    """Of the optimizer: as measured, by the number of its parameters and their bytes; else limited
+    by memory bandwidth.
 
-    On a CPU nothing hides what is around it: the norm reads the gradients, those that are summed were copied into their buckets one by
-    one, and the runtime itself makes some small calls in every step.
+    On a CPU nothing hides what is around it: the norm reads the gradients, those that are summed
+    were copied into their buckets one by one, and the runtime itself makes some small calls in
+    every step.
     """
     if not kind.is_cpu:
         return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
     num_copied = num_parameters * shared_bytes / trained_bytes if trained_bytes else 0.0
     call_s = measured_seconds(kind, "aten.add", 0.0, 1.0, False) or 0.0
-    copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s + (num_copied + OWN_CALLS) * call_s
+    copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s + (
+        num_copied + OWN_CALLS
+    ) * call_s
     costs = update_costs(kind, optimizer_ratio)
     if costs is None:
-        return copied_s + trained_bytes * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio) / kind.bytes_per_s
+        return (
+            copied_s
+            + trained_bytes
+            * (UNFUSED_PASSES + UNFUSED_STATE_PASSES * optimizer_ratio)
+            / kind.bytes_per_s
+        )
     parameter_s, byte_s = costs
     return copied_s + num_parameters * parameter_s + trained_bytes * byte_s
 
 
-def price(plan: Plan, captured: CapturedGraph, assignment: Assignment, cluster: Cluster, optimizer_ratio: float, dtype: str) -> Plan:
-    """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs: their layouts were chosen with them."""
-    num_sharing = plan.num_devices if plan.config.get("colocate") else plan.num_replicas  # as the planner counts them
+def price(
+    plan: Plan,
+    captured: CapturedGraph,
+    assignment: Assignment,
+    cluster: Cluster,
+    optimizer_ratio: float,
+    dtype: str,
+) -> Plan:
+    """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs:
+    their layouts were chosen with them.
+    """
+    num_sharing = (
+        plan.num_devices if plan.config.get("colocate") else plan.num_replicas
+    )  # as the planner counts them
     share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
-    workload = Workload(captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share)
+    workload = Workload(
+        captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share
+    )
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
     held, wanted = holders_of(captured, assignment), plan.config.get("recompute", False)
     grids = _grids_of(plan, captured, held)
-    return replace(plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids))
+    return replace(
+        plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
+    )
 
 
-def _grids_of(plan: Plan, captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]) -> OnGrids:
+def _grids_of(
+    plan: Plan, captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]]
+) -> OnGrids:
     """What a finished plan says of its grids."""
     if plan.figures is None or not plan.shardings:
         return OnGrids()
     known = plan.figures.stages
-    stages = {sharding.stage: partial(_as_before, known[sharding.stage]) for sharding in plan.shardings}
-    layouts = {name: stored.layout() for sharding in plan.shardings for name, stored in sharding.stored.items()}
+    stages = {
+        sharding.stage: partial(_as_before, known[sharding.stage]) for sharding in plan.shardings
+    }
+    layouts = {
+        name: stored.layout()
+        for sharding in plan.shardings
+        for name, stored in sharding.stored.items()
+    }
     devices = {stage.index: plan.virtual_devices[stage.virtual_device] for stage in plan.stages}
     return OnGrids(stages, sharded_weights(captured, layouts, holders, devices))
 
@@ -207,7 +283,10 @@ def _as_before(known: StageFigures, _: StageFigures) -> StageFigures:
 
 
 def sharded_weights(
-    captured: CapturedGraph, layouts: Mapping[str, Layout], holders: Mapping[str, tuple[int, ...]], devices: Mapping[int, VirtualDevice]
+    captured: CapturedGraph,
+    layouts: Mapping[str, Layout],
+    holders: Mapping[str, tuple[int, ...]],
+    devices: Mapping[int, VirtualDevice],
 ) -> dict[str, Held]:
     """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
     found: dict[str, Held] = {}
@@ -218,12 +297,18 @@ def sharded_weights(
         if grid is None or not layout.sharded:
             continue  # whole everywhere
         if key not in known:
-            same = list(dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices)))
+            same = list(
+                dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices))
+            )
             known[key] = same, [layout.local_count(grid, line[0]) for line in same]
         same, counts = known[key]
         members = [ranks for stage in holders[name] for ranks in devices[stage].ranks]
-        parts = tuple(tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same)
-        found[name] = Held(tuple(count * captured.state[name].dtype.itemsize for count in counts), parts)
+        parts = tuple(
+            tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same
+        )
+        found[name] = Held(
+            tuple(count * captured.state[name].dtype.itemsize for count in counts), parts
+        )
     return found
 
 
@@ -235,7 +320,9 @@ def _states(
         tensor = captured.state[name]
         held = weights.get(name, Held((tensor.num_bytes,), ()))
         key = (stages, held.parts)
-        known = states.get(key, StateFigures(stages, parts=held.parts, part_bytes=((0, 0),) * len(held.parts)))
+        known = states.get(
+            key, StateFigures(stages, parts=held.parts, part_bytes=((0, 0),) * len(held.parts))
+        )
         if tensor.kind == "parameter":
             most, trained = max(held.part_bytes), int(tensor.trainable)
             added = zip(known.part_bytes, held.part_bytes)
@@ -243,7 +330,10 @@ def _states(
                 known,
                 weight_bytes=known.weight_bytes + most,
                 trained_bytes=known.trained_bytes + most * trained,
-                part_bytes=tuple((before + more, before_trained + more * trained) for (before, before_trained), more in added),
+                part_bytes=tuple(
+                    (before + more, before_trained + more * trained)
+                    for (before, before_trained), more in added
+                ),
             )
         else:
             states[key] = replace(known, buffer_bytes=known.buffer_bytes + tensor.num_bytes)

@@ -35,8 +35,9 @@ class Problem:
     optimizer_ratio: float = ADAM_STATE
     """bytes of optimizer state for each byte of trainable parameters"""
     is_trial: bool = False
-    """only whether it fits is asked: the first draft that does is enough, with one chunk on a device where their number is free. Less is
-    searched than for a plan, and nothing else, so that a plan can be made where a trial fits"""
+    """only whether it fits is asked: the first draft that does is enough, with one chunk on a
+    device where their number is free. Less is searched than for a plan, and nothing else, so that a
+    plan can be made where a trial fits"""
 
     @property
     def largest_micro_batch(self) -> int:

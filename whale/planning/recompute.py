@@ -1,14 +1,17 @@
 """Regions whose activations are not kept but computed again in backward.
 
-Three may ask for it: the user with `torch.utils.checkpoint` in the model, the config with names of modules, and the planner where memory
-is short (`recompute_choice.py`). A region is a run of operations of one stage in graph order. It keeps what enters it; its backward begins
-with its forward, so a backward costs one forward more and needs room for the activations of one region.
+Three may ask for it: the user with `torch.utils.checkpoint` in the model, the config with names of
+modules, and the planner where memory is short (`recompute_choice.py`). A region is a run of
+operations of one stage in graph order. It keeps what enters it; its backward begins with its
+forward, so a backward costs one forward more and needs room for the activations of one region.
 
-The planner cuts a stage into R regions of about the same bytes, at points where little is alive (in a transformer: between layers, where
-only the residual stream is), and has the first r of them computed again. Two integers in the plan: every rank cuts in the same way.
+The planner cuts a stage into R regions of about the same bytes, at points where little is alive (in
+a transformer: between layers, where only the residual stream is), and has the first r of them
+computed again. Two integers in the plan: every rank cuts in the same way.
 
-Never in a region: batch statistics and sums over devices, whose running values and messages belong to the forward alone. Values that
-depend on no weight (masks, positions) stay outside as well; they cost nothing to keep.
+Never in a region: batch statistics and sums over devices, whose running values and messages belong
+to the forward alone. Values that depend on no weight (masks, positions) stay outside as well; they
+cost nothing to keep.
 """
 
 from __future__ import annotations
@@ -29,22 +32,34 @@ from whale.profiling.costs import value_bytes
 Regions = Mapping[Node, Hashable]
 """operation -> its region; operations that are not there are kept"""
 Counts = tuple[int, int]
-"""of a stage: regions that the planner cut it into, and how many of them, from the first on, are computed again"""
+"""of a stage: regions that the planner cut it into, and how many of them, from the first on, are
+computed again
+"""
 Recompute = bool | str | Sequence[str]
 """the config's: "auto", True, False, or names of modules"""
 
 
 def regions_of_stage(
-    captured: CapturedGraph, operations: Sequence[Node], gradients: Collection[Node], counts: Counts, wanted: Recompute
+    captured: CapturedGraph,
+    operations: Sequence[Node],
+    gradients: Collection[Node],
+    counts: Counts,
+    wanted: Recompute,
 ) -> dict[Node, Hashable]:
     """All regions of a stage: the user's, those of the config's names, those of the planner."""
     num_regions, num_recomputed = counts
     names = [] if isinstance(wanted, (bool, str)) else list(wanted)
-    asked = {node: region for node in operations if (region := _asked_region(node, names)) is not None}
+    asked = {
+        node: region for node in operations if (region := _asked_region(node, names)) is not None
+    }
     regions = _runs(operations, gradients, asked.get)
     if num_recomputed:
         parts = cut_regions(_free(operations, gradients, regions), num_regions, captured)
-        planned = {node: ("planned", index) for index, part in enumerate(parts[:num_recomputed]) for node in part}
+        planned = {
+            node: ("planned", index)
+            for index, part in enumerate(parts[:num_recomputed])
+            for node in part
+        }
         regions |= _runs(operations, gradients, planned.get)
     return regions
 
@@ -55,22 +70,38 @@ def _asked_region(node: Node, names: Sequence[str]) -> Hashable | None:
         return ("checkpoint", tag)
     for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items() if names else ():
         if name and any(fnmatchcase(name, pattern) for pattern in names):
-            return ("module", name, key)  # the outermost; a module that is called twice has two keys
+            return (
+                "module",
+                name,
+                key,
+            )  # the outermost; a module that is called twice has two keys
     return None
 
 
 def check_names(captured: CapturedGraph, wanted: Recompute) -> None:
     """Refuses a name in the config that matches no module."""
     names = [] if isinstance(wanted, (bool, str)) else list(wanted)
-    stacks = (node.meta.get("nn_module_stack") or {} for node in captured.compute_nodes()) if names else ()
+    stacks = (
+        (node.meta.get("nn_module_stack") or {} for node in captured.compute_nodes())
+        if names
+        else ()
+    )
     known = {str(name) for stack in stacks for name, _ in stack.values() if name}
     for pattern in names:
         if not any(fnmatchcase(name, pattern) for name in known):
-            raise ValueError(f'"recompute": {pattern!r} matches no module of the model.{nearest(pattern, known)}')
+            raise ValueError(
+                f'"recompute": {pattern!r} matches no module of the model.{nearest(pattern, known)}'
+            )
 
 
-def _runs(operations: Sequence[Node], gradients: Collection[Node], region_of: Callable[[Node], Hashable | None]) -> dict[Node, Hashable]:
-    """Regions broken where something between may not be computed again, so that each can be called as one block."""
+def _runs(
+    operations: Sequence[Node],
+    gradients: Collection[Node],
+    region_of: Callable[[Node], Hashable | None],
+) -> dict[Node, Hashable]:
+    """Regions broken where something between may not be computed again, so that each can be called
+    as one block.
+    """
     found: dict[Node, Hashable] = {}
     dependent: set[Node] = set()
     run: list[Node] = []
@@ -103,8 +134,12 @@ def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Region
     return [node for node in operations if node in dependent and node not in taken]
 
 
-def cut_regions(operations: Sequence[Node], count: int, captured: CapturedGraph) -> list[list[Node]]:
-    """At most `count` runs of about the same bytes, each cut within half a run of its place where least is alive."""
+def cut_regions(
+    operations: Sequence[Node], count: int, captured: CapturedGraph
+) -> list[list[Node]]:
+    """At most `count` runs of about the same bytes, each cut within half a run of its place where
+    least is alive.
+    """
     sizes = [value_bytes(node, captured.batch_symbol, captured.batch_size) for node in operations]
     place = {node: index for index, node in enumerate(operations)}
     change = [0] * (len(operations) + 1)
@@ -119,8 +154,13 @@ def cut_regions(operations: Sequence[Node], count: int, captured: CapturedGraph)
         points = [
             point
             for point in range(starts[-1] + 1, len(operations))
-            if abs(before[point] - goal) <= reach and operations[point].target is not operator.getitem  # a list is never cut from its parts
+            if abs(before[point] - goal) <= reach
+            and operations[point].target
+            is not operator.getitem  # a list is never cut from its parts
         ]
         if points:
             starts.append(min(points, key=lambda point: (alive[point], abs(before[point] - goal))))
-    return [list(operations[start:stop]) for start, stop in zip(starts, [*starts[1:], len(operations)], strict=True)]
+    return [
+        list(operations[start:stop])
+        for start, stop in zip(starts, [*starts[1:], len(operations)], strict=True)
+    ]

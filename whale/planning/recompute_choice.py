@@ -1,13 +1,15 @@
 """How much of each stage is computed again in backward: as little as memory asks for.
 
-Without limits by memory nothing is. Otherwise three drafts are priced and the one with the shortest step is taken:
+Without limits by memory nothing is. Otherwise three drafts are priced and the one with the shortest
+step is taken:
 
     nothing      where it fits; memory may then give samples to slower devices, or ask for a schedule that keeps less and waits more
     enough       every device gets the samples that its speed asks for, in the fastest schedule, and computes again as few regions as
                  make them fit
     everything   all regions of all stages: the smallest memory that there is
 
-A stage is cut into the number of regions that makes  in flight * what the regions keep + the largest region  smallest.
+A stage is cut into the number of regions that makes  in flight * what the regions keep + the
+largest region  smallest.
 """
 
 from __future__ import annotations
@@ -71,8 +73,13 @@ class Stages:
     def _of(self, stage: int, counts: Counts) -> tuple[Regions, StageBytes]:
         if (stage, counts) not in self._known:
             operations = self.assignment.slices[stage].operations
-            regions = regions_of_stage(self.workload.captured, operations, self.assignment.gradients, counts, self.wanted)
-            self._known[stage, counts] = regions, self.workload.stage_bytes(operations, self._crossing[stage], regions)
+            regions = regions_of_stage(
+                self.workload.captured, operations, self.assignment.gradients, counts, self.wanted
+            )
+            self._known[stage, counts] = (
+                regions,
+                self.workload.stage_bytes(operations, self._crossing[stage], regions),
+            )
         return self._known[stage, counts]
 
     def best_regions(self, stage: int, in_flight: int) -> int:
@@ -85,19 +92,31 @@ class Stages:
         best, least, tries_left = 1, peak(1), PATIENCE
         for count in TRIED_REGIONS[1:]:
             needed = peak(count)
-            best, least, tries_left = (count, needed, PATIENCE) if needed < least else (best, least, tries_left - 1)
+            best, least, tries_left = (
+                (count, needed, PATIENCE) if needed < least else (best, least, tries_left - 1)
+            )
             if not tries_left:
                 break
         return best
 
     def everything(self, schedule: scheduling.Schedule) -> Choice:
-        best = [self.best_regions(stage, flying) for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))]
+        best = [
+            self.best_regions(stage, flying)
+            for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))
+        ]
         return tuple((count, count) for count in best)
 
-    def memory(self, stages: Sequence[int], choice: Mapping[int, Counts], order: tuple[scheduling.Action, ...]) -> DeviceMemory:
+    def memory(
+        self,
+        stages: Sequence[int],
+        choice: Mapping[int, Counts],
+        order: tuple[scheduling.Action, ...],
+    ) -> DeviceMemory:
         """Of a device that runs these stages."""
         slices = [self.assignment.slices[stage] for stage in stages]
-        return self.workload.memory(slices, {stage: self.bytes(stage, choice[stage]) for stage in stages}, order)
+        return self.workload.memory(
+            slices, {stage: self.bytes(stage, choice[stage]) for stage in stages}, order
+        )
 
 
 @dataclass(frozen=True)
@@ -109,19 +128,27 @@ class Demand:
     shared_bytes: int
     """of gradients that are summed with other devices"""
     ranks: tuple[tuple[int, int], ...]
-    """(samples of a micro-batch, bytes of the device or 0 where they are not known) of every rank"""
+    """(samples of a micro-batch, bytes of the device or 0 where they are not known) of every rank
+    """
     on_grid: Callable[[DeviceMemory, Mapping[int, Counts]], DeviceMemory] | None = None
-    """on a grid: from the memory of one device that runs everything, and the choice, that of the place that needs most"""
+    """on a grid: from the memory of one device that runs everything, and the choice, that of the
+    place that needs most
+    """
 
     def fits(self, memory: DeviceMemory, choice: Mapping[int, Counts]) -> bool:
         if self.on_grid is not None:
             memory = self.on_grid(memory, choice)
         static = memory.static_bytes + self.shared_bytes
-        return all(not room or static + samples * memory.sample_bytes <= room for samples, room in self.ranks)
+        return all(
+            not room or static + samples * memory.sample_bytes <= room
+            for samples, room in self.ranks
+        )
 
 
 def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Schedule) -> Choice:
-    """As few regions as make the samples of every device fit; all of them where even that is too much."""
+    """As few regions as make the samples of every device fit; all of them where even that is too
+    much.
+    """
     choice = dict(enumerate(stages.nothing))
     in_flight = scheduling.peaks_in_flight(schedule)
     for demand in demands:
@@ -129,7 +156,9 @@ def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Sched
     return tuple(choice[stage] for stage in range(len(choice)))
 
 
-def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_flight: Sequence[int]) -> None:
+def _add_regions(
+    stages: Stages, demand: Demand, choice: dict[int, Counts], in_flight: Sequence[int]
+) -> None:
     if demand.fits(stages.memory(demand.stages, choice, demand.order), choice):
         return
     for stage in demand.stages:
@@ -140,12 +169,21 @@ def _add_regions(stages: Stages, demand: Demand, choice: dict[int, Counts], in_f
                 return
 
 
-def explain(choice: Choice, wanted: Recompute, more_work: float, saved_bytes: float) -> tuple[str, str] | None:
-    """(choice, why) for the plan; None where the planner has nothing computed again. Figures are of the device with most of each."""
+def explain(
+    choice: Choice, wanted: Recompute, more_work: float, saved_bytes: float
+) -> tuple[str, str] | None:
+    """(choice, why) for the plan; None where the planner has nothing computed again. Figures are of
+    the device with most of each.
+    """
     chosen = [stage for stage, (_, number) in enumerate(choice) if number]
     if not chosen:
         return None
-    parts = listed([f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen], SHOWN)
+    parts = listed(
+        [f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen], SHOWN
+    )
     reason = "asked for" if wanted is True else "memory asks for it"
-    figures = f"saves up to {human_bytes(saved_bytes)} on a device, for up to {100 * more_work:.3g} % more work"
+    figures = (
+        f"saves up to {human_bytes(saved_bytes)} on a device, for up to {100 * more_work:.3g} % "
+        "more work"
+    )
     return f"stage {parts}", f"{reason}: {figures}"

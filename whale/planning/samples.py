@@ -1,9 +1,12 @@
-"""Which samples each device gets: the mini-batch is cut into micro-batches, these over replicas, these over the devices of a VirtualDevice.
+"""Which samples each device gets: the mini-batch is cut into micro-batches, these over replicas,
+these over the devices of a VirtualDevice.
 
-Cuts are contiguous and in order, so a micro-batch is the same set of samples whatever the plan (docs/internals.md section 3).
+Cuts are contiguous and in order, so a micro-batch is the same set of samples whatever the plan
+(docs/internals.md section 3).
 
-On a grid (docs/split.md) all devices run on the samples of their replica, so they take time and memory together; what enters and leaves
-is cut over the places by axis z, then y, then x, which is the order of the places. A place may get none.
+On a grid (docs/split.md) all devices run on the samples of their replica, so they take time and
+memory together; what enters and leaves is cut over the places by axis z, then y, then x, which is
+the order of the places. A place may get none.
 """
 
 from __future__ import annotations
@@ -46,16 +49,28 @@ class Division:
     """of the device that takes longest"""
 
 
-def divide(size: int, virtual_devices: Sequence[VirtualDevice], loads: Sequence[Load], least: int) -> Division:
-    """The best division of a micro-batch of that size; raises `DoesNotFit` where memory is too small."""
+def divide(
+    size: int, virtual_devices: Sequence[VirtualDevice], loads: Sequence[Load], least: int
+) -> Division:
+    """The best division of a micro-batch of that size; raises `DoesNotFit` where memory is too
+    small.
+    """
     num_replicas = len(virtual_devices[0].ranks)
-    groups = [[[loads[rank] for rank in device.ranks[replica]] for device in virtual_devices] for replica in range(num_replicas)]
+    groups = [
+        [[loads[rank] for rank in device.ranks[replica]] for device in virtual_devices]
+        for replica in range(num_replicas)
+    ]
     known: dict[tuple[tuple[Load, ...], ...], list[float]] = {}
     series = []
-    for group in groups:  # a replica takes as long as the slowest of its VirtualDevices; many replicas are alike
+    for group in (
+        groups
+    ):  # a replica takes as long as the slowest of its VirtualDevices; many replicas are alike
         key = tuple(map(tuple, group))
         if key not in known:
-            times = (_times(size, device, members, least) for device, members in zip(virtual_devices, group, strict=True))
+            times = (
+                _times(size, device, members, least)
+                for device, members in zip(virtual_devices, group, strict=True)
+            )
             known[key] = [max(each) for each in zip(*times, strict=True)]
         series.append(known[key])
     widest = max(device.num_sample_parts for device in virtual_devices)
@@ -67,12 +82,21 @@ def divide(size: int, virtual_devices: Sequence[VirtualDevice], loads: Sequence[
         for device, members in zip(virtual_devices, group, strict=True):
             place = (share, device.index, tuple(members))
             if place not in inside:
-                inside[place] = best_shares(share, members, least) if device.grid is None else edge_shares(share, device.grid)
+                inside[place] = (
+                    best_shares(share, members, least)
+                    if device.grid is None
+                    else edge_shares(share, device.grid)
+                )
             parts.append(inside[place])
             run.append(inside[place] if device.grid is None else (share,) * device.num_devices)
         devices.append(tuple(parts))
         runs.append(tuple(run))
-    return Division(replicas, tuple(devices), tuple(runs), max(series[replica][share] for replica, share in enumerate(replicas)))
+    return Division(
+        replicas,
+        tuple(devices),
+        tuple(runs),
+        max(series[replica][share] for replica, share in enumerate(replicas)),
+    )
 
 
 def edge_shares(num_samples: int, grid: Grid) -> tuple[int, ...]:
@@ -87,17 +111,24 @@ def edge_shares(num_samples: int, grid: Grid) -> tuple[int, ...]:
 
 
 def _times(size: int, device: VirtualDevice, loads: Sequence[Load], least: int) -> list[float]:
-    """Seconds of the slowest device of a VirtualDevice with 0 .. size samples; infinity where they do not fit."""
+    """Seconds of the slowest device of a VirtualDevice with 0 .. size samples; infinity where they
+    do not fit.
+    """
     if device.grid is None:
         return slowest_times(size, loads, least)
     different = tuple(dict.fromkeys(loads))
     most = min(load.most for load in different)
-    return [max(load.seconds(number) for load in different) if number <= most else math.inf for number in range(size + 1)]
+    return [
+        max(load.seconds(number) for load in different) if number <= most else math.inf
+        for number in range(size + 1)
+    ]
 
 
 @dataclass(frozen=True)
 class SampleMap:
-    """Sample intervals [start, stop) of one mini-batch, by micro-batch, replica, VirtualDevice and place in it."""
+    """Sample intervals [start, stop) of one mini-batch, by micro-batch, replica, VirtualDevice and
+    place in it.
+    """
 
     plan: Plan
     batch_size: int
@@ -105,7 +136,11 @@ class SampleMap:
 
     def __post_init__(self) -> None:
         for device in self.plan.virtual_devices:
-            check_batch(self.batch_size, self.num_micro_batch, self.plan.num_replicas * device.num_sample_parts)
+            check_batch(
+                self.batch_size,
+                self.num_micro_batch,
+                self.plan.num_replicas * device.num_sample_parts,
+            )
 
     @cached_property
     def micro_batches(self) -> tuple[Interval, ...]:
@@ -114,14 +149,18 @@ class SampleMap:
     @cached_property
     def _divisions(self) -> dict[int, Division]:
         """By size of the micro-batch."""
-        return {size: self._divide(size) for size in {stop - start for start, stop in self.micro_batches}}
+        return {
+            size: self._divide(size)
+            for size in {stop - start for start, stop in self.micro_batches}
+        }
 
     def _divide(self, size: int) -> Division:
         loads = self.plan.loads()
         try:
             return divide(size, self.plan.virtual_devices, loads, self.plan.least_samples)
         except DoesNotFit:
-            # larger than what was planned for: an evaluation, which keeps nothing for backward, or a training step, of which
+            # larger than what was planned for: an evaluation, which keeps nothing for backward, or
+            # a training step, of which
             # `runtime/shapes.py` warns. Speed alone decides
             free = [replace(load, most=UNLIMITED) for load in loads]
             return divide(size, self.plan.virtual_devices, free, self.plan.least_samples)
@@ -132,7 +171,9 @@ class SampleMap:
 
     def replicas(self, micro_batch: int) -> tuple[Interval, ...]:
         """The part of a micro-batch that each model replica gets."""
-        return _shift(intervals(self.division(micro_batch).replicas), self.micro_batches[micro_batch][0])
+        return _shift(
+            intervals(self.division(micro_batch).replicas), self.micro_batches[micro_batch][0]
+        )
 
     def devices(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
         """The part that enters and leaves each device of a VirtualDevice."""
@@ -153,7 +194,9 @@ class SampleMap:
             division = self.division(micro_batch)
             for device in self.plan.virtual_devices:
                 for replica, ranks in enumerate(device.ranks):
-                    for rank, number in zip(ranks, division.runs[replica][device.index], strict=True):
+                    for rank, number in zip(
+                        ranks, division.runs[replica][device.index], strict=True
+                    ):
                         found[rank].append(number)
         return found
 

@@ -1,6 +1,8 @@
-"""The schedule of a draft or a plan: the fastest one, and where memory is too small for it, one made for the memory that there is.
+"""The schedule of a draft or a plan: the fastest one, and where memory is too small for it, one
+made for the memory that there is.
 
-The list scheduler knows one device for each VirtualDevice. Of its ranks the tightest counts: with n samples of a micro-batch on it,
+The list scheduler knows one device for each VirtualDevice. Of its ranks the tightest counts: with n
+samples of a micro-batch on it,
 
     a stage keeps                       n * bytes a sample + bytes of a micro-batch
     all stages together may keep        memory of the device - weights, gradients, optimizer state, buffers - room for a backward to work
@@ -25,11 +27,15 @@ from whale.profiling.saved import Kept
 
 
 @lru_cache(maxsize=8)
-def fixed_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int) -> scheduling.Schedule:
+def fixed_schedule(
+    name: str, graph: scheduling.StageGraph, num_micro_batch: int
+) -> scheduling.Schedule:
     return scheduling.build(name, graph, num_micro_batch)
 
 
-def fastest_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs) -> scheduling.Schedule:
+def fastest_schedule(
+    name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs
+) -> scheduling.Schedule:
     """Whatever the memory."""
     if name in FIXED_ORDERS:
         return fixed_schedule(name, graph, num_micro_batch)
@@ -37,9 +43,15 @@ def fastest_schedule(name: str, graph: scheduling.StageGraph, num_micro_batch: i
 
 
 def lean_schedule(
-    name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs, tries: int | None = None
+    name: str,
+    graph: scheduling.StageGraph,
+    num_micro_batch: int,
+    costs: scheduling.Costs,
+    tries: int | None = None,
 ) -> scheduling.Schedule:
-    """Within the memory caps of the costs, if there is an order that is. `tries`: size of the search."""
+    """Within the memory caps of the costs, if there is an order that is. `tries`: size of the
+    search.
+    """
     try:
         return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
     except ValueError:  # no order was found that stays within the caps
@@ -62,20 +74,29 @@ class Room:
 
     @staticmethod
     def of_plan(plan: Plan, batch_size: int, num_micro_batch: int) -> Room | None:
-        """For a mini-batch that may have another size than the planned one; None where the plan knows no memory."""
+        """For a mini-batch that may have another size than the planned one; None where the plan
+        knows no memory.
+        """
         if plan.figures is None or not plan.memory:
             return None
         stages = []
         for each in plan.figures.stages:
             kept = Kept(each.kept_sample_bytes, round(each.kept_fixed_bytes))
-            stages.append(StageBytes(kept, Kept(each.weight_part_sample_bytes, 0), each.working_sample_bytes, 0))
+            stages.append(
+                StageBytes(
+                    kept, Kept(each.weight_part_sample_bytes, 0), each.working_sample_bytes, 0
+                )
+            )
         return Room(
             virtual_devices=plan.virtual_devices,
             device_of_stage=[stage.virtual_device for stage in plan.stages],
             stages=stages,
             room_to_work=[round(each.working_fixed_bytes) for each in plan.figures.stages],
             memory=plan.memory,
-            num_samples=[max(numbers) for numbers in SampleMap(plan, batch_size, num_micro_batch).num_by_rank()],
+            num_samples=[
+                max(numbers)
+                for numbers in SampleMap(plan, batch_size, num_micro_batch).num_by_rank()
+            ],
         )
 
     def limit(self, costs: scheduling.Costs) -> scheduling.Costs:
@@ -86,27 +107,49 @@ class Room:
         activation, weight_part = [0.0] * len(self.stages), [0.0] * len(self.stages)
         caps = [math.inf] * len(self.virtual_devices)
         for device in self.virtual_devices:
-            own = [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
+            own = [
+                stage for stage, index in enumerate(self.device_of_stage) if index == device.index
+            ]
             limited = []
             for rank in (rank for members in device.ranks for rank in members):
                 memory, number = self.memory[rank], self.num_samples[rank]
                 if memory.capacity_bytes and number and device.grid is None:
-                    static = memory.static_bytes - memory.fixed_bytes + sum(self.room_to_work[stage] for stage in own)
+                    static = (
+                        memory.static_bytes
+                        - memory.fixed_bytes
+                        + sum(self.room_to_work[stage] for stage in own)
+                    )
                     limited.append(((memory.capacity_bytes - static) / number, number))
             if limited:
                 sample_room, number = min(limited)
                 parts = [self.stages[stage] for stage in own]
-                working = max(number * part.working_sample_bytes + part.working_fixed_bytes for part in parts)
+                working = max(
+                    number * part.working_sample_bytes + part.working_fixed_bytes for part in parts
+                )
                 caps[device.index] = max(0.0, number * sample_room - working)
                 for stage, part in zip(own, parts, strict=True):
                     activation[stage] = number * part.kept.sample_bytes + part.kept.fixed_bytes
-                    weight_part[stage] = number * part.weight_part.sample_bytes + part.weight_part.fixed_bytes
-        return replace(costs, activation=tuple(activation), weight_part=tuple(weight_part), memory_cap=tuple(caps))
+                    weight_part[stage] = (
+                        number * part.weight_part.sample_bytes + part.weight_part.fixed_bytes
+                    )
+        return replace(
+            costs,
+            activation=tuple(activation),
+            weight_part=tuple(weight_part),
+            memory_cap=tuple(caps),
+        )
 
 
-def schedule_of_plan(plan: Plan, graph: scheduling.StageGraph, batch_size: int, num_micro_batch: int) -> scheduling.Schedule:
-    """A schedule for what the plan's own does not fit: fewer micro-batches, or a graph with other edges. Within the same memory."""
-    name, costs = str(plan.schedule["name"]), schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch)
+def schedule_of_plan(
+    plan: Plan, graph: scheduling.StageGraph, batch_size: int, num_micro_batch: int
+) -> scheduling.Schedule:
+    """A schedule for what the plan's own does not fit: fewer micro-batches, or a graph with other
+    edges. Within the same memory.
+    """
+    name, costs = (
+        str(plan.schedule["name"]),
+        schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch),
+    )
     room = Room.of_plan(plan, batch_size, num_micro_batch)
     if name in FIXED_ORDERS or room is None:
         return fastest_schedule(name, graph, num_micro_batch, costs)

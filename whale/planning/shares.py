@@ -1,11 +1,13 @@
-"""How many samples each micro-batch and each device gets. The sum never changes: balance moves samples, it drops none.
+"""How many samples each micro-batch and each device gets. The sum never changes: balance moves
+samples, it drops none.
 
 Even shares of n samples over k places: sizes differ by at most one, the larger first,
 
     share_i = floor(n / k) + (1 if i < n mod k else 0).                                        (1)
 
-Best shares over unlike devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for none, and its memory takes
-at most c_i samples; each gets at least a (0, or 1 where every device must take part):
+Best shares over unlike devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for
+none, and its memory takes at most c_i samples; each gets at least a (0, or 1 where every device
+must take part):
 
     minimise over integers  max_i (f_i + share_i * t_i) [share_i > 0]
     subject to  sum_i share_i = n,  a <= share_i <= c_i.                                       (2)
@@ -51,7 +53,9 @@ class DoesNotFit(ValueError):
 
 
 class NoRoom(DoesNotFit):
-    """The same, with the numbers but without a way out: the planner looks for one by trying (`ways_out.py`)."""
+    """The same, with the numbers but without a way out: the planner looks for one by trying
+    (`ways_out.py`).
+    """
 
     def __init__(self, text: str, is_over_full: bool = False) -> None:
         """`is_over_full`: a device is, before the first sample."""
@@ -62,7 +66,9 @@ class NoRoom(DoesNotFit):
 def even_shares(total: int, count: int) -> tuple[int, ...]:
     """Line (1): `total` samples over `count` places. A share may be 0."""
     if count < 1 or total < 0:
-        raise ValueError(f"cannot share {total} samples over {count} places; need at least 0 samples and 1 place")
+        raise ValueError(
+            f"cannot share {total} samples over {count} places; need at least 0 samples and 1 place"
+        )
     share, rest = divmod(total, count)
     return (share + 1,) * rest + (share,) * (count - rest)
 
@@ -74,13 +80,17 @@ def micro_batch_sizes(batch_size: int, num_micro_batch: int) -> tuple[int, ...]:
 
 
 def best_shares(total: int, loads: Sequence[Load], least: int = 0) -> tuple[int, ...]:
-    """Line (2): the integer shares whose slowest device is fastest. A slow or full device may get `least` samples."""
+    """Line (2): the integer shares whose slowest device is fastest. A slow or full device may get
+    `least` samples.
+    """
     _check_loads(total, loads)
     alike = len({(load.sample_s, load.fixed_s) for load in loads}) == 1
     even = even_shares(total, len(loads))
     if alike and min(even) >= least and max(even) <= min(load.most for load in loads):
         return even  # also where nothing takes time, so that no share is better than another
-    return _one_by_one(total, [load.seconds for load in loads], [load.most for load in loads], least)
+    return _one_by_one(
+        total, [load.seconds for load in loads], [load.most for load in loads], least
+    )
 
 
 def fair_shares(total: int, seconds_per_sample: Sequence[float]) -> tuple[int, ...]:
@@ -89,7 +99,9 @@ def fair_shares(total: int, seconds_per_sample: Sequence[float]) -> tuple[int, .
 
 
 def slowest_times(total: int, loads: Sequence[Load], least: int = 0) -> list[float]:
-    """Seconds of the slowest device when `m` samples are shared best, for m = 0 .. total; infinity where they do not fit."""
+    """Seconds of the slowest device when `m` samples are shared best, for m = 0 .. total; infinity
+    where they do not fit.
+    """
     _check_loads(total, loads)
     if min(load.most for load in loads) < least:
         return [0.0] + [math.inf] * total
@@ -97,7 +109,9 @@ def slowest_times(total: int, loads: Sequence[Load], least: int = 0) -> list[flo
     times = [0.0] * (total + 1)
     shares = [least] * len(loads)
     slowest = max(load.seconds(least) for load in loads)
-    nexts = [(load.seconds(least + 1), index) for index, load in enumerate(loads) if load.most > least]
+    nexts = [
+        (load.seconds(least + 1), index) for index, load in enumerate(loads) if load.most > least
+    ]
     heapq.heapify(nexts)
     for number in range(1, total + 1):
         if number > first and nexts:
@@ -114,27 +128,42 @@ def slowest_times(total: int, loads: Sequence[Load], least: int = 0) -> list[flo
     return times
 
 
-def shares_of_series(total: int, series: Sequence[Sequence[float]], least: int = 0) -> tuple[int, ...]:
-    """Best shares over places where `series[i][m]` seconds pass with m samples; infinity: that many do not fit."""
+def shares_of_series(
+    total: int, series: Sequence[Sequence[float]], least: int = 0
+) -> tuple[int, ...]:
+    """Best shares over places where `series[i][m]` seconds pass with m samples; infinity: that many
+    do not fit.
+    """
     alike = all(each == series[0] for each in series)
     even = even_shares(total, len(series))
     if alike and min(even) >= least and math.isfinite(series[0][max(even)]):
         return even
-    most = [max((number for number in range(total + 1) if math.isfinite(each[number])), default=-1) for each in series]
+    most = [
+        max((number for number in range(total + 1) if math.isfinite(each[number])), default=-1)
+        for each in series
+    ]
     return _one_by_one(total, [each.__getitem__ for each in series], most, least)
 
 
-def _one_by_one(total: int, seconds: Sequence[Callable[[int], float]], most: Sequence[int], least: int) -> tuple[int, ...]:
+def _one_by_one(
+    total: int, seconds: Sequence[Callable[[int], float]], most: Sequence[int], least: int
+) -> tuple[int, ...]:
     """The greedy of line (2)."""
     low = [index for index, each in enumerate(most) if each < least]
     if low or sum(min(each, total) for each in most) < total:
         room = " + ".join(str(max(0, min(each, total))) for each in most)
         each_needs = f" and each of the {len(most)} at least {least}" if low else ""
-        raise DoesNotFit(f"{total} samples are to be shared{each_needs}, but memory has room for {room}")
+        raise DoesNotFit(
+            f"{total} samples are to be shared{each_needs}, but memory has room for {room}"
+        )
     if total < least * len(most):
         raise DoesNotFit(f"{total} samples cannot give {least} to each of {len(most)} places")
     shares = [least] * len(most)
-    nexts = [(seconds[index](least + 1), index) for index in range(len(most)) if most[index] > least] if total > least * len(most) else []
+    nexts = (
+        [(seconds[index](least + 1), index) for index in range(len(most)) if most[index] > least]
+        if total > least * len(most)
+        else []
+    )
     heapq.heapify(nexts)
     for _ in range(total - least * len(most)):
         _, index = nexts[0]
@@ -148,11 +177,17 @@ def _one_by_one(total: int, seconds: Sequence[Callable[[int], float]], most: Seq
 
 def _check_loads(total: int, loads: Sequence[Load]) -> None:
     if total < 0 or not loads:
-        raise ValueError(f"cannot share {total} samples over {len(loads)} devices; need at least 0 samples and 1 device")
+        raise ValueError(
+            f"cannot share {total} samples over {len(loads)} devices; need at least 0 samples and "
+            "1 device"
+        )
     for index, load in enumerate(loads):
         for seconds in (load.sample_s, load.fixed_s):
             if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"device {index} needs {seconds} seconds for a sample; give a finite number that is not negative")
+                raise ValueError(
+                    f"device {index} needs {seconds} seconds for a sample; give a finite number "
+                    "that is not negative"
+                )
 
 
 def intervals(shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -163,20 +198,27 @@ def intervals(shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def check_batch(batch_size: int, num_micro_batch: int, num_devices_cutting: int) -> None:
     """Refuse a mini-batch that leaves a device without a sample.
 
-    `num_devices_cutting`: over how many devices one micro-batch is cut, in all model replicas together. The smallest
-    micro-batch has floor(batch_size / num_micro_batch) samples; cutting twice (replicas, then devices) leaves the same.
+    `num_devices_cutting`: over how many devices one micro-batch is cut, in all model replicas
+    together. The smallest micro-batch has floor(batch_size / num_micro_batch) samples; cutting
+    twice (replicas, then devices) leaves the same.
     """
     if batch_size < 1 or num_micro_batch < 1 or num_devices_cutting < 1:
         raise ValueError(
-            f"batch size {batch_size}, num_micro_batch {num_micro_batch} and {num_devices_cutting} devices must all be at least 1"
+            f"batch size {batch_size}, num_micro_batch {num_micro_batch} and "
+            f"{num_devices_cutting} devices must all be at least 1"
         )
     smallest = batch_size // num_micro_batch
     if smallest >= num_devices_cutting:
         return
     largest_num_micro_batch = batch_size // num_devices_cutting
-    smaller = f", or num_micro_batch of at most {largest_num_micro_batch}" if largest_num_micro_batch else ""
+    smaller = (
+        f", or num_micro_batch of at most {largest_num_micro_batch}"
+        if largest_num_micro_batch
+        else ""
+    )
     raise ValueError(
-        f"batch size {batch_size} in {num_micro_batch} micro-batches leaves {smallest} samples in the smallest one, "
+        f"batch size {batch_size} in {num_micro_batch} micro-batches leaves {smallest} samples in "
+        "the smallest one, "
         f"but each is cut over {num_devices_cutting} device{'s' * (num_devices_cutting > 1)}; "
         f"use a batch of at least {num_micro_batch * num_devices_cutting}{smaller}"
     )

@@ -1,12 +1,14 @@
-"""Bridges: who sends which samples to whom when a micro-batch is cut differently on two VirtualDevices.
+"""Bridges: who sends which samples to whom when a micro-batch is cut differently on two
+VirtualDevices.
 
-Source i holds the samples [s_i, s_{i+1}), destination j needs [t_j, t_{j+1}); both lists are in order and cover the same range.
-Slice (i, j) is the intersection of the two:
+Source i holds the samples [s_i, s_{i+1}), destination j needs [t_j, t_{j+1}); both lists are in
+order and cover the same range. Slice (i, j) is the intersection of the two:
 
     [ max(s_i, t_j), min(s_{i+1}, t_{j+1}) )   where it is not empty.                          (1)
 
-Every slice but the last ends at an inner boundary of one of the two lists, so a sources and b destinations have at most
-a + b - 1 slices. The backward goes the other way over the same slices: bridge(t, s) is bridge(s, t) transposed.
+Every slice but the last ends at an inner boundary of one of the two lists, so a sources and b
+destinations have at most a + b - 1 slices. The backward goes the other way over the same slices:
+bridge(t, s) is bridge(s, t) transposed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ class Slice:
         return self.stop - self.start
 
     def within(self, interval: Interval) -> Interval:
-        """Local offsets of this slice on a device that holds `interval`: use as `tensor[start:stop]`."""
-        assert interval[0] <= self.start and self.stop <= interval[1], f"{self} is not inside {interval}"
+        """Local offsets of this slice on a device that holds `interval`: use as
+        `tensor[start:stop]`.
+        """
+        assert interval[0] <= self.start and self.stop <= interval[1], (
+            f"{self} is not inside {interval}"
+        )
         return self.start - interval[0], self.stop - interval[0]
 
     def transposed(self) -> Slice:
@@ -44,9 +50,14 @@ class Slice:
 
 
 def bridge(source: Sequence[Interval], destination: Sequence[Interval]) -> tuple[Slice, ...]:
-    """Line (1): the slices from `source` to `destination`, ordered by sample. Empty intervals send and get nothing."""
+    """Line (1): the slices from `source` to `destination`, ordered by sample. Empty intervals send
+    and get nothing.
+    """
     if _range("source", source) != _range("destination", destination):
-        raise ValueError(f"the source holds samples {_range('source', source)}, the destination {_range('destination', destination)}")
+        raise ValueError(
+            f"the source holds samples {_range('source', source)}, the destination "
+            f"{_range('destination', destination)}"
+        )
     slices = []
     i = j = 0
     while i < len(source) and j < len(destination):
@@ -62,9 +73,14 @@ def bridge(source: Sequence[Interval], destination: Sequence[Interval]) -> tuple
 
 
 def whole(num_sources: int, num_destinations: int) -> tuple[tuple[int, int], ...]:
-    """(source, destination) pairs for a value without a batch dim, which every source holds whole: j takes from j mod sources."""
+    """(source, destination) pairs for a value without a batch dim, which every source holds whole:
+    j takes from j mod sources.
+    """
     if num_sources < 1 or num_destinations < 1:
-        raise ValueError(f"a bridge needs at least one device on each side, got {num_sources} and {num_destinations}")
+        raise ValueError(
+            f"a bridge needs at least one device on each side, got {num_sources} and "
+            f"{num_destinations}"
+        )
     return tuple((j % num_sources, j) for j in range(num_destinations))
 
 
@@ -75,6 +91,9 @@ def _range(name: str, intervals: Sequence[Interval]) -> Interval:
     expected = intervals[0][0]
     for index, (start, stop) in enumerate(intervals):
         if start != expected or stop < start:
-            raise ValueError(f"{name} interval {index} is [{start}, {stop}); it must start at {expected} and not end before its start")
+            raise ValueError(
+                f"{name} interval {index} is [{start}, {stop}); it must start at {expected} and "
+                "not end before its start"
+            )
         expected = stop
     return intervals[0][0], expected

@@ -1,7 +1,9 @@
-"""Unlike devices on a grid: which of them stands at which place, and how unevenly the axes cut (sharding/uneven.py decides).
+"""Unlike devices on a grid: which of them stands at which place, and how unevenly the axes cut
+(sharding/uneven.py decides).
 
-All replicas of a VirtualDevice have the same grid, so that the same place holds the same shard everywhere. Each replica's devices are put
-in order of speed first, and a place counts as fast as the slowest device that any replica has there.
+All replicas of a VirtualDevice have the same grid, so that the same place holds the same shard
+everywhere. Each replica's devices are put in order of speed first, and a place counts as fast as
+the slowest device that any replica has there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Arranged:
 
 
 def kinds_of(cluster: Cluster, device: VirtualDevice, dtype: str) -> tuple[tuple[float, int], ...]:
-    """(speed, memory) of the places of a VirtualDevice whose devices are in order of speed: the least of all replicas."""
+    """(speed, memory) of the places of a VirtualDevice whose devices are in order of speed: the
+    least of all replicas.
+    """
     ordered = [_by_speed(cluster, members, dtype) for members in device.ranks]
     return tuple(
         (
@@ -39,8 +43,16 @@ def kinds_of(cluster: Cluster, device: VirtualDevice, dtype: str) -> tuple[tuple
     )
 
 
-def arranged(cluster: Cluster, devices: Sequence[VirtualDevice], grid: Grid, dtype: str, cuts: dict[str, list[Dim]]) -> list[Arranged]:
-    """Orders of VirtualDevices of the same kinds, with the best weights of each; none where all devices are alike."""
+def arranged(
+    cluster: Cluster,
+    devices: Sequence[VirtualDevice],
+    grid: Grid,
+    dtype: str,
+    cuts: dict[str, list[Dim]],
+) -> list[Arranged]:
+    """Orders of VirtualDevices of the same kinds, with the best weights of each; none where all
+    devices are alike.
+    """
     kinds = kinds_of(cluster, devices[0], dtype)
     speeds, memories = [speed for speed, _ in kinds], [memory for _, memory in kinds]
     if len(set(kinds)) == 1:
@@ -53,12 +65,21 @@ def arranged(cluster: Cluster, devices: Sequence[VirtualDevice], grid: Grid, dty
             by_speed = [_by_speed(cluster, members, dtype) for members in device.ranks]
             ranks = tuple(tuple(members[number] for number in found.order) for members in by_speed)
             ordered.append(replace(device, ranks=ranks, grid=found.grid))
-        result.append(Arranged(tuple(ordered), found.grid, found.time * grid.num_devices * min(speeds), found.reason))
+        result.append(
+            Arranged(
+                tuple(ordered),
+                found.grid,
+                found.time * grid.num_devices * min(speeds),
+                found.reason,
+            )
+        )
     return result
 
 
 def what_axes_cut(shardings: Iterable[Sharding], num_samples: int) -> dict[str, list[Dim]]:
-    """Granules along each axis, weighted by the weights that they cut: most of the work is products with these. z cuts samples."""
+    """Granules along each axis, weighted by the weights that they cut: most of the work is products
+    with these. z cuts samples.
+    """
     found: dict[str, dict[int, float]] = {"z": {num_samples: 1.0}, "y": {}, "x": {}}
     for sharding in shardings:
         for layout in sharding.stored.values():
@@ -69,9 +90,18 @@ def what_axes_cut(shardings: Iterable[Sharding], num_samples: int) -> dict[str, 
                 for axis in axes:
                     if axis not in layout.stored and axis != "z":
                         found[axis][cut.count] = found[axis].get(cut.count, 0.0) + size
-    return {axis: [Dim(count, work) for count, work in counts.items()] for axis, counts in found.items()}
+    return {
+        axis: [Dim(count, work) for count, work in counts.items()] for axis, counts in found.items()
+    }
 
 
 def _by_speed(cluster: Cluster, ranks: Sequence[int], dtype: str) -> list[int]:
     """Fastest first, equal ones in rank order."""
-    return sorted(ranks, key=lambda rank: (-cluster.devices[rank].kind.rate(dtype), -cluster.devices[rank].kind.memory_bytes, rank))
+    return sorted(
+        ranks,
+        key=lambda rank: (
+            -cluster.devices[rank].kind.rate(dtype),
+            -cluster.devices[rank].kind.memory_bytes,
+            rank,
+        ),
+    )

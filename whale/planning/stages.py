@@ -44,7 +44,9 @@ def assign_stages(
     stages = list(dict.fromkeys(virtual_device_of[node] for node in activations))
     stage_of: dict[Node, int] = {}
     for node in activations:
-        producers = [stage_of[producer] for producer in node.all_input_nodes if producer in stage_of]
+        producers = [
+            stage_of[producer] for producer in node.all_input_nodes if producer in stage_of
+        ]
         latest = max(producers, default=-1)
         device = virtual_device_of[node]
         if node.target is operator.getitem and producers:
@@ -59,20 +61,32 @@ def assign_stages(
     return stage_of, stages
 
 
-def move_free_operations(operations: Sequence[Node], stage_of: dict[Node, int], sample_bytes: Callable[[Node], int]) -> None:
+def move_free_operations(
+    operations: Sequence[Node], stage_of: dict[Node, int], sample_bytes: Callable[[Node], int]
+) -> None:
     """Moves views and casts over a cut where less crosses then."""
-    for node in reversed(operations):  # forward over the cut: send the small input, not its expanded or upcast form
+    for node in reversed(
+        operations
+    ):  # forward over the cut: send the small input, not its expanded or upcast form
         producer = _only_activation_input(node, stage_of)
         if producer is None or not is_free(node):
             continue
         users = {stage_of.get(user, RECOMPUTED) for user in node.users}
-        if len(users) == 1 and min(users) > stage_of[node] and sample_bytes(producer) <= sample_bytes(node):
+        if (
+            len(users) == 1
+            and min(users) > stage_of[node]
+            and sample_bytes(producer) <= sample_bytes(node)
+        ):
             stage_of[node] = min(users)
     for node in operations:  # back over the cut: send the slice that is used, not the whole
         producer = _only_activation_input(node, stage_of)
         if producer is None or not is_free(node) or stage_of[producer] == stage_of[node]:
             continue
-        others = [user for user in producer.users if user is not node and stage_of.get(user, RECOMPUTED) >= stage_of[node]]
+        others = [
+            user
+            for user in producer.users
+            if user is not node and stage_of.get(user, RECOMPUTED) >= stage_of[node]
+        ]
         if not others and sample_bytes(node) < sample_bytes(producer):
             stage_of[node] = stage_of[producer]
 
@@ -99,19 +113,26 @@ def place_weights(
     num_micro_batch: int,
     holders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[Node, int]:
-    """Places WEIGHT operations in `stage_of` (or leaves them recomputed); gives the stage of each result of the graph.
+    """Places WEIGHT operations in `stage_of` (or leaves them recomputed); gives the stage of each
+    result of the graph.
 
-    A WEIGHT value that several stages need is sent when that takes fewer bytes in a step than holding its parameters there too.
-    `holders`: where the parameters already are, when another graph of a planned model is placed; then a missing one is never tied.
+    A WEIGHT value that several stages need is sent when that takes fewer bytes in a step than
+    holding its parameters there too. `holders`: where the parameters already are, when another
+    graph of a planned model is placed; then a missing one is never tied.
     """
     closure = _parameter_closure(captured, kinds)
     held: dict[int, set[str]] = {}
     for node, stage in stage_of.items():
-        held.setdefault(stage, set()).update(str(a.target) for a in node.all_input_nodes if a.op == "get_attr")
+        held.setdefault(stage, set()).update(
+            str(a.target) for a in node.all_input_nodes if a.op == "get_attr"
+        )
     for name, stages_of_name in (holders or {}).items():
         for stage in stages_of_name:
             held.setdefault(stage, set()).add(name)
-    home = {name: min(stage for stage, names in held.items() if name in names) for name in set().union(*held.values())}
+    home = {
+        name: min(stage for stage, names in held.items() if name in names)
+        for name in set().union(*held.values())
+    }
     result_stage = {}
     for result in captured.output.all_input_nodes:
         default = max((home.get(name, 0) for name in closure.get(result, ())), default=0)
@@ -127,10 +148,15 @@ def place_weights(
         if not stages:
             continue
         missing = sum(
-            captured.state[name].num_bytes for stage in stages for name in closure[node] if name in home and name not in held.get(stage, ())
+            captured.state[name].num_bytes
+            for stage in stages
+            for name in closure[node]
+            if name in home and name not in held.get(stage, ())
         )
         source = max((home[name] for name in closure[node] if name in home), default=min(stages))
-        sent = value_bytes(node) * num_micro_batch * len(stages - {source}) if holders is None else 0
+        sent = (
+            value_bytes(node) * num_micro_batch * len(stages - {source}) if holders is None else 0
+        )
         if missing > sent and source <= min(stages) and node.target is not operator.getitem:
             stage_of[node] = source
             continue
@@ -139,18 +165,24 @@ def place_weights(
     return result_stage
 
 
-def _parameter_closure(captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> dict[Node, frozenset[str]]:
+def _parameter_closure(
+    captured: CapturedGraph, kinds: Mapping[Node, Kind]
+) -> dict[Node, frozenset[str]]:
     closure: dict[Node, frozenset[str]] = {}
     for node in captured.graph.nodes:
         if node.op == "get_attr" and captured.state[str(node.target)].kind == "parameter":
             closure[node] = frozenset([str(node.target)])
         elif kinds.get(node) is Kind.WEIGHT:
-            closure[node] = frozenset().union(*(closure.get(a, frozenset()) for a in node.all_input_nodes))
+            closure[node] = frozenset().union(
+                *(closure.get(a, frozenset()) for a in node.all_input_nodes)
+            )
     return closure
 
 
 def slice_stage(results: Iterable[Node], stage: int, stage_of: Mapping[Node, int]) -> StageSlice:
-    """Everything that `stage` must run to give `results`, walking back until values of other stages, weights or the batch."""
+    """Everything that `stage` must run to give `results`, walking back until values of other
+    stages, weights or the batch.
+    """
     seen: set[Node] = set()
     waiting = list(results)
     while waiting:
@@ -161,23 +193,39 @@ def slice_stage(results: Iterable[Node], stage: int, stage_of: Mapping[Node, int
         if node.op == "call_function" and stage_of.get(node, RECOMPUTED) in (stage, RECOMPUTED):
             waiting.extend(node.all_input_nodes)
     ordered = sorted(seen)  # fx orders nodes by their place in the graph
-    own = [n for n in ordered if n.op == "call_function" and stage_of.get(n, RECOMPUTED) in (stage, RECOMPUTED)]
+    own = [
+        n
+        for n in ordered
+        if n.op == "call_function" and stage_of.get(n, RECOMPUTED) in (stage, RECOMPUTED)
+    ]
     return StageSlice(
         operations=tuple(own),
         inputs=tuple(n for n in ordered if n.op == "placeholder"),
-        received=tuple(n for n in ordered if n.op == "call_function" and stage_of.get(n, RECOMPUTED) not in (stage, RECOMPUTED)),
+        received=tuple(
+            n
+            for n in ordered
+            if n.op == "call_function" and stage_of.get(n, RECOMPUTED) not in (stage, RECOMPUTED)
+        ),
         state=tuple(n for n in ordered if n.op == "get_attr"),
     )
 
 
-def slice_stages(num_stages: int, results: Mapping[Node, int], stage_of: Mapping[Node, int]) -> tuple[StageSlice, ...]:
-    """The slice of every stage, given the stage of each result of the graph; later stages first, since they say what earlier ones send."""
-    wanted: list[list[Node]] = [[node for node, stage in results.items() if stage == s] for s in range(num_stages)]
+def slice_stages(
+    num_stages: int, results: Mapping[Node, int], stage_of: Mapping[Node, int]
+) -> tuple[StageSlice, ...]:
+    """The slice of every stage, given the stage of each result of the graph; later stages first,
+    since they say what earlier ones send.
+    """
+    wanted: list[list[Node]] = [
+        [node for node, stage in results.items() if stage == s] for s in range(num_stages)
+    ]
     slices: dict[int, StageSlice] = {}
     for stage in reversed(range(num_stages)):
         slices[stage] = slice_stage(wanted[stage], stage, stage_of)
         for node in slices[stage].received:
-            assert stage_of[node] < stage, f"{node} flows back from stage {stage_of[node]} to {stage}"
+            assert stage_of[node] < stage, (
+                f"{node} flows back from stage {stage_of[node]} to {stage}"
+            )
             wanted[stage_of[node]].append(node)
     return tuple(slices[stage] for stage in range(num_stages))
 

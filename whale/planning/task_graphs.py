@@ -1,4 +1,6 @@
-"""Which TaskGraph each operation belongs to: by annotation, by the default strategy, or by cutting an unannotated model."""
+"""Which TaskGraph each operation belongs to: by annotation, by the default strategy, or by cutting
+an unannotated model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from whale.capture.kinds import Kind
 from whale.planning.cuts import SAME_TIME, Floats, StageMemory, cut
 
 THIN = 1.5
-_WHERE = {"construction": 0, "glob": 1, "forward": 2}  # order of TaskGraphs that were said in different places
+_WHERE = {
+    "construction": 0,
+    "glob": 1,
+    "forward": 2,
+}  # order of TaskGraphs that were said in different places
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,20 @@ class TaskGraphs:
     reason: str
 
 
-def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Mapping[Node, Mark], default: Strategy | None) -> TaskGraphs:
-    """TaskGraphs of an annotated model. Unmarked: default strategy, else the latest producer's, else the earliest consumer's."""
+def from_marks(
+    operations: Sequence[Node],
+    kinds: Mapping[Node, Kind],
+    marks: Mapping[Node, Mark],
+    default: Strategy | None,
+) -> TaskGraphs:
+    """TaskGraphs of an annotated model. Unmarked: default strategy, else the latest producer's,
+    else the earliest consumer's.
+    """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
-    said = sorted({marks[node] for node in activations if node in marks}, key=lambda mark: (_WHERE[mark.order[0]], mark.order[1]))
+    said = sorted(
+        {marks[node] for node in activations if node in marks},
+        key=lambda mark: (_WHERE[mark.order[0]], mark.order[1]),
+    )
     if not said:
         strategy = default or Strategy("replicate", 1)
         why = "set_default_strategy" if default else "no annotation: data parallel"
@@ -39,7 +55,10 @@ def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Ma
     index = {mark: place for place, mark in enumerate(said)}
     of_operation = {node: index[marks[node]] for node in activations if node in marks}
     strategies = [mark.strategy for mark in said]
-    labels = [mark.label or _module_label([n for n in activations if of_operation.get(n) == index[mark]]) for mark in said]
+    labels = [
+        mark.label or _module_label([n for n in activations if of_operation.get(n) == index[mark]])
+        for mark in said
+    ]
     unmarked = [node for node in activations if node not in of_operation]
     if default is not None and unmarked:
         of_operation |= dict.fromkeys(unmarked, len(said))
@@ -51,12 +70,17 @@ def from_marks(operations: Sequence[Node], kinds: Mapping[Node, Kind], marks: Ma
 
 
 def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
-    """Unmarked operations join the latest TaskGraph among their producers, else the earliest among their consumers.
+    """Unmarked operations join the latest TaskGraph among their producers, else the earliest among
+    their consumers.
 
-    One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies before it, and only scalars are sent.
+    One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies
+    before it, and only scalars are sent.
     """
     first_seen = {
-        task_graph: place for place, task_graph in enumerate(dict.fromkeys(of_operation[n] for n in activations if n in of_operation))
+        task_graph: place
+        for place, task_graph in enumerate(
+            dict.fromkeys(of_operation[n] for n in activations if n in of_operation)
+        )
     }
     for node in activations:
         if node not in of_operation:
@@ -89,15 +113,18 @@ def from_cuts(
     num_moves_of: Callable[[Floats, Floats], int] | None = None,
     over_full: Callable[[Sequence[int]], float] | None = None,
 ) -> TaskGraphs:
-    """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each `replicate(1)`.
+    """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each
+    `replicate(1)`.
 
-    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each stage may hold.
-    `step_of(stage seconds, crossing seconds before each stage but the first)`: how long a step takes. With it, cuts are made with messages
-    counted in full and in part, for they may be hidden under compute, and the fastest is taken.
-    `boundary_weights`: by what the crossing in front of every stage but the first is longer, where links differ.
-    `num_moves_of(the same)`: how many moves of single cuts are tried in the end, each kept if the step is shorter.
-    `over_full(starts of the stages)`: by how much devices would be over-full. Moves that make that less come before shorter steps.
-    `only_thin`: cut where little crosses, as far as there are such points: what crosses is kept for every micro-batch in flight.
+    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each
+    stage may hold. `step_of(stage seconds, crossing seconds before each stage but the first)`: how
+    long a step takes. With it, cuts are made with messages counted in full and in part, for they
+    may be hidden under compute, and the fastest is taken. `boundary_weights`: by what the crossing
+    in front of every stage but the first is longer, where links differ. `num_moves_of(the same)`:
+    how many moves of single cuts are tried in the end, each kept if the step is shorter.
+    `over_full(starts of the stages)`: by how much devices would be over-full. Moves that make that
+    less come before shorter steps. `only_thin`: cut where little crosses, as far as there are such
+    points: what crosses is kept for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     place = {node: index for index, node in enumerate(activations)}
@@ -118,34 +145,74 @@ def from_cuts(
 
     def stages_and_crossings(starts: Sequence[int]) -> tuple[Floats, Floats]:
         ends = (*starts[1:], len(activations))
-        stages = [sums[k, end] - sums[k, start] for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        return np.array(stages), crossing[list(starts[1:])] * (1.0 if boundary_weights is None else np.array(boundary_weights))
+        stages = [
+            sums[k, end] - sums[k, start]
+            for k, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+        return np.array(stages), crossing[list(starts[1:])] * (
+            1.0 if boundary_weights is None else np.array(boundary_weights)
+        )
 
-    cuts = cut(times, crossing, num_task_graph, allowed=allowed, memory=memory, boundary_weights=boundary_weights)
+    cuts = cut(
+        times,
+        crossing,
+        num_task_graph,
+        allowed=allowed,
+        memory=memory,
+        boundary_weights=boundary_weights,
+    )
     stages, crossed = stages_and_crossings(cuts.starts)
     if step_of is not None and crossed.max(initial=0.0) > SMALL_MESSAGE * stages.max():
         tried = {1.0: cuts}
         for weight in MESSAGE_WEIGHTS[1:]:
-            found = cut(times, weight * crossing, num_task_graph, allowed=allowed, memory=memory, boundary_weights=boundary_weights)
+            found = cut(
+                times,
+                weight * crossing,
+                num_task_graph,
+                allowed=allowed,
+                memory=memory,
+                boundary_weights=boundary_weights,
+            )
             if found.starts not in {each.starts for each in tried.values()}:
                 tried[weight] = found
         if len(tried) > 1:
-            best = min(tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts)))
-            counted = f"these times count {best:.3g} of what messages take, the best of {len(MESSAGE_WEIGHTS)} parts that were tried"
+            best = min(
+                tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts))
+            )
+            counted = (
+                f"these times count {best:.3g} of what messages take, the best of "
+                f"{len(MESSAGE_WEIGHTS)} parts that were tried"
+            )
             cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
-    if step_of is not None and num_moves_of is not None and (tries := num_moves_of(*stages_and_crossings(cuts.starts))):
+    if (
+        step_of is not None
+        and num_moves_of is not None
+        and (tries := num_moves_of(*stages_and_crossings(cuts.starts)))
+    ):
 
         def cost_of(starts: Sequence[int]) -> tuple[float, float]:
-            return over_full(starts) if over_full is not None else 0.0, step_of(*stages_and_crossings(starts))
+            return over_full(starts) if over_full is not None else 0.0, step_of(
+                *stages_and_crossings(starts)
+            )
 
         starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), cost_of, tries)
         moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
         if moved:
-            cuts = replace(cuts, starts=starts, reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step")
+            cuts = replace(
+                cuts,
+                starts=starts,
+                reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step",
+            )
     bounds = [*cuts.starts, len(activations)]
-    of_operation = {node: index for index in range(num_task_graph) for node in activations[bounds[index] : bounds[index + 1]]}
+    of_operation = {
+        node: index
+        for index in range(num_task_graph)
+        for node in activations[bounds[index] : bounds[index + 1]]
+    }
     labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
-    return TaskGraphs(of_operation, (Strategy("replicate", 1),) * num_task_graph, tuple(labels), cuts.reason)
+    return TaskGraphs(
+        of_operation, (Strategy("replicate", 1),) * num_task_graph, tuple(labels), cuts.reason
+    )
 
 
 MOVES = (1, -1, 2, -2, 4, -4, 8, -8)
@@ -153,11 +220,18 @@ MOVES = (1, -1, 2, -2, 4, -4, 8, -8)
 
 
 def _move_cuts(
-    starts: Sequence[int], points: np.ndarray, cost_of: Callable[[Sequence[int]], tuple[float, float]], tries: int
+    starts: Sequence[int],
+    points: np.ndarray,
+    cost_of: Callable[[Sequence[int]], tuple[float, float]],
+    tries: int,
 ) -> tuple[int, ...]:
-    """Starts of stages from which no move of one cut costs less, or what is found after so many tries. Of two costs the first one counts
-    before the second."""
-    places = [-1, *(int(place) for place in np.searchsorted(points, starts[1:])), len(points)]  # in `points`, both ends included
+    """Starts of stages from which no move of one cut costs less, or what is found after so many
+    tries. Of two costs the first one counts before the second."""
+    places = [
+        -1,
+        *(int(place) for place in np.searchsorted(points, starts[1:])),
+        len(points),
+    ]  # in `points`, both ends included
 
     def starts_at(places: Sequence[int]) -> tuple[int, ...]:
         return (0, *(int(points[place]) for place in places[1:-1]))
@@ -175,13 +249,17 @@ def _move_cuts(
                     return starts_at(places)
                 tries -= 1
                 cost = cost_of(starts_at(moved))
-                if cost[0] < best[0] * (1 - SAME_TIME) or (cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)):
+                if cost[0] < best[0] * (1 - SAME_TIME) or (
+                    cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)
+                ):
                     best, places, is_better = cost, moved, True
     return starts_at(places)
 
 
 def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:
-    """Where a stage may start: of positions with only free operations between them, the one where least crosses."""
+    """Where a stage may start: of positions with only free operations between them, the one where
+    least crosses.
+    """
     allowed = np.zeros(len(activations), dtype=bool)
     work_before = np.concatenate([[0.0], np.cumsum(times)])[:-1]
     best: dict[float, int] = {}
@@ -196,7 +274,9 @@ def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarr
 
 
 def _thin(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
-    """Of the allowed points those where at most `THIN` times as much crosses as at the thinnest of the middle half, if they are enough."""
+    """Of the allowed points those where at most `THIN` times as much crosses as at the thinnest of
+    the middle half, if they are enough.
+    """
     quarter = len(allowed) // 4
     middle = crossing[quarter : len(allowed) - quarter][allowed[quarter : len(allowed) - quarter]]
     thin: np.ndarray = allowed & (crossing <= THIN * middle.min(initial=np.inf))

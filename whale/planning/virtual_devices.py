@@ -7,8 +7,9 @@ K devices; TaskGraph i wants d_i of them; s = d_1 + ... + d_N.
     every d_i == K                one VirtualDevice of all devices; one model replica          (3)
     otherwise                     one VirtualDevice per TaskGraph; K / s model replicas        (4)
 
-Devices are taken in order. In (4), place j of TaskGraph i in replica r is rank  r * s + (d_1 + ... + d_{i-1}) + j.
-A division that leaves a rest is refused: a device would stay idle, or a replica would miss a part of the model.
+Devices are taken in order. In (4), place j of TaskGraph i in replica r is rank  r * s + (d_1 + ...
++ d_{i-1}) + j. A division that leaves a rest is refused: a device would stay idle, or a replica
+would miss a part of the model.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from whale.sharding.grid import Grid
 
 @dataclass(frozen=True)
 class VirtualDevice:
-    """The ordered devices that one TaskGraph (or several, colocated) runs on, in each model replica."""
+    """The ordered devices that one TaskGraph (or several, colocated) runs on, in each model
+    replica.
+    """
 
     index: int
     ranks: tuple[tuple[int, ...], ...]
     """`ranks[replica]`: the ranks in that model replica, in order"""
     grid: Grid | None = None
-    """where a `split` TaskGraph runs here: the devices of a replica as a block, the same in every replica"""
+    """where a `split` TaskGraph runs here: the devices of a replica as a block, the same in every
+    replica
+    """
 
     @property
     def num_devices(self) -> int:
@@ -37,7 +42,9 @@ class VirtualDevice:
 
     @property
     def num_sample_parts(self) -> int:
-        """Over how many devices of a replica a micro-batch must be cut. On a grid all devices run on the same samples."""
+        """Over how many devices of a replica a micro-batch must be cut. On a grid all devices run
+        on the same samples.
+        """
         return 1 if self.grid is not None else self.num_devices
 
 
@@ -53,14 +60,24 @@ class Placement:
 
 
 def place(wanted: Sequence[int], num_devices: int, *, colocate: bool = False) -> Placement:
-    """Give every TaskGraph its VirtualDevice; `wanted[i]` is the number of devices that TaskGraph i asks for."""
+    """Give every TaskGraph its VirtualDevice; `wanted[i]` is the number of devices that TaskGraph i
+    asks for.
+    """
     _check(wanted, num_devices)
     if num_devices == 1:
-        return _shared(wanted, 1, 1, f"there is one device, so it runs everything ({_task_graphs(len(wanted))})")
+        return _shared(
+            wanted,
+            1,
+            1,
+            f"there is one device, so it runs everything ({_task_graphs(len(wanted))})",
+        )
     if colocate:
         return _place_colocated(wanted, num_devices)
     if all(count == num_devices for count in wanted):
-        reason = f"{_task_graphs(len(wanted))} want all {num_devices} devices, so they share one VirtualDevice"
+        reason = (
+            f"{_task_graphs(len(wanted))} want all {num_devices} devices, so they share one "
+            "VirtualDevice"
+        )
         if len(wanted) == 1:
             reason = f"the only TaskGraph wants all {num_devices} devices"
         return _shared(wanted, num_devices, num_devices, reason)
@@ -70,16 +87,25 @@ def place(wanted: Sequence[int], num_devices: int, *, colocate: bool = False) ->
 
 
 def _place_in_order(wanted: Sequence[int], num_devices: int) -> Placement:
-    """Line (4): the TaskGraphs of a replica on consecutive devices, the replicas one after the other."""
+    """Line (4): the TaskGraphs of a replica on consecutive devices, the replicas one after the
+    other.
+    """
     total = sum(wanted)
     num_replicas = num_devices // total
     firsts = [0, *accumulate(wanted)]
     virtual_devices = tuple(
-        VirtualDevice(index, tuple(_consecutive(replica * total + firsts[index], count) for replica in range(num_replicas)))
+        VirtualDevice(
+            index,
+            tuple(
+                _consecutive(replica * total + firsts[index], count)
+                for replica in range(num_replicas)
+            ),
+        )
         for index, count in enumerate(wanted)
     )
     reason = (
-        f"{_task_graphs(len(wanted))} on {_counts(wanted)} device{'s' * (total > 1)}, {total} in all; "
+        f"{_task_graphs(len(wanted))} on {_counts(wanted)} device{'s' * (total > 1)}, {total} in "
+        "all; "
         f"{num_devices} device{'s' * (num_devices > 1)} / {total} = {_replicas(num_replicas)}"
     )
     return Placement(virtual_devices, tuple(range(len(wanted))), num_replicas, reason)
@@ -115,7 +141,10 @@ def _check(wanted: Sequence[int], num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"at least 1 device is needed, got {num_devices}")
     if not wanted:
-        raise ValueError("there is no TaskGraph to place; mark a part of the model, or give the whole model one TaskGraph")
+        raise ValueError(
+            "there is no TaskGraph to place; mark a part of the model, or give the whole model "
+            "one TaskGraph"
+        )
     for index, count in enumerate(wanted):
         if count < 1:
             raise ValueError(f"TaskGraph {index} asks for {count} devices; the smallest count is 1")
@@ -129,13 +158,20 @@ def _misfit(wanted: Sequence[int], num_devices: int) -> str:
     fix = f"use {_either(_nearest(num_devices, special, total))} devices"
     if same and num_devices % wanted[0] == 0:
         fix += f', or set "colocate": true to share {wanted[0]} device{"s" * (wanted[0] > 1)} between the TaskGraphs'
-    return f"the TaskGraphs ask for {_counts(wanted)} = {total} devices, which does not divide {num_devices} devices; {fix}"
+    return (
+        f"the TaskGraphs ask for {_counts(wanted)} = {total} devices, which does not divide "
+        f"{num_devices} devices; {fix}"
+    )
 
 
 def _nearest(num_devices: int, special: set[int], step: int) -> tuple[int | None, int]:
-    """The right device counts next to `num_devices`, below and above: the multiples of `step` and the special counts."""
+    """The right device counts next to `num_devices`, below and above: the multiples of `step` and
+    the special counts.
+    """
     below = {count for count in special | {num_devices // step * step} if 0 < count < num_devices}
-    above = {count for count in special | {num_devices // step * step + step} if count > num_devices}
+    above = {
+        count for count in special | {num_devices // step * step + step} if count > num_devices
+    }
     return max(below, default=None), min(above)
 
 

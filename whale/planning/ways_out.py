@@ -6,9 +6,10 @@
     devices         more of them, so that every replica has more stages
     batch           a smaller one
 
-Of each kind the smallest change is looked for: doubled until a plan can be made, then halved between the last two (`_smallest`). A try is a
-draft of the plan under the schedule that was asked for (`Problem.is_trial`), so their number is limited, the more the larger the model is;
-what is offered is always one that was tried and fitted.
+Of each kind the smallest change is looked for: doubled until a plan can be made, then halved
+between the last two (`_smallest`). A try is a draft of the plan under the schedule that was asked
+for (`Problem.is_trial`), so their number is limited, the more the larger the model is; what is
+offered is always one that was tried and fitted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
 """for each kind of change: so many operations are drafted in all, with at least so many tries"""
 
 CUTS = 4
-"""so many times more drafts of a try, about, where the order is made for the memory that there is"""
+"""so many times more drafts of a try, about, where the order is made for the memory that there is
+"""
 
 FIRST_PART = 8
 """of a batch that is first tried to leave out"""
@@ -50,8 +52,14 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
     if found:
         return f"What would fit: {'; '.join(found)}"
     if not tried:
-        return "It takes devices with more memory, or scopes that give each of them a smaller part of the model"
-    return f"No change helps that was tried ({', '.join(tried)}, one at a time): it takes devices with more memory"
+        return (
+            "It takes devices with more memory, or scopes that give each of them a smaller part "
+            "of the model"
+        )
+    return (
+        f"No change helps that was tried ({', '.join(tried)}, one at a time): it takes devices "
+        "with more memory"
+    )
 
 
 @dataclass
@@ -69,11 +77,17 @@ class _Changes:
         config = self.problem.config
         if config.recompute in ("auto", True) or not self._try(config={"recompute": "auto"}):
             return None
-        return '"recompute": "auto", so that activations are computed again in backward and not kept'
+        return (
+            '"recompute": "auto", so that activations are computed again in backward and not kept'
+        )
 
     def micro_batches(self) -> str | None:
         now = self.problem.config.num_micro_batch
-        found = self._smallest(now, self.problem.batch_size, lambda number: self._try(config={"num_micro_batch": number}))
+        found = self._smallest(
+            now,
+            self.problem.batch_size,
+            lambda number: self._try(config={"num_micro_batch": number}),
+        )
         return None if found is None else f'"num_micro_batch": {found} instead of {now}'
 
     def stages(self) -> str | None:
@@ -81,7 +95,9 @@ class _Changes:
             return None
         number, now = self.problem.cluster.num_devices, self.problem.config.num_task_graph or 1
         more = (stages for stages in range(now + 1, number + 1) if number % stages == 0)
-        found = next((stages for stages in more if self._try(config={"num_task_graph": stages})), None)
+        found = next(
+            (stages for stages in more if self._try(config={"num_task_graph": stages})), None
+        )
         if found is None:
             return None
         replicas = f"{number // found} model replica{'s' * (found < number)}"
@@ -98,7 +114,9 @@ class _Changes:
         found = self._smallest(
             now,
             4 * now,
-            lambda stages: self._try(with_more(cluster, largest, (stages - now) * replicas), {"num_task_graph": stages}),
+            lambda stages: self._try(
+                with_more(cluster, largest, (stages - now) * replicas), {"num_task_graph": stages}
+            ),
         )
         if found is None:
             return None
@@ -109,7 +127,12 @@ class _Changes:
         """In steps of one sample for each micro-batch."""
         now, count = self.problem.batch_size, self.problem.config.num_micro_batch
         largest = (now - 1) // count  # samples of a micro-batch
-        found = self._smallest(-1, largest - 1, lambda less: self._try(batch_size=(largest - less) * count), 1 + largest // FIRST_PART)
+        found = self._smallest(
+            -1,
+            largest - 1,
+            lambda less: self._try(batch_size=(largest - less) * count),
+            1 + largest // FIRST_PART,
+        )
         return None if found is None else f"a batch of {(largest - found) * count} instead of {now}"
 
     @property
@@ -117,8 +140,12 @@ class _Changes:
         """Then the model's own scopes say what its stages are."""
         return bool(self.problem.marks) or self.problem.default_strategy is not None
 
-    def _smallest(self, low: int, most: int, fits: Callable[[int], bool], step: int = 1) -> int | None:
-        """The smallest number above `low` that fits, as far as tries go; more is taken to fit better. `step`: the first one."""
+    def _smallest(
+        self, low: int, most: int, fits: Callable[[int], bool], step: int = 1
+    ) -> int | None:
+        """The smallest number above `low` that fits, as far as tries go; more is taken to fit
+        better. `step`: the first one.
+        """
         high: int | None = None
         while high is None and low < most and self.tries_left:
             number = min(low + step, most)
@@ -129,7 +156,12 @@ class _Changes:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return high
 
-    def _try(self, cluster: Cluster | None = None, config: dict[str, object] | None = None, batch_size: int | None = None) -> bool:
+    def _try(
+        self,
+        cluster: Cluster | None = None,
+        config: dict[str, object] | None = None,
+        batch_size: int | None = None,
+    ) -> bool:
         if not self.tries_left:
             return False
         self.tries_left, self.is_tried = self.tries_left - 1, True
@@ -139,7 +171,15 @@ class _Changes:
         except ValueError:  # it does not go with the other settings
             return False
         batch_size = batch_size or problem.batch_size
-        return self.fits(replace(problem, cluster=cluster or problem.cluster, config=changed, batch_size=batch_size, is_trial=True))
+        return self.fits(
+            replace(
+                problem,
+                cluster=cluster or problem.cluster,
+                config=changed,
+                batch_size=batch_size,
+                is_trial=True,
+            )
+        )
 
 
 def with_more(cluster: Cluster, like: Device, number: int) -> Cluster:

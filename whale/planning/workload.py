@@ -1,6 +1,8 @@
-"""What a mini-batch asks of a device: time and memory of every stage, as functions of the samples of a micro-batch.
+"""What a mini-batch asks of a device: time and memory of every stage, as functions of the samples
+of a micro-batch.
 
-Both are taken to be affine in the samples: from the cost model at two sizes, and from what autograd really saves.
+Both are taken to be affine in the samples: from the cost model at two sizes, and from what autograd
+really saves.
 
     seconds(m) = fixed + m * per sample          forward, and backward where there is one
     bytes(m)   = static + in flight * (fixed + m * per sample)
@@ -22,13 +24,22 @@ from whale.planning.plan import DeviceMemory
 from whale.planning.stages import StageSlice
 from whale.profiling.backward_room import COPIES, room_beside_kept
 from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
-from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds, split_input
+from whale.profiling.costs import (
+    NodeCost,
+    backward_factors,
+    backward_seconds,
+    node_costs,
+    seconds,
+    split_input,
+)
 from whale.profiling.saved import Kept, Saved, saved_for_backward
 from whale.scheduling import Action
 from whale.scheduling.check import Held, peak_of_order
 
 ADAM_STATE = 2.0
-"""optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two averages"""
+"""optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two
+averages
+"""
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,19 @@ class StageBytes:
     kept: Kept
     """from forward to backward"""
     weight_part: Kept
-    """from the input part of a split backward to its weight part: inputs of the layers, and gradients of their results"""
+    """from the input part of a split backward to its weight part: inputs of the layers, and
+    gradients of their results
+    """
     working_sample_bytes: float
-    """beside what is kept, while its backward runs: gradients, and a region that is computed again"""
+    """beside what is kept, while its backward runs: gradients, and a region that is computed again
+    """
     working_fixed_bytes: int
 
     @property
     def per_sample(self) -> Held:
-        return Held(self.kept.sample_bytes, self.weight_part.sample_bytes, self.working_sample_bytes)
+        return Held(
+            self.kept.sample_bytes, self.weight_part.sample_bytes, self.working_sample_bytes
+        )
 
     @property
     def fixed(self) -> Held:
@@ -64,8 +80,8 @@ Parts = tuple[float, float, float]
 """seconds of a forward, and of the input part and the weight part of a backward"""
 
 INSIDE_OPERATIONS = 0.02
-"""of weights, gradients and state, and of what is kept: about as much is held for a moment inside operations and by messages on their way;
-measured by benchmarks/prediction.py"""
+"""of weights, gradients and state, and of what is kept: about as much is held for a moment inside
+operations and by messages on their way; measured by benchmarks/prediction.py"""
 
 
 @dataclass(frozen=True)
@@ -81,9 +97,15 @@ class Workload:
     dtype: str = "fp32"
     """in which products are computed"""
     share: int = 1
-    """samples of a micro-batch that a device typically gets: times are exact there and at the whole mini-batch, straight between"""
-    _known: dict[DeviceKind, dict[Node, StageTimes]] = field(default_factory=dict, compare=False, repr=False)
-    _known_kept: dict[tuple[Node, ...], list[Kept]] = field(default_factory=dict, compare=False, repr=False)
+    """samples of a micro-batch that a device typically gets: times are exact there and at the whole
+    mini-batch, straight between
+    """
+    _known: dict[DeviceKind, dict[Node, StageTimes]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _known_kept: dict[tuple[Node, ...], list[Kept]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
@@ -103,18 +125,27 @@ class Workload:
     def saved(self) -> Saved:
         return saved_for_backward(self.captured, self.batch_size)
 
-    def times(self, operations: Iterable[Node], kind: DeviceKind, again: Container[Node] = ()) -> StageTimes:
-        """Of these operations together on such a device, one micro-batch. `again`: those whose forward is run once more in backward."""
+    def times(
+        self, operations: Iterable[Node], kind: DeviceKind, again: Container[Node] = ()
+    ) -> StageTimes:
+        """Of these operations together on such a device, one micro-batch. `again`: those whose
+        forward is run once more in backward.
+        """
         known = self._times_of_nodes(kind)
         parts = [(known[node], node in again) for node in operations]
         return StageTimes(
             _sum([part.forward for part, _ in parts]),
-            _sum([part.input_backward for part, _ in parts] + [part.forward for part, repeated in parts if repeated]),
+            _sum(
+                [part.input_backward for part, _ in parts]
+                + [part.forward for part, repeated in parts if repeated]
+            ),
             _sum([part.weight_backward for part, _ in parts]),
         )
 
     def forward_seconds(self, operations: Sequence[Node], kind: DeviceKind) -> list[float]:
-        """Of each operation alone, for a mini-batch in micro-batches of the usual size on one such device."""
+        """Of each operation alone, for a mini-batch in micro-batches of the usual size on one such
+        device.
+        """
         known, times = self._times_of_nodes(kind), self.batch_size / self.share
         return [times * known[node].forward.of(self.share) for node in operations]
 
@@ -128,78 +159,128 @@ class Workload:
     def _forms(self) -> dict[Node, _Form]:
         """All that the time of a node depends on; few, since models repeat their layers."""
         few = self._costs_of_few
-        return {node: _Form(few[node], many, backward_factors(node, many, self.gradients)) for node, many in self.costs.items()}
+        return {
+            node: _Form(few[node], many, backward_factors(node, many, self.gradients))
+            for node, many in self.costs.items()
+        }
 
     def _times_of_form(self, form: _Form, kind: DeviceKind) -> StageTimes:
         return self._lines(*(self._parts(cost, form, kind) for cost in (form.few, form.many)))
 
     def _parts(self, cost: NodeCost, form: _Form, kind: DeviceKind) -> Parts:
-        return seconds(cost, kind, self.dtype), *backward_seconds(cost, form.backward_factors, kind, self.dtype)
+        return seconds(cost, kind, self.dtype), *backward_seconds(
+            cost, form.backward_factors, kind, self.dtype
+        )
 
     def _lines(self, few: Parts, many: Parts) -> StageTimes:
-        return StageTimes(*(self._line(few_s, many_s) for few_s, many_s in zip(few, many, strict=True)))
+        return StageTimes(
+            *(self._line(few_s, many_s) for few_s, many_s in zip(few, many, strict=True))
+        )
 
     def over_devices(self, batch_norm: Node, kind: DeviceKind) -> StageTimes:
-        """What the device itself computes more in a batch norm over devices than in torch's own; nothing where that was not measured.
+        """What the device itself computes more in a batch norm over devices than in torch's own;
+        nothing where that was not measured.
 
-        Never less than nothing: both were measured, one after the other, and either may have come out too long.
+        Never less than nothing: both were measured, one after the other, and either may have come
+        out too long.
         """
         if BATCH_NORM_OVER_DEVICES not in curves(kind):
             return StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
         form = self._forms[batch_norm]
 
         def more(cost: NodeCost) -> Parts:
-            alone, over = (self._parts(each, form, kind) for each in (cost, replace(cost, operation=BATCH_NORM_OVER_DEVICES)))
-            forward, inputs, weights = (max(0.0, here - there) for here, there in zip(over, alone, strict=True))
+            alone, over = (
+                self._parts(each, form, kind)
+                for each in (cost, replace(cost, operation=BATCH_NORM_OVER_DEVICES))
+            )
+            forward, inputs, weights = (
+                max(0.0, here - there) for here, there in zip(over, alone, strict=True)
+            )
             return forward, inputs, weights
 
         return self._lines(more(form.few), more(form.many))
 
     def accumulate_seconds(self, part: StageSlice, kind: DeviceKind) -> Seconds:
-        """Adding the gradients of a micro-batch to those before it, which are read and written; the new ones are still in the caches.
+        """Adding the gradients of a micro-batch to those before it, which are read and written; the
+        new ones are still in the caches.
 
         Only where additions were measured.
         """
-        one_by_one = (measured_seconds(kind, "aten.add", 0.0, 2.0 * num_bytes, False) or 0.0 for num_bytes in self.trained_bytes(part))
+        one_by_one = (
+            measured_seconds(kind, "aten.add", 0.0, 2.0 * num_bytes, False) or 0.0
+            for num_bytes in self.trained_bytes(part)
+        )
         return Seconds(0.0, sum(one_by_one))
 
     def trained_bytes(self, part: StageSlice) -> list[int]:
         """Of each parameter of a stage that gets a gradient."""
         states = [self.captured.state[str(node.target)] for node in part.state]
-        return [state.num_bytes for state in states if state.kind == "parameter" and state.trainable]
+        return [
+            state.num_bytes for state in states if state.kind == "parameter" and state.trainable
+        ]
 
     def _line(self, few_s: float, many_s: float) -> Seconds:
         """Through the times of two numbers of samples."""
         if self.batch_size == self._few:
             return Seconds(many_s / self.batch_size)
         sample_s = (many_s - few_s) / (self.batch_size - self._few)
-        if few_s < self._few * sample_s:  # many samples are slower than few of them, one by one: exact for few
+        if (
+            few_s < self._few * sample_s
+        ):  # many samples are slower than few of them, one by one: exact for few
             return Seconds(few_s / self._few)
         return Seconds(sample_s, few_s - self._few * sample_s)
 
-    def stage_bytes(self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]) -> StageBytes:
+    def stage_bytes(
+        self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]
+    ) -> StageBytes:
         """What a stage keeps of one micro-batch. `crossing`: what it receives and sends."""
         crossing = tuple(crossing)
         kept = self.saved.total(operations, crossing, regions)
         again = self.saved.largest_region(regions)
-        later = [(node, source) for node in operations if (source := split_input(node, self.gradients)) is not None]
+        later = [
+            (node, source)
+            for node in operations
+            if (source := split_input(node, self.gradients)) is not None
+        ]
         inputs = self.saved.results(source for _, source in later)
         gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
-        working = self._room_of_any_operation(operations) if regions else room_beside_kept(operations, self.gradients, self.saved, crossing)
+        working = (
+            self._room_of_any_operation(operations)
+            if regions
+            else room_beside_kept(operations, self.gradients, self.saved, crossing)
+        )
         working += again.sample_bytes + INSIDE_OPERATIONS * kept.sample_bytes
-        return StageBytes(kept, Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes), working, again.fixed_bytes)
+        return StageBytes(
+            kept,
+            Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes),
+            working,
+            again.fixed_bytes,
+        )
 
     def _room_of_any_operation(self, operations: Sequence[Node]) -> float:
-        """Bytes for each sample, where what is kept is not let go one by one: regions are computed again on the way."""
-        differentiable = [self.costs[node].output_bytes for node in operations if node in self.gradients]
+        """Bytes for each sample, where what is kept is not let go one by one: regions are computed
+        again on the way.
+        """
+        differentiable = [
+            self.costs[node].output_bytes for node in operations if node in self.gradients
+        ]
         return COPIES * max(differentiable, default=0) / self.batch_size
 
-    def memory(self, slices: Sequence[StageSlice], stages: Mapping[int, StageBytes], order: tuple[Action, ...]) -> DeviceMemory:
-        """Of a device that runs these slices in this order of actions; capacity is left at 0. `stages`: by their number."""
+    def memory(
+        self,
+        slices: Sequence[StageSlice],
+        stages: Mapping[int, StageBytes],
+        order: tuple[Action, ...],
+    ) -> DeviceMemory:
+        """Of a device that runs these slices in this order of actions; capacity is left at 0.
+        `stages`: by their number.
+        """
         names = {str(node.target) for part in slices for node in part.state}
         states = [self.captured.state[name] for name in sorted(names)]
         parameters = sum(state.num_bytes for state in states if state.kind == "parameter")
-        trainable = sum(state.num_bytes for state in states if state.kind == "parameter" and state.trainable)
+        trainable = sum(
+            state.num_bytes for state in states if state.kind == "parameter" and state.trainable
+        )
         buffers = sum(state.num_bytes for state in states if state.kind != "parameter")
         rooms = [self.room_to_work(part) for part in slices]
         return DeviceMemory(
@@ -207,9 +288,13 @@ class Workload:
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
-            fixed_bytes=round(peak_of_order(order, {stage: each.fixed for stage, each in stages.items()}))
+            fixed_bytes=round(
+                peak_of_order(order, {stage: each.fixed for stage, each in stages.items()})
+            )
             + sum(rooms),
-            sample_bytes=peak_of_order(order, {stage: each.per_sample for stage, each in stages.items()}),
+            sample_bytes=peak_of_order(
+                order, {stage: each.per_sample for stage, each in stages.items()}
+            ),
             capacity_bytes=0,
             update_bytes=self.room_to_update(rooms),
         )
@@ -220,17 +305,25 @@ class Workload:
         return self.room_beside(max(trained, default=0), sum(trained))
 
     def room_beside(self, largest_bytes: int, trained_bytes: int) -> int:
-        """The same for trained parameters of so many bytes: a gradient is made before it is added to the one that is there."""
+        """The same for trained parameters of so many bytes: a gradient is made before it is added
+        to the one that is there.
+        """
         return largest_bytes + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * trained_bytes)
 
     def room_to_update(self, rooms: Iterable[int]) -> int:
-        """Bytes that the optimizer makes for a moment. `rooms`: to work, of every stage of a device."""
+        """Bytes that the optimizer makes for a moment. `rooms`: to work, of every stage of a
+        device.
+        """
         return UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0
 
     @cached_property
     def batch_bytes(self) -> int:
         """Of the whole mini-batch, which every device gets."""
-        return sum(self.costs[node].output_bytes for node in self.captured.graph.nodes if node.op == "placeholder")
+        return sum(
+            self.costs[node].output_bytes
+            for node in self.captured.graph.nodes
+            if node.op == "placeholder"
+        )
 
     def kept_by_operation(self, operations: Sequence[Node]) -> list[Kept]:
         """What each operation adds to what those before it keep."""
@@ -239,16 +332,27 @@ class Workload:
             return self._known_kept[key]
         seen: set[int] = set()
         found = self._known_kept[key] = []
-        for node in operations:  # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
+        for node in (
+            operations
+        ):  # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
             new = self.saved.of_node.get(node, frozenset()) - seen
             seen |= new
-            found.append(Kept(sum(self.saved.kept[i].sample_bytes for i in new), sum(self.saved.kept[i].fixed_bytes for i in new)))
+            found.append(
+                Kept(
+                    sum(self.saved.kept[i].sample_bytes for i in new),
+                    sum(self.saved.kept[i].fixed_bytes for i in new),
+                )
+            )
         return found
 
     def static_by_operation(
-        self, operations: Sequence[Node], names_behind: Callable[[Node], Iterable[str]], is_shared: bool
+        self,
+        operations: Sequence[Node],
+        names_behind: Callable[[Node], Iterable[str]],
+        is_shared: bool,
     ) -> list[float]:
-        """Bytes of the parameters that each operation is the first to read, with their gradients and optimizer state.
+        """Bytes of the parameters that each operation is the first to read, with their gradients
+        and optimizer state.
 
         `is_shared`: gradients are summed over replicas, in buffers of their size.
         """
@@ -259,7 +363,9 @@ class Workload:
             new = set(names_behind(node)) - seen
             seen |= new
             states = [self.captured.state[name] for name in new]
-            found.append(sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states))
+            found.append(
+                sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states)
+            )
         return found
 
 

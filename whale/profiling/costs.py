@@ -1,13 +1,15 @@
 """What each node of the captured graph costs, and how long that takes on a device.
 
-The one cost model, used by planner, simulator and emulator. Of a device that `whale profile` measured: what it measured, by operation and
-size (`calibration.py`). Of any other, with the figures of its data sheet:
+The one cost model, used by planner, simulator and emulator. Of a device that `whale profile`
+measured: what it measured, by operation and size (`calibration.py`). Of any other, with the figures
+of its data sheet:
 
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
-FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs + outputs. A view moves nothing; a lookup
-(embedding, gather) reads only what it gives out. The backward of a product is one product of the same size for each of its two operands
-that gets a gradient; that of any other operation does about twice the work of its forward.
+FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs +
+outputs. A view moves nothing; a lookup (embedding, gather) reads only what it gives out. The
+backward of a product is one product of the same size for each of its two operands that gets a
+gradient; that of any other operation does about twice the work of its forward.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ VIEWS = frozenset("aten." + name for name in _VIEW_NAMES)
 VIEWS_UNLESS_CAST = frozenset({"aten.to", "aten.type_as"})
 """cost nothing when the dtype stays"""
 
-LOOKUPS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take_along_dim"})
+LOOKUPS = frozenset(
+    {"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take_along_dim"}
+)
 """read of their first tensor as many bytes as they write"""
 
 
@@ -68,8 +72,14 @@ class NodeCost:
 
 
 def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
-    """How long the forward of a node takes on such a device: as measured, or line (1). `dtype`: in which its products are computed."""
-    measured = measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, False) if cost.operation else None
+    """How long the forward of a node takes on such a device: as measured, or line (1). `dtype`: in
+    which its products are computed.
+    """
+    measured = (
+        measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, False)
+        if cost.operation
+        else None
+    )
     at_best = cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
     if measured is None:
         return at_best
@@ -77,12 +87,20 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     return measured * kind.rate("fp32") / kind.rate(dtype) if cost.flop else measured
 
 
-def backward_seconds(cost: NodeCost, factors: tuple[float, float], kind: DeviceKind, dtype: str) -> tuple[float, float]:
-    """How long the backward takes: for the gradients of its inputs, and of its weights. `factors`: those of `backward_factors`."""
+def backward_seconds(
+    cost: NodeCost, factors: tuple[float, float], kind: DeviceKind, dtype: str
+) -> tuple[float, float]:
+    """How long the backward takes: for the gradients of its inputs, and of its weights. `factors`:
+    those of `backward_factors`.
+    """
     inputs, weights = factors
     if not inputs and not weights:
         return 0.0, 0.0
-    measured = measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, True) if cost.operation else None
+    measured = (
+        measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, True)
+        if cost.operation
+        else None
+    )
     if measured is None:
         forward = seconds(cost, kind, dtype)
         return inputs * forward, weights * forward
@@ -94,7 +112,8 @@ def backward_seconds(cost: NodeCost, factors: tuple[float, float], kind: DeviceK
 
 
 def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> tuple[float, float]:
-    """Work of a node's backward in units of its forward: for the gradients of its inputs, and of its weights (which can be done later).
+    """Work of a node's backward in units of its forward: for the gradients of its inputs, and of
+    its weights (which can be done later).
 
     `gradients`: values that carry a gradient.
     """
@@ -104,7 +123,11 @@ def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> 
     if packet not in PRODUCTS or not cost.flop:
         return BACKWARD_PER_FORWARD, 0.0
     places = slice(1, 3) if packet in ADDED_PRODUCTS else slice(0, 2)
-    operands = [operand for operand in node.args[places] if isinstance(operand, Node) and operand in gradients]
+    operands = [
+        operand
+        for operand in node.args[places]
+        if isinstance(operand, Node) and operand in gradients
+    ]
     weights = sum(operand.op == "get_attr" for operand in operands)
     return float(len(operands) - weights), float(weights)
 
@@ -118,17 +141,26 @@ SPLIT_OFF = (
 
 
 def split_input(node: Node, gradients: Container[Node]) -> Node | None:
-    """The input that is kept until the weight gradient of this layer is computed; None where nothing is put off."""
+    """The input that is kept until the weight gradient of this layer is computed; None where
+    nothing is put off.
+    """
     packet = str(getattr(node.target, "overloadpacket", ""))
     if packet not in SPLIT_OFF or len(node.args) < 2:
         return None
     source, weight = node.args[1:3] if packet in ADDED_PRODUCTS else node.args[:2]
-    is_layer = isinstance(source, Node) and source in gradients and isinstance(weight, Node) and weight.op == "get_attr"
+    is_layer = (
+        isinstance(source, Node)
+        and source in gradients
+        and isinstance(weight, Node)
+        and weight.op == "get_attr"
+    )
     return source if is_layer and weight in gradients else None  # type: ignore[return-value]
 
 
 def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:
-    """Forward cost of every node but the output, for a batch of that size. Inputs, weights and constants only have bytes."""
+    """Forward cost of every node but the output, for a batch of that size. Inputs, weights and
+    constants only have bytes.
+    """
     values: dict[Node, Any] = {}
     costs: dict[Node, NodeCost] = {}
     for node in captured.graph.nodes:
@@ -144,9 +176,14 @@ def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
     return _num_bytes(_concrete(node.meta.get("val"), symbol, batch_size))
 
 
-def concrete_shape(shape: torch.Size | tuple[int | torch.SymInt, ...], symbol: sympy.Symbol, value: int) -> tuple[int, ...]:
+def concrete_shape(
+    shape: torch.Size | tuple[int | torch.SymInt, ...], symbol: sympy.Symbol, value: int
+) -> tuple[int, ...]:
     """The shape with the batch symbol replaced by a number."""
-    return tuple(_evaluate(size.node.expr, symbol, value) if isinstance(size, torch.SymInt) else size for size in shape)
+    return tuple(
+        _evaluate(size.node.expr, symbol, value) if isinstance(size, torch.SymInt) else size
+        for size in shape
+    )
 
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
@@ -154,7 +191,10 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
     number = expression.subs(symbol, value)
     if number.free_symbols:
         names = ", ".join(sorted(map(str, number.free_symbols)))
-        raise ValueError(f"the size {expression} depends on {names}, and not only on the batch symbol {symbol}; its cost is unknown")
+        raise ValueError(
+            f"the size {expression} depends on {names}, and not only on the batch symbol "
+            f"{symbol}; its cost is unknown"
+        )
     return int(number)
 
 
@@ -178,7 +218,12 @@ def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
     read_bytes = sum(_num_bytes(values[source]) for source in node.all_input_nodes)
     if name in LOOKUPS:
         read_bytes += output_bytes - _num_bytes(arguments[0])  # type: ignore[index]
-    return NodeCost(flop(name, node, arguments, keywords, output), float(read_bytes + output_bytes), output_bytes, name)
+    return NodeCost(
+        flop(name, node, arguments, keywords, output),
+        float(read_bytes + output_bytes),
+        output_bytes,
+        name,
+    )
 
 
 def _concrete(value: Any, symbol: sympy.Symbol, batch_size: int) -> Any:

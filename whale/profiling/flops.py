@@ -1,13 +1,14 @@
 """FLOPs of one operation of the captured graph, forward.
 
-A multiply-add is two FLOP; only contractions count (an elementwise operation is limited by memory, not by arithmetic). A contraction
-over indices of sizes n_1..n_r, each index counted once, costs
+A multiply-add is two FLOP; only contractions count (an elementwise operation is limited by memory,
+not by arithmetic). A contraction over indices of sizes n_1..n_r, each index counted once, costs
 
     2 * n_1 * ... * n_r.                                                                       (1)
 
-torch's own counter (`torch.utils.flop_counter`) has formulas for what reaches the backend: mm, addmm, bmm, convolution, ... The
-captured graph is from before that, so it also holds the operations that PyTorch users call: they are in `FORMULAS`.
-Attention is counted without the half that a causal mask saves, as torch's counter does.
+torch's own counter (`torch.utils.flop_counter`) has formulas for what reaches the backend: mm,
+addmm, bmm, convolution, ... The captured graph is from before that, so it also holds the operations
+that PyTorch users call: they are in `FORMULAS`. Attention is counted without the half that a causal
+mask saves, as torch's counter does.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ Arguments = Sequence[Any]
 Formula = Callable[[Arguments, Mapping[str, Any], Value], float]
 
 
-def flop(name: str, node: Node, arguments: Arguments, keywords: Mapping[str, Any], output: Any) -> float:
-    """FLOPs of one call; 0 where nothing is contracted. `name` is the operation without its overload: `aten.linear`."""
+def flop(
+    name: str, node: Node, arguments: Arguments, keywords: Mapping[str, Any], output: Any
+) -> float:
+    """FLOPs of one call; 0 where nothing is contracted. `name` is the operation without its
+    overload: `aten.linear`.
+    """
     formula = FORMULAS.get(name)
     if formula is not None:
         first_output = output[0] if isinstance(output, (tuple, list)) else output
@@ -76,16 +81,23 @@ def _bilinear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) 
 
 
 def _matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return 2.0 * prod(output.shape) * arguments[0].shape[-1]  # also dot, mv and broadcast batch dims
+    return (
+        2.0 * prod(output.shape) * arguments[0].shape[-1]
+    )  # also dot, mv and broadcast batch dims
 
 
 def _added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return 2.0 * prod(arguments[1].shape) * (arguments[2].shape[-1] if len(arguments[2].shape) > 1 else 1)  # input + first @ second
+    return (
+        2.0
+        * prod(arguments[1].shape)
+        * (arguments[2].shape[-1] if len(arguments[2].shape) > 1 else 1)
+    )  # input + first @ second
 
 
 def _grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     first, second = arguments[0].shape, arguments[1].shape
-    # with one 2-D side the groups cut one of the three sizes; with two 3-D sides each group is a whole product
+    # with one 2-D side the groups cut one of the three sizes; with two 3-D sides each group is a
+    # whole product
     num_products = first[0] if len(first) == len(second) == 3 else 1
     return 2.0 * num_products * first[-2] * first[-1] * second[-1]
 
@@ -105,31 +117,53 @@ def _convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Valu
     return 2.0 * batch * prod(output.shape[-num_spatial:]) * prod(weight)
 
 
-def _transposed_convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    source, weight = arguments[0].shape, arguments[1].shape  # (in, out / groups, *window): applied at every place of the source
+def _transposed_convolution(
+    arguments: Arguments, keywords: Mapping[str, Any], output: Value
+) -> float:
+    source, weight = (
+        arguments[0].shape,
+        arguments[1].shape,
+    )  # (in, out / groups, *window): applied at every place of the source
     num_spatial = len(weight) - 2
     batch = source[0] if len(source) == len(weight) else 1
     return 2.0 * batch * prod(source[-num_spatial:]) * prod(weight)
 
 
 def _attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    query, key = arguments[0].shape, arguments[1].shape  # (..., tokens, width); heads of the keys may be fewer
+    query, key = (
+        arguments[0].shape,
+        arguments[1].shape,
+    )  # (..., tokens, width); heads of the keys may be fewer
     num_queries, num_keys = prod(output.shape[:-1]), key[-2]
     return 2.0 * num_queries * num_keys * (query[-1] + output.shape[-1])
 
 
 def _recurrent(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     source, weights = arguments[0].shape, arguments[2]  # every weight matrix meets every token once
-    return 2.0 * prod(source[:-1]) * sum(prod(weight.shape) for weight in weights if len(weight.shape) == 2)
+    return (
+        2.0
+        * prod(source[:-1])
+        * sum(prod(weight.shape) for weight in weights if len(weight.shape) == 2)
+    )
 
 
 def _einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    """Pairs are contracted one after the other, in the order of `path` (else from the left), as torch does."""
+    """Pairs are contracted one after the other, in the order of `path` (else from the left), as
+    torch does.
+    """
     equation, operands = arguments[0].replace(" ", ""), arguments[1]
     inputs, _, result = equation.partition("->")
     terms, sizes = _einsum_terms(inputs.split(","), [operand.shape for operand in operands])
-    hidden = {index for index in sizes if index.isdigit()} if "..." in result or "->" not in equation else set()
-    shown = set(result.replace("...", "")) if "->" in equation else {index for index in sizes if inputs.count(index) == 1}
+    hidden = (
+        {index for index in sizes if index.isdigit()}
+        if "..." in result or "->" not in equation
+        else set()
+    )
+    shown = (
+        set(result.replace("...", ""))
+        if "->" in equation
+        else {index for index in sizes if inputs.count(index) == 1}
+    )
     kept = hidden | shown
     path = keywords.get("path")
     pairs = [(0, 1)] * (len(terms) - 1) if path is None else list(zip(path[::2], path[1::2]))
@@ -137,15 +171,21 @@ def _einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) ->
     for pair in pairs:
         second, first = (terms.pop(place) for place in sorted(pair, reverse=True))
         needed = kept.union(*terms)
-        if (first & second) - needed:  # something is summed: a matrix product; otherwise an elementwise one
+        if (
+            first & second
+        ) - needed:  # something is summed: a matrix product; otherwise an elementwise one
             alone = (first ^ second) - needed  # summed before the product
             total += 2.0 * prod(sizes[index] for index in (first | second) - alone)
         terms.insert(0 if path is None else len(terms), (first | second) & needed)
     return total
 
 
-def _einsum_terms(inputs: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[set[str]], dict[str, int]]:
-    """Index names of each operand and the size of each index. Dims under `...` are named by digits, counted from the right."""
+def _einsum_terms(
+    inputs: Sequence[str], shapes: Sequence[Shape]
+) -> tuple[list[set[str]], dict[str, int]]:
+    """Index names of each operand and the size of each index. Dims under `...` are named by digits,
+    counted from the right.
+    """
     terms: list[set[str]] = []
     sizes: dict[str, int] = {}
     for term, shape in zip(inputs, shapes, strict=True):

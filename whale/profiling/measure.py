@@ -1,7 +1,7 @@
 """Measures the running ranks: what `whale profile` writes into a cluster file.
 
-All ranks compute at the same time, as they do in training: ranks that share a core, a memory bus or a power limit see each other. Links are
-measured one after the other, each with the others silent.
+All ranks compute at the same time, as they do in training: ranks that share a core, a memory bus or
+a power limit see each other. Links are measured one after the other, each with the others silent.
 
     rate of a product    2 n^3 / time; the rate of a dtype is that of the largest size
     bandwidth            a copy reads and writes every byte
@@ -33,12 +33,19 @@ from whale.runtime.messages import Message
 from whale.runtime.ranks import Ranks
 from whale.runtime.transport import Transport
 
-TORCH_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 SIZES = {"cpu": (64, 256, 768), "cuda": (512, 2048, 8192)}
 MEASURED_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": DTYPES}
 """float16 products on a CPU are no way to train"""
 LONGEST_CALL_S = 0.1
-"""a size that would take longer for one product is left out: the smaller ones tell enough of so slow a dtype"""
+"""a size that would take longer for one product is left out: the smaller ones tell enough of so
+slow a dtype
+"""
 COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 """larger than any cache"""
 SMALL_BYTES, LARGE_BYTES = 8, 8 * 2**20
@@ -65,7 +72,9 @@ class Figures:
 def measure(ranks: Ranks, progress: Progress) -> Cluster:
     """The cluster of the running ranks. All ranks call it and get the same."""
     pairs = _pairs([place.host for place in ranks.gather(this_place())])
-    transport = Transport(ranks, [*pairs, *((b, a) for a, b in pairs)]) if ranks.is_distributed else None
+    transport = (
+        Transport(ranks, [*pairs, *((b, a) for a, b in pairs)]) if ranks.is_distributed else None
+    )
     figures = ranks.gather(_figures(ranks, transport, progress))
     links: dict[bool, list[Link]] = {True: [], False: []}
     for a, b in pairs:
@@ -75,9 +84,19 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
         links[same_host].append(ranks.gather(_link(transport, a, b))[a])
     all_reduce = None
     if ranks.is_distributed:
-        small_s, large_s = (max(seconds) for seconds in zip(*((each.small_sum_s, each.large_sum_s) for each in figures)))
-        all_reduce = _line(small_s, large_s, LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks)
-    return _cluster(figures, _slowest(links[True]) or PCIE_3_X16, _slowest(links[False]) or ETHERNET_50G, all_reduce)
+        small_s, large_s = (
+            max(seconds)
+            for seconds in zip(*((each.small_sum_s, each.large_sum_s) for each in figures))
+        )
+        all_reduce = _line(
+            small_s, large_s, LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks
+        )
+    return _cluster(
+        figures,
+        _slowest(links[True]) or PCIE_3_X16,
+        _slowest(links[False]) or ETHERNET_50G,
+        all_reduce,
+    )
 
 
 def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
@@ -91,10 +110,17 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     subjects |= {"copy": _copy(ranks, COPIED_BYTES[device_type])}
     subjects |= {number: each.subject for number, each in enumerate(operations)}
     if transport is not None:
-        subjects |= {"small sum": _sum(transport, SMALL_BYTES), "large sum": _sum(transport, LARGE_BYTES)}
+        subjects |= {
+            "small sum": _sum(transport, SMALL_BYTES),
+            "large sum": _sum(transport, LARGE_BYTES),
+        }
     seconds = take_turns(subjects, ranks, progress)
-    points = [MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products]
-    rates = {point.dtype: point.flop_per_s for point in points}  # the last, which is the largest size
+    points = [
+        MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products
+    ]
+    rates = {
+        point.dtype: point.flop_per_s for point in points
+    }  # the last, which is the largest size
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
     kind = replace(
         this_kind(ranks.device, local),
@@ -105,9 +131,15 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
         bf16_flop_per_s=rates.get("bf16"),
         fp16_flop_per_s=rates.get("fp16"),
         matmul_rates=tuple(points),
-        operations=tuple(point for number, each in enumerate(operations) for point in each.points(seconds[number])),
+        operations=tuple(
+            point
+            for number, each in enumerate(operations)
+            for point in each.points(seconds[number])
+        ),
     )
-    sums = (seconds["small sum"][0], seconds["large sum"][0]) if transport is not None else (0.0, 0.0)
+    sums = (
+        (seconds["small sum"][0], seconds["large sum"][0]) if transport is not None else (0.0, 0.0)
+    )
     return Figures(this_place(), kind, *sums)
 
 
@@ -121,7 +153,9 @@ def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
             if 2.0 * size**3 / rate > LONGEST_CALL_S:
                 break
             found[dtype, size] = _product(ranks, dtype, size)
-            rate = 2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))  # of the slowest, so that all go on or none
+            rate = (
+                2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))
+            )  # of the slowest, so that all go on or none
     return found
 
 
@@ -149,15 +183,22 @@ def _copy(ranks: Ranks, num_bytes: int) -> Subject:
 
 def _sum(transport: Transport, num_bytes: int) -> Subject:
     """Over all ranks, as gradients are summed."""
-    tensor, everyone = torch.zeros(num_bytes // 4, device=transport.ranks.device), tuple(range(transport.ranks.num_ranks))
+    tensor, everyone = (
+        torch.zeros(num_bytes // 4, device=transport.ranks.device),
+        tuple(range(transport.ranks.num_ranks)),
+    )
     is_short = num_bytes <= SMALL_BYTES
     if transport.reaches_through_memory(everyone):
-        return once(lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True, is_short)
+        return once(
+            lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True, is_short
+        )
     return once(lambda: dist.all_reduce(tensor), transport.ranks, True, is_short)
 
 
 def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Neighbours on every host, and the first ranks of neighbouring hosts: enough for two kinds of links, and few for many ranks."""
+    """Neighbours on every host, and the first ranks of neighbouring hosts: enough for two kinds of
+    links, and few for many ranks.
+    """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
@@ -175,13 +216,21 @@ def _link(transport: Transport, a: int, b: int) -> Link | None:
     peer = b if rank == a else a
     # tags: no two messages between these ranks have the same
     small = _round_trip(transport, rank == a, peer, SMALL_BYTES, range(NUM_SMALL + 1))
-    large = _round_trip(transport, rank == a, peer, LARGE_BYTES, range(NUM_SMALL + 1, NUM_SMALL + NUM_LARGE + 2))
+    large = _round_trip(
+        transport, rank == a, peer, LARGE_BYTES, range(NUM_SMALL + 1, NUM_SMALL + NUM_LARGE + 2)
+    )
     return _line(small / 2, large / 2, LARGE_BYTES)
 
 
-def _round_trip(transport: Transport, starts: bool, peer: int, num_bytes: int, tags: Sequence[int]) -> float:
-    """Seconds of a message there and back: the median of the faster half, as in the slower one a neighbour may have been on the core."""
-    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device) for _ in range(2))
+def _round_trip(
+    transport: Transport, starts: bool, peer: int, num_bytes: int, tags: Sequence[int]
+) -> float:
+    """Seconds of a message there and back: the median of the faster half, as in the slower one a
+    neighbour may have been on the core.
+    """
+    sent, received = (
+        torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device) for _ in range(2)
+    )
     found = []
     for tag in tags:
         message = Message(peer, tag, ())
@@ -206,12 +255,18 @@ def _slowest(links: Sequence[Link]) -> Link | None:
     return min(links, key=lambda link: link.bytes_per_s, default=None)
 
 
-def _cluster(figures: Sequence[Figures], intra_host: Link, inter_host: Link, all_reduce: Link | None) -> Cluster:
-    """Devices with nearly the same figures become one kind, which has their means; names must differ from the table's."""
+def _cluster(
+    figures: Sequence[Figures], intra_host: Link, inter_host: Link, all_reduce: Link | None
+) -> Cluster:
+    """Devices with nearly the same figures become one kind, which has their means; names must
+    differ from the table's.
+    """
     groups: list[list[DeviceKind]] = []
     group_of = []
     for each in figures:
-        near = next((place for place, group in enumerate(groups) if _alike(group[0], each.kind)), None)
+        near = next(
+            (place for place, group in enumerate(groups) if _alike(group[0], each.kind)), None
+        )
         if near is None:
             near = len(groups)
             groups.append([])
@@ -233,7 +288,11 @@ def _cluster(figures: Sequence[Figures], intra_host: Link, inter_host: Link, all
 
 
 def _alike(a: DeviceKind, b: DeviceKind) -> bool:
-    pairs = ((a.flop_per_s, b.flop_per_s), (a.bytes_per_s, b.bytes_per_s), (a.memory_bytes, b.memory_bytes))
+    pairs = (
+        (a.flop_per_s, b.flop_per_s),
+        (a.bytes_per_s, b.bytes_per_s),
+        (a.memory_bytes, b.memory_bytes),
+    )
     return a.name == b.name and all(abs(x - y) <= SAME * max(x, y) for x, y in pairs)
 
 
@@ -244,7 +303,10 @@ def _mean(group: Sequence[DeviceKind], name: str) -> DeviceKind:
 
     first = group[0]
     points = tuple(
-        replace(point, flop_per_s=statistics.fmean(kind.matmul_rates[place].flop_per_s for kind in group))
+        replace(
+            point,
+            flop_per_s=statistics.fmean(kind.matmul_rates[place].flop_per_s for kind in group),
+        )
         for place, point in enumerate(first.matmul_rates)
     )
     return replace(

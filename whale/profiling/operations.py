@@ -1,14 +1,17 @@
-"""Times of common operations on a running device, forward and backward, at several sizes: the measured side of the cost model.
+"""Times of common operations on a running device, forward and backward, at several sizes: the
+measured side of the cost model.
 
-Each operation is timed as training calls it: forward with autograd recording, then its backward alone. On a CPU all operations of one
-size take turns, forwards first and then backwards, as in a step of a model:
+Each operation is timed as training calls it: forward with autograd recording, then its backward
+alone. On a CPU all operations of one size take turns, forwards first and then backwards, as in a
+step of a model:
 
     F a, F b, F c, ..., B c, B b, B a, and again
 
-Those of transformers are one model and those of convolutional networks another, so that no more lies between two calls than does there.
-Alone in a loop an operation finds its data and even its own code in the caches, and is up to four times faster than in a model. What the
-autograd engine itself takes to start is measured with backwards that do nothing, and taken off; what it takes for each node belongs to
-the operation.
+Those of transformers are one model and those of convolutional networks another, so that no more
+lies between two calls than does there. Alone in a loop an operation finds its data and even its own
+code in the caches, and is up to four times faster than in a model. What the autograd engine itself
+takes to start is measured with backwards that do nothing, and taken off; what it takes for each
+node belongs to the operation.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES
 from whale.profiling.turns import Subject, loop
 from whale.runtime.ranks import Ranks
 
-OF_CONVOLUTIONS = frozenset({"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"})
+OF_CONVOLUTIONS = frozenset(
+    {"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"}
+)
 """what networks with convolutions are made of; all other operations are those of transformers"""
 LARGE_WIDTH, LONG = 1024, frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
@@ -67,10 +72,17 @@ def trials(device: str, n: int) -> list[Trial]:
         Trial("tanh", 2 * size, lambda: torch.tanh(x), (x,)),
         Trial("pow", 2 * size, lambda: positive.pow(3.0), (positive,)),
         Trial("softmax", 2 * size, lambda: torch.softmax(x, -1), (x,)),
-        Trial("layer_norm", 2 * size, lambda: F.layer_norm(x, (n,), scale, shift), (x, scale, shift)),
+        Trial(
+            "layer_norm", 2 * size, lambda: F.layer_norm(x, (n,), scale, shift), (x, scale, shift)
+        ),
         Trial("sum", size, lambda: x.sum(-1), (x,)),
         Trial("cross_entropy_loss", size, lambda: _loss(x), (x,)),
-        Trial("embedding", 2 * size, lambda: F.embedding(torch.arange(len(x), device=x.device), x), (x,)),
+        Trial(
+            "embedding",
+            2 * size,
+            lambda: F.embedding(torch.arange(len(x), device=x.device), x),
+            (x,),
+        ),
         Trial("view", size, lambda: x.view(-1), (x,)),
         Trial("transposed_copy", 2 * size, lambda: x.t().contiguous(), (x,)),
     ]
@@ -92,7 +104,12 @@ def _attention(device: str, length: int) -> list[Trial]:
     one = 2.0 * HEADS * tokens * tokens * HEAD_WIDTH
     return [
         Trial("matmul", one, lambda: torch.matmul(q, k.transpose(-1, -2)), (q, k)),
-        Trial("scaled_dot_product_attention", 2 * one, lambda: F.scaled_dot_product_attention(q[None], k[None], v[None]), (q, k, v)),
+        Trial(
+            "scaled_dot_product_attention",
+            2 * one,
+            lambda: F.scaled_dot_product_attention(q[None], k[None], v[None]),
+            (q, k, v),
+        ),
     ]
 
 
@@ -103,8 +120,18 @@ def _convolution(device: str, width: int) -> list[Trial]:
     flop, moved = 2.0 * 9 * channels * x.numel(), 8.0 * x.numel()
     return [
         Trial("conv2d", flop, lambda: F.conv2d(x, w, padding=1), (x, w)),
-        Trial("batch_norm", moved, lambda: F.batch_norm(x, None, None, scale, shift, training=True), (x, scale, shift)),
-        Trial(BATCH_NORM_OVER_DEVICES, moved, lambda: _norm_over_devices(x, scale, shift), (x, scale, shift)),
+        Trial(
+            "batch_norm",
+            moved,
+            lambda: F.batch_norm(x, None, None, scale, shift, training=True),
+            (x, scale, shift),
+        ),
+        Trial(
+            BATCH_NORM_OVER_DEVICES,
+            moved,
+            lambda: _norm_over_devices(x, scale, shift),
+            (x, scale, shift),
+        ),
         Trial("max_pool2d", moved, lambda: F.max_pool2d(x, 3, 2, 1), (x,)),
     ]
 
@@ -133,36 +160,55 @@ def operations_of(ranks: Ranks) -> list[Operations]:
 
 
 def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
-    """What takes turns. Large operations find nothing in the caches anyway: their long ones go alone, so that a stretch stays short."""
+    """What takes turns. Large operations find nothing in the caches anyway: their long ones go
+    alone, so that a stretch stays short.
+    """
     alone = [trial for trial in chosen if width >= LARGE_WIDTH and trial.name in LONG]
     others = [trial for trial in chosen if trial not in alone]
-    models = [[trial for trial in others if (trial.name in OF_CONVOLUTIONS) is is_convolutional] for is_convolutional in (False, True)]
+    models = [
+        [trial for trial in others if (trial.name in OF_CONVOLUTIONS) is is_convolutional]
+        for is_convolutional in (False, True)
+    ]
     return [*models, *([trial] for trial in alone)]
 
 
 def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
-    """Operations of one kind of model at one size: in turns on a CPU; each by itself on a device that is given work ahead of time."""
+    """Operations of one kind of model at one size: in turns on a CPU; each by itself on a device
+    that is given work ahead of time.
+    """
     leaf = _leaf(ranks.device, 1)
-    chosen = [*chosen, *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS))]
+    chosen = [
+        *chosen,
+        *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS)),
+    ]
     gradients = [torch.ones_like(trial.run()) for trial in chosen]
 
     def points(seconds: Sequence[float]) -> list[OperationPoint]:
         forward, backward = seconds[: len(chosen)], seconds[len(chosen) :]
         start_s = _start_s(*backward[-2:])
         return [
-            OperationPoint(trial.name, trial.work, forward[place], max(LEAST_S, backward[place] - start_s))
+            OperationPoint(
+                trial.name, trial.work, forward[place], max(LEAST_S, backward[place] - start_s)
+            )
             for place, trial in enumerate(chosen[:-2])
         ]
 
     if ranks.device == "cpu":
         return Operations(Subject(partial(_turn, chosen, gradients)), points)
     each = [loop(trial.run, ranks) for trial in chosen]
-    each += [loop(_backward(trial, gradient), ranks) for trial, gradient in zip(chosen, gradients, strict=True)]
-    return Operations(Subject(lambda: [seconds for subject in each for seconds in subject.turn()]), points)
+    each += [
+        loop(_backward(trial, gradient), ranks)
+        for trial, gradient in zip(chosen, gradients, strict=True)
+    ]
+    return Operations(
+        Subject(lambda: [seconds for subject in each for seconds in subject.turn()]), points
+    )
 
 
 def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
-    """Seconds of each forward and of each backward, on a CPU. Results and gradients stay until the end, as in a step."""
+    """Seconds of each forward and of each backward, on a CPU. Results and gradients stay until the
+    end, as in a step.
+    """
     results, kept, now = [], [], time.perf_counter
     forward, backward = [0.0] * len(chosen), [0.0] * len(chosen)
     for place, trial in enumerate(chosen):
@@ -184,7 +230,9 @@ def _chain(leaf: Tensor, length: int) -> Tensor:
 
 
 def _start_s(one: float, many: float) -> float:
-    """What a backward takes before its first node: of a chain of views, less what each of them takes."""
+    """What a backward takes before its first node: of a chain of views, less what each of them
+    takes.
+    """
     return max(0.0, one - max(0.0, many - one) / (MANY_VIEWS - 1))
 
 

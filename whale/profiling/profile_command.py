@@ -1,6 +1,6 @@
 """The program of each rank of `whale profile`: measures, and rank 0 writes the cluster file.
 
-    python profile_command.py cluster.yaml [device]
+python profile_command.py cluster.yaml [device]
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from whale.runtime.ranks import Ranks
 
 
 def profile_ranks(path: Path, device: str = "auto") -> Cluster:
-    """Measures the running ranks and writes the file; says on rank 0 what it does and what it found."""
+    """Measures the running ranks and writes the file; says on rank 0 what it does and what it
+    found.
+    """
     ranks = Ranks(device)
     ranks.start_watch()
     start = time.monotonic()
@@ -46,13 +48,20 @@ def describe(cluster: Cluster) -> str:
         measured = dict.fromkeys(point.dtype for point in kind.matmul_rates)
         rates = ", ".join(f"{human_flop(kind.rate(dtype))}/s {dtype}" for dtype in measured)
         where = f"rank {device.rank}  {device.host} local rank {device.local_rank}"
-        lines.append(f"{where}  {kind.name}: {rates}; {human_bytes(kind.memory_bytes)} free, {human_bytes(kind.bytes_per_s)}/s")
-    named = [("inside a host", cluster.intra_host)] if len(cluster.hosts) < cluster.num_devices else []
+        lines.append(
+            f"{where}  {kind.name}: {rates}; {human_bytes(kind.memory_bytes)} free, "
+            f"{human_bytes(kind.bytes_per_s)}/s"
+        )
+    named = (
+        [("inside a host", cluster.intra_host)] if len(cluster.hosts) < cluster.num_devices else []
+    )
     named += [("between hosts", cluster.inter_host)] if len(cluster.hosts) > 1 else []
     named += [("sum over all", cluster.all_reduce)] if cluster.all_reduce is not None else []
     for name, link in named:
         assert link is not None
-        lines.append(f"{name}: {human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} latency")
+        lines.append(
+            f"{name}: {human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} latency"
+        )
     return "\n".join(lines)
 
 

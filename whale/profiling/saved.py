@@ -1,10 +1,13 @@
-"""What autograd keeps from forward to backward: found by running operations on fake tensors and watching what they save.
+"""What autograd keeps from forward to backward: found by running operations on fake tensors and
+watching what they save.
 
-A *kept* storage is counted once in each stage, however many operations save it. Weights, buffers and the batch itself do not count:
-they are there anyway. What a stage receives and sends it keeps as well (`runtime/actions.py`).
+A *kept* storage is counted once in each stage, however many operations save it. Weights, buffers
+and the batch itself do not count: they are there anyway. What a stage receives and sends it keeps
+as well (`runtime/actions.py`).
 
-Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`), and what it did is then written down
-for all others: which arguments it saves, which new storages it makes, and where its results lie.
+Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`),
+and what it did is then written down for all others: which arguments it saves, which new storages it
+makes, and where its results lie.
 """
 
 from __future__ import annotations
@@ -45,7 +48,12 @@ class Saved:
     """indices into `kept`"""
     result_of_node: Mapping[Node, frozenset[int]]
 
-    def total(self, operations: Iterable[Node], crossing: Iterable[Node] = (), regions: Mapping[Node, Hashable] | None = None) -> Kept:
+    def total(
+        self,
+        operations: Iterable[Node],
+        crossing: Iterable[Node] = (),
+        regions: Mapping[Node, Hashable] | None = None,
+    ) -> Kept:
         """Kept by these operations together, and the values that cross into or out of their stage.
 
         `regions`: a region that is computed again keeps what enters it, and nothing else.
@@ -69,7 +77,11 @@ class Saved:
         found: dict[Hashable, set[int]] = {}
         for node, region in regions.items():
             found.setdefault(region, set()).update(self.of_node.get(node, frozenset()))
-        return max(map(self._bytes, found.values()), key=lambda kept: kept.sample_bytes, default=Kept(0.0, 0))
+        return max(
+            map(self._bytes, found.values()),
+            key=lambda kept: kept.sample_bytes,
+            default=Kept(0.0, 0),
+        )
 
     def results(self, nodes: Iterable[Node]) -> Kept:
         """Storages that hold these values."""
@@ -77,7 +89,9 @@ class Saved:
 
     def _bytes(self, found: Iterable[int]) -> Kept:
         parts = [self.kept[i] for i in found]
-        return Kept(sum(part.sample_bytes for part in parts), sum(part.fixed_bytes for part in parts))
+        return Kept(
+            sum(part.sample_bytes for part in parts), sum(part.fixed_bytes for part in parts)
+        )
 
 
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
@@ -85,11 +99,19 @@ def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
     watch = _Watch(captured, batch_size)
     effects = _Effects()
     values: dict[Node, Any] = {}
-    with fake_mode(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(effects.pack, lambda tensor: tensor):
+    with (
+        fake_mode(),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(effects.pack, lambda tensor: tensor),
+    ):
         for node in captured.graph.nodes:
             if node.op == "output":
                 break
-            values[node] = watch.given_value(node) if node.op != "call_function" else watch.run(node, values, effects)
+            values[node] = (
+                watch.given_value(node)
+                if node.op != "call_function"
+                else watch.run(node, values, effects)
+            )
     return watch.result()
 
 
@@ -105,10 +127,18 @@ class _Form:
 
     @staticmethod
     def of(tensor: Tensor) -> _Form:
-        return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        return _Form(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        )
 
     def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+        return torch.empty_strided(
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=self.requires_grad,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +151,9 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Effect:
-    """What an operation does with storages. They are numbered: first those of its tensor arguments in order, then new ones."""
+    """What an operation does with storages. They are numbered: first those of its tensor arguments
+    in order, then new ones.
+    """
 
     result: Any
     """as the operation gives it, tensors as `_Placed` with such numbers"""
@@ -181,10 +213,16 @@ class _Effects:
             packed, self._packed = self._packed, None
         placed = _mapped(
             list(result) if isinstance(result, tuple) else result,
-            lambda value: _Placed(_Form.of(value), place(value.untyped_storage())) if isinstance(value, Tensor) else value,
+            lambda value: (
+                _Placed(_Form.of(value), place(value.untyped_storage()))
+                if isinstance(value, Tensor)
+                else value
+            ),
         )
         saved = frozenset(map(place, packed))
-        return _Effect(placed, saved, tuple(int(storage.nbytes()) for storage in storages[num_given:]))
+        return _Effect(
+            placed, saved, tuple(int(storage.nbytes()) for storage in storages[num_given:])
+        )
 
 
 class _Watch:
@@ -206,10 +244,16 @@ class _Watch:
         return _Placed(self._given_form(node), len(self.storages) - 1)
 
     def run(self, node: Node, values: Mapping[Node, Any], effects: _Effects) -> Any:
-        args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+        args, kwargs = (
+            map_arg(node.args, values.__getitem__),
+            map_arg(node.kwargs, values.__getitem__),
+        )
         effect = effects.of(node, args, kwargs)
         numbers: list[int] = []
-        _mapped((args, kwargs), lambda value: numbers.append(value.storage) if isinstance(value, _Placed) else None)
+        _mapped(
+            (args, kwargs),
+            lambda value: numbers.append(value.storage) if isinstance(value, _Placed) else None,
+        )
         first_new = len(numbers)
         numbers.extend(range(len(self.storages), len(self.storages) + len(effect.new_bytes)))
         own: set[int] = set()
@@ -245,11 +289,20 @@ class _Watch:
             if number in self.given:
                 continue
             index[number] = len(kept)
-            has_samples = node is None or not isinstance(node.meta.get("val"), Tensor) or self._has_samples(node)
-            kept.append(Kept(num_bytes / self.batch_size, 0) if has_samples else Kept(0.0, num_bytes))
+            has_samples = (
+                node is None
+                or not isinstance(node.meta.get("val"), Tensor)
+                or self._has_samples(node)
+            )
+            kept.append(
+                Kept(num_bytes / self.batch_size, 0) if has_samples else Kept(0.0, num_bytes)
+            )
 
         def known(found: Mapping[Node, set[int]]) -> dict[Node, frozenset[int]]:
-            return {node: frozenset(index[number] for number in numbers if number in index) for node, numbers in found.items()}
+            return {
+                node: frozenset(index[number] for number in numbers if number in index)
+                for node, numbers in found.items()
+            }
 
         return Saved(tuple(kept), known(self.saved), known(self.results))
 
@@ -259,7 +312,11 @@ class _Watch:
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor that lies in memory without gaps, the last dim innermost."""
-    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
+    return (
+        tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1]
+        if shape
+        else ()
+    )
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -268,7 +325,9 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Arguments as a key; a number keeps its type, since 1, 1.0 and True are equal but not the same to an operation."""
+    """Arguments as a key; a number keeps its type, since 1, 1.0 and True are equal but not the same
+    to an operation.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(map(_hashable, value))
     if isinstance(value, dict):

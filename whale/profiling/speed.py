@@ -1,7 +1,9 @@
-"""How fast the core of this process is at a moment: fixed work, timed before and after whatever is measured.
+"""How fast the core of this process is at a moment: fixed work, timed before and after whatever is
+measured.
 
-Another guest of the same processor makes a core up to twice as slow, for a second or for ten, and no process here can see it. A process
-that shares the core by turns is another matter, and does not count here: this is CPU time, which does not pass meanwhile.
+Another guest of the same processor makes a core up to twice as slow, for a second or for ten, and
+no process here can see it. A process that shares the core by turns is another matter, and does not
+count here: this is CPU time, which does not pass meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ BEST = 0.05
 
 
 class Speed:
-    """Of one core, over the whole run. A device that is no core has no such neighbours: it always looks fast."""
+    """Of one core, over the whole run. A device that is no core has no such neighbours: it always
+    looks fast.
+    """
 
     def __init__(self, device: str = "cpu") -> None:
         self._is_core = device == "cpu"
@@ -30,7 +34,9 @@ class Speed:
         if not self._is_core:
             self._looks.append(1e-3)
             return self._looks[-1]
-        self._work()  # what was measured before has used the caches: a look after a large copy took 1.1 to 1.15 times as long
+        # what was measured before has used the caches: a look after a large copy took 1.1 to 1.15
+        # times as long
+        self._work()
         start = time.thread_time()
         self._work()
         self._looks.append(time.thread_time() - start)

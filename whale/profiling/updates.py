@@ -1,6 +1,8 @@
-"""Times of an optimizer's update: torch's SGD, which has no state, and AdamW, which keeps two averages, at two sizes of parameters.
+"""Times of an optimizer's update: torch's SGD, which has no state, and AdamW, which keeps two
+averages, at two sizes of parameters.
 
-Many parameters at once, as in a model: more bytes than the caches hold, so that an update finds nothing there of the step before.
+Many parameters at once, as in a model: more bytes than the caches hold, so that an update finds
+nothing there of the step before.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ def updates_of(ranks: Ranks) -> list[Operations]:
     ]
 
 
-def _update(name: str, make: type[torch.optim.SGD] | type[torch.optim.AdamW], width: int, number: int, ranks: Ranks) -> Operations:
-    parameters = [torch.nn.Parameter(torch.randn(width, width, device=ranks.device)) for _ in range(number)]
+def _update(
+    name: str,
+    make: type[torch.optim.SGD] | type[torch.optim.AdamW],
+    width: int,
+    number: int,
+    ranks: Ranks,
+) -> Operations:
+    parameters = [
+        torch.nn.Parameter(torch.randn(width, width, device=ranks.device)) for _ in range(number)
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
 

@@ -1,4 +1,6 @@
-"""Two plans side by side: what differs in devices, cuts, shares, memory and the predicted step, in words and numbers."""
+"""Two plans side by side: what differs in devices, cuts, shares, memory and the predicted step, in
+words and numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def compare(a: Plan, b: Plan) -> list[str]:
     """One line for each thing that differs; none where the plans do the same."""
     lines = [*_devices(a, b), *_batch(a, b), *_cuts(a, b), *_schedule(a, b), *_shares(a, b)]
     if a.figures is None or b.figures is None:
-        return [*lines, "step and memory are not compared: a plan has no figures of its cluster (make it again)"]
+        return [
+            *lines,
+            "step and memory are not compared: a plan has no figures of its cluster (make it "
+            "again)",
+        ]
     first, second = simulate(a), simulate(b)
     return [*lines, *_memory(first, second), *_step(first, second)]
 
@@ -33,7 +39,9 @@ def _devices(a: Plan, b: Plan) -> Iterator[str]:
     if (len(a.virtual_devices), a.num_replicas) != (len(b.virtual_devices), b.num_replicas):
         yield f"parallelism: {_shape(a)} -> {_shape(b)}"
     elif a.virtual_devices != b.virtual_devices and a.num_devices == b.num_devices:
-        moved = [rank for rank in range(a.num_devices) if a.place_of_rank(rank) != b.place_of_rank(rank)]
+        moved = [
+            rank for rank in range(a.num_devices) if a.place_of_rank(rank) != b.place_of_rank(rank)
+        ]
         yield f"placement: {count(len(moved), 'device')} elsewhere (rank {ranges(moved[:SHOWN])}{' ...' * (len(moved) > SHOWN)})"
 
 
@@ -42,7 +50,10 @@ def _kinds(plan: Plan) -> str:
 
 
 def _shape(plan: Plan) -> str:
-    return f"{count(len(plan.virtual_devices), 'VirtualDevice')} x {count(plan.num_replicas, 'model replica')}"
+    return (
+        f"{count(len(plan.virtual_devices), 'VirtualDevice')} x "
+        f"{count(plan.num_replicas, 'model replica')}"
+    )
 
 
 def _batch(a: Plan, b: Plan) -> Iterator[str]:
@@ -55,7 +66,8 @@ def _cuts(a: Plan, b: Plan) -> Iterator[str]:
         yield f"cuts: {count(len(a.stages), 'stage')} -> {count(len(b.stages), 'stage')}"
         return
     changed = [
-        f"stage {x.index}: {layers_of([x])}, {human_bytes(x.parameter_bytes)} -> {layers_of([y])}, {human_bytes(y.parameter_bytes)}"
+        f"stage {x.index}: {layers_of([x])}, {human_bytes(x.parameter_bytes)} -> "
+        f"{layers_of([y])}, {human_bytes(y.parameter_bytes)}"
         for x, y in zip(a.stages, b.stages, strict=True)
         if x.parameters != y.parameters
     ]
@@ -75,10 +87,17 @@ def _shares(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _memory(a: Timeline, b: Timeline) -> Iterator[str]:
-    """Only the device with the largest difference; all of them are in the tables of `whale show`."""
+    """Only the device with the largest difference; all of them are in the tables of `whale
+    show`.
+    """
     if len(a.devices) != len(b.devices):
-        fullest = [max(timeline.devices, key=lambda device: device.peak_total_bytes) for timeline in (a, b)]
-        words = (f"{human_bytes(each.peak_total_bytes)} on rank {each.rank} ({each.kind})" for each in fullest)
+        fullest = [
+            max(timeline.devices, key=lambda device: device.peak_total_bytes) for timeline in (a, b)
+        ]
+        words = (
+            f"{human_bytes(each.peak_total_bytes)} on rank {each.rank} ({each.kind})"
+            for each in fullest
+        )
         yield "memory of the fullest device: " + " -> ".join(words)
         return
     pairs = list(zip(a.devices, b.devices, strict=True))

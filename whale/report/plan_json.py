@@ -1,4 +1,6 @@
-"""The figures of a plan as JSON: everything that the page shows, for other programs. The plan itself is `Plan.save`'s file."""
+"""The figures of a plan as JSON: everything that the page shows, for other programs. The plan
+itself is `Plan.save`'s file.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from whale.simulation.timeline import Timeline
 
 
 def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """Plain data. Keys of `Timeline.to_json` stay where they are; the plan's own figures stand beside them."""
+    """Plain data. Keys of `Timeline.to_json` stay where they are; the plan's own figures stand
+    beside them.
+    """
     predicted = timeline.to_json()
-    devices = [{**figures, **work} for figures, work in zip(predicted.pop("devices"), _work_of_devices(plan), strict=True)]
+    devices = [
+        {**figures, **work}
+        for figures, work in zip(predicted.pop("devices"), _work_of_devices(plan), strict=True)
+    ]
     return {
         "summary": summary(plan),
         "batch_size": plan.batch_size,
@@ -27,7 +34,10 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "devices": devices,
         "network": asdict(figures_in(plan).network),
         "task_graphs": [asdict(part) for part in plan.task_graphs],
-        "stages": [{**asdict(stage), "ranks": list(plan.ranks_of_stage(stage.index))} for stage in plan.stages],
+        "stages": [
+            {**asdict(stage), "ranks": list(plan.ranks_of_stage(stage.index))}
+            for stage in plan.stages
+        ],
         "shardings": [_sharding(each) for each in plan.shardings],
         "decisions": [asdict(decision) for decision in plan.decisions],
         "notes": list(plan.notes),
@@ -49,7 +59,10 @@ def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
     found, counts = [], samples_by_rank(plan)
     for rank, samples in enumerate(counts):
         index, replica, place = plan.place_of_rank(rank)
-        device, own = plan.virtual_devices[index], [plan.stages[stage] for stage in plan.stages_of_rank(rank)]
+        device, own = (
+            plan.virtual_devices[index],
+            [plan.stages[stage] for stage in plan.stages_of_rank(rank)],
+        )
         found.append(
             {
                 "virtual_device": index,
@@ -58,7 +71,9 @@ def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
                 "layers": layers_of(own) if len(plan.stages) > 1 else "all",
                 "samples": sum(samples),
                 "samples_of_micro_batches": samples,
-                "shard": None if device.grid is None else {"grid": device.grid.name, "place": place, "of": device.num_devices},
+                "shard": None
+                if device.grid is None
+                else {"grid": device.grid.name, "place": place, "of": device.num_devices},
                 "forward_flop": forward_flop(plan, rank, own, sum(samples)),
             }
         )

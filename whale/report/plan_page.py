@@ -1,6 +1,8 @@
-"""A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens from disk.
+"""A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens
+from disk.
 
-Every predicted number stands in an element with `data-key` (its place in `plan_json`) and `data-value` (what is there).
+Every predicted number stands in an element with `data-key` (its place in `plan_json`) and
+`data-value` (what is there).
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from whale.planning.plan import Plan
 from whale.report import sharding_table
 from whale.report.device_table import forward_flop, layers_of, num_devices_shown, samples_by_rank
 from whale.report.page_style import STYLE
-from whale.report.plan_pictures import cluster_picture, memory_picture, stages_picture, timeline_picture
+from whale.report.plan_pictures import (
+    cluster_picture,
+    memory_picture,
+    stages_picture,
+    timeline_picture,
+)
 from whale.report.plan_table import summary
 from whale.report.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 from whale.sharding.record import StageSharding
@@ -22,7 +29,10 @@ from whale.simulation.timeline import Timeline
 
 def html(plan: Plan, timeline: Timeline) -> str:
     """The page."""
-    title = f"Whale plan: {count(plan.num_devices, 'device')}, {count(len(plan.stages), 'stage')}, batch {plan.batch_size}"
+    title = (
+        f"Whale plan: {count(plan.num_devices, 'device')}, {count(len(plan.stages), 'stage')}, "
+        f"batch {plan.batch_size}"
+    )
     sections = [
         _section("Cluster", cluster_picture(plan, timeline)),
         _section("TaskGraphs on devices", stages_picture(plan)),
@@ -30,7 +40,10 @@ def html(plan: Plan, timeline: Timeline) -> str:
         _section("Memory at its fullest moment", memory_picture(timeline)),
         _section("Devices", _work(plan, timeline)),
         _section("Memory in numbers", _memory(timeline)),
-        *(_section(sharding_table.title(plan, sharding), _sharding(sharding)) for sharding in plan.shardings),
+        *(
+            _section(sharding_table.title(plan, sharding), _sharding(sharding))
+            for sharding in plan.shardings
+        ),
         _section("Why", _decisions(plan)),
     ]
     if plan.notes:
@@ -51,11 +64,19 @@ def html(plan: Plan, timeline: Timeline) -> str:
 def _facts(timeline: Timeline) -> str:
     facts = (
         ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
-        ("samples/s", number("samples_per_s", timeline.samples_per_s, human_rate(timeline.samples_per_s))),
-        ("bubble: devices compute nothing", number("bubble", timeline.bubble, f"{timeline.bubble:.1%}")),
+        (
+            "samples/s",
+            number("samples_per_s", timeline.samples_per_s, human_rate(timeline.samples_per_s)),
+        ),
+        (
+            "bubble: devices compute nothing",
+            number("bubble", timeline.bubble, f"{timeline.bubble:.1%}"),
+        ),
         _fullest(timeline),
     )
-    boxes = "".join(f'<div class="fact"><b>{value}</b>{escape(name)}</div>' for name, value in facts)
+    boxes = "".join(
+        f'<div class="fact"><b>{value}</b>{escape(name)}</div>' for name, value in facts
+    )
     return f'<div class="facts">{boxes}</div>\n<section><h2>What limits it</h2><p>{escape(timeline.limit)}</p></section>'
 
 
@@ -64,19 +85,31 @@ def _fullest(timeline: Timeline) -> tuple[str, str]:
     known = [device for device in timeline.devices if device.memory_bytes]
     if not known:
         device = max(timeline.devices, key=lambda each: each.peak_total_bytes)
-        return f"memory of rank {device.rank}, which holds most", human_bytes(device.peak_total_bytes)
+        return f"memory of rank {device.rank}, which holds most", human_bytes(
+            device.peak_total_bytes
+        )
     device = max(known, key=lambda each: each.peak_total_bytes / each.memory_bytes)
-    return f"of its memory: rank {device.rank}, the fullest", f"{device.peak_total_bytes / device.memory_bytes:.0%}"
+    return (
+        f"of its memory: rank {device.rank}, the fullest",
+        f"{device.peak_total_bytes / device.memory_bytes:.0%}",
+    )
 
 
 def _work(plan: Plan, timeline: Timeline) -> str:
     counts = samples_by_rank(plan)
     rows = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
-        own, key = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)], f"devices.{device.rank}"
+        own, key = (
+            [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)],
+            f"devices.{device.rank}",
+        )
         samples = sum(counts[device.rank])
         flop = forward_flop(plan, device.rank, own, samples)
-        times = (("busy_s", device.busy_s), ("wait_s", device.wait_s), ("idle_s", timeline.idle_s(device.rank)))
+        times = (
+            ("busy_s", device.busy_s),
+            ("wait_s", device.wait_s),
+            ("idle_s", timeline.idle_s(device.rank)),
+        )
         rows.append(
             [
                 str(device.rank),
@@ -89,26 +122,55 @@ def _work(plan: Plan, timeline: Timeline) -> str:
             ]
         )
     numbers = ("samples", "forward FLOP", "busy", "wait", "idle")
-    return _table(("rank", "device", "stages", "layers"), numbers, rows, len(timeline.devices) - len(rows))
+    return _table(
+        ("rank", "device", "stages", "layers"), numbers, rows, len(timeline.devices) - len(rows)
+    )
 
 
 def _memory(timeline: Timeline) -> str:
     rows = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
         key = f"devices.{device.rank}"
-        parts = (number(f"{key}.peak_bytes.{name}", device.peak_bytes[name], human_bytes(device.peak_bytes[name])) for name in CLASSES)
-        total = number(f"{key}.peak_total_bytes", device.peak_total_bytes, human_bytes(device.peak_total_bytes))
+        parts = (
+            number(
+                f"{key}.peak_bytes.{name}",
+                device.peak_bytes[name],
+                human_bytes(device.peak_bytes[name]),
+            )
+            for name in CLASSES
+        )
+        total = number(
+            f"{key}.peak_total_bytes", device.peak_total_bytes, human_bytes(device.peak_total_bytes)
+        )
         capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
-        rows.append([str(device.rank), escape(device.kind), *parts, total, number(f"{key}.memory_bytes", device.memory_bytes, capacity)])
-    return _table(("rank", "device"), (*CLASSES, "in all", "capacity"), rows, len(timeline.devices) - len(rows))
+        rows.append(
+            [
+                str(device.rank),
+                escape(device.kind),
+                *parts,
+                total,
+                number(f"{key}.memory_bytes", device.memory_bytes, capacity),
+            ]
+        )
+    return _table(
+        ("rank", "device"),
+        (*CLASSES, "in all", "capacity"),
+        rows,
+        len(timeline.devices) - len(rows),
+    )
 
 
 def _sharding(sharding: StageSharding) -> str:
     """The operations of a stage on a grid, and what is stored how."""
     shown = sharding_table.rows(sharding)
-    rows = [[escape(cell) for cell in (what, pattern, why, times, sent)] for what, times, pattern, sent, why in shown]
+    rows = [
+        [escape(cell) for cell in (what, pattern, why, times, sent)]
+        for what, times, pattern, sent, why in shown
+    ]
     table = _table(("operation", "pattern", "why"), ("times", "sent each"), rows)
-    return table + "".join(f'<p class="weak">{escape(remark)}</p>' for remark in sharding_table.remarks(sharding))
+    return table + "".join(
+        f'<p class="weak">{escape(remark)}</p>' for remark in sharding_table.remarks(sharding)
+    )
 
 
 def _decisions(plan: Plan) -> str:
@@ -125,13 +187,25 @@ def _section(heading: str, content: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>\n{content}\n</section>\n"
 
 
-def _table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], num_left_out: int = 0) -> str:
+def _table(
+    words: Sequence[str],
+    numbers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    num_left_out: int = 0,
+) -> str:
     """Cells are HTML already."""
-    head = "".join(f'<th class="word">{escape(name)}</th>' for name in words) + "".join(f"<th>{escape(name)}</th>" for name in numbers)
+    head = "".join(f'<th class="word">{escape(name)}</th>' for name in words) + "".join(
+        f"<th>{escape(name)}</th>" for name in numbers
+    )
     body = []
     for row in rows:
-        cells = (f'<td class="word">{cell}</td>' if place < len(words) else f"<td>{cell}</td>" for place, cell in enumerate(row))
+        cells = (
+            f'<td class="word">{cell}</td>' if place < len(words) else f"<td>{cell}</td>"
+            for place, cell in enumerate(row)
+        )
         body.append(f"<tr>{''.join(cells)}</tr>")
     if num_left_out:
-        body.append(f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_left_out} more</td></tr>')
+        body.append(
+            f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_left_out} more</td></tr>'
+        )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

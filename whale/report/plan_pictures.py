@@ -1,4 +1,6 @@
-"""Pictures of a plan: the cluster, what runs on which device, memory, and the step over time. Each is one SVG, made for a laptop."""
+"""Pictures of a plan: the cluster, what runs on which device, memory, and the step over time. Each
+is one SVG, made for a laptop.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,18 @@ from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, Timel
 WIDTH = 1180
 KIND_COLOURS = ("#dbe9f6", "#fde3c8", "#dff0d8", "#ead9f0", "#fbe6ea", "#e8e4d9")
 KIND_LINES = ("#4c78a8", "#d97706", "#54a24b", "#9467bd", "#d6546f", "#8a7f5c")
-MEMORY_COLOURS = dict(zip(CLASSES, ("#4c78a8", "#f2a65a", "#9467bd", "#54a24b", "#9aa5b1"), strict=True))
-EVENT_COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b", SUMS: "#e45756", UPDATE: "#9467bd", "receive": "#d5dbe1"}
+MEMORY_COLOURS = dict(
+    zip(CLASSES, ("#4c78a8", "#f2a65a", "#9467bd", "#54a24b", "#9aa5b1"), strict=True)
+)
+EVENT_COLOURS = {
+    "F": "#4c78a8",
+    "B": "#54a24b",
+    "I": "#72b7b2",
+    "W": "#eeca3b",
+    SUMS: "#e45756",
+    UPDATE: "#9467bd",
+    "receive": "#d5dbe1",
+}
 EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part", "W": "weight part", "receive": "waits for a message",
                SUMS: "waits for sums of gradients", UPDATE: "update"}  # fmt: skip
 MEMORY_CURVE = "#b9c6d3"
@@ -40,9 +52,14 @@ def colour_of(kinds: Sequence[str], kind: str) -> tuple[str, str]:
 
 
 def cluster_picture(plan: Plan, timeline: Timeline) -> str:
-    """Hosts with their devices; neighbours of one kind are drawn as one box where a host has many."""
+    """Hosts with their devices; neighbours of one kind are drawn as one box where a host
+    has many.
+    """
     network = plan.figures.network if plan.figures is not None else None
-    hosts = [(host, list(members)) for host, members in groupby(timeline.devices, key=lambda device: device.host)]
+    hosts = [
+        (host, list(members))
+        for host, members in groupby(timeline.devices, key=lambda device: device.host)
+    ]
     drawing, x, y, row_high = Drawing(WIDTH), 0.0, 0.0, 0.0
     shown = num_shown(len(hosts), SHOWN_HOSTS)
     for host, members in hosts[:shown]:
@@ -63,9 +80,15 @@ def cluster_picture(plan: Plan, timeline: Timeline) -> str:
         y += 18
     if network is not None:
         inside, between = network.intra_host, network.inter_host
-        words = f"inside a host {human_bytes(inside.bytes_per_s)}/s, {human_seconds(inside.latency_s)} latency"
+        words = (
+            f"inside a host {human_bytes(inside.bytes_per_s)}/s, "
+            f"{human_seconds(inside.latency_s)} latency"
+        )
         if len(hosts) > 1:
-            words += f"   ·   between hosts {human_bytes(between.bytes_per_s)}/s, {human_seconds(between.latency_s)} latency"
+            words += (
+                f"   ·   between hosts {human_bytes(between.bytes_per_s)}/s, "
+                f"{human_seconds(between.latency_s)} latency"
+            )
         drawing.text(0, y, words, fill=WEAK)
     return drawing.svg("the cluster")
 
@@ -73,13 +96,30 @@ def cluster_picture(plan: Plan, timeline: Timeline) -> str:
 def _device_groups(members: Sequence[DeviceTimeline]) -> list[list[DeviceTimeline]]:
     if len(members) <= SHOWN_GROUPS:
         return [[member] for member in members]
-    return [list(group) for _, group in groupby(members, key=lambda device: device.kind)][:SHOWN_GROUPS]
+    return [list(group) for _, group in groupby(members, key=lambda device: device.kind)][
+        :SHOWN_GROUPS
+    ]
 
 
-def _device_box(drawing: Drawing, plan: Plan, group: Sequence[DeviceTimeline], x: float, y: float) -> None:
+def _device_box(
+    drawing: Drawing, plan: Plan, group: Sequence[DeviceTimeline], x: float, y: float
+) -> None:
     fill, line = colour_of(plan.device_kinds, group[0].kind)
-    drawing.box(x, y, 130, 50, fill, line=line, radius=5, title=f"rank {ranges([d.rank for d in group])}: {group[0].kind}")
-    ranks = f"rank {group[0].rank}" if len(group) == 1 else f"{len(group)} x, ranks {ranges([d.rank for d in group])}"
+    drawing.box(
+        x,
+        y,
+        130,
+        50,
+        fill,
+        line=line,
+        radius=5,
+        title=f"rank {ranges([d.rank for d in group])}: {group[0].kind}",
+    )
+    ranks = (
+        f"rank {group[0].rank}"
+        if len(group) == 1
+        else f"{len(group)} x, ranks {ranges([d.rank for d in group])}"
+    )
     drawing.text(x + 8, y + 18, shortened(ranks, 12, 116), bold=True)
     memory = human_bytes(group[0].memory_bytes) if group[0].memory_bytes else "memory ?"
     drawing.text(x + 8, y + 35, shortened(f"{group[0].kind}, {memory}", 11, 118), 11, fill=WEAK)
@@ -89,38 +129,74 @@ def _device_box(drawing: Drawing, plan: Plan, group: Sequence[DeviceTimeline], x
 
 
 def stages_picture(plan: Plan) -> str:
-    """One row for each VirtualDevice: its TaskGraphs and layers on the left, its devices in every model replica on the right."""
+    """One row for each VirtualDevice: its TaskGraphs and layers on the left, its devices in every
+    model replica on the right.
+    """
     drawing = Drawing(WIDTH)
     left, high, gap = 372, 64, 26
     shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     wide = (WIDTH - left) / shown
     for replica in range(shown):
-        drawing.text(left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK)
+        drawing.text(
+            left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK
+        )
     samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
     size = samples.micro_batches[0][1] - samples.micro_batches[0][0]
     y = 26.0
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
-        graphs = ", ".join(part.label for part in plan.task_graphs if part.virtual_device == device.index)
+        graphs = ", ".join(
+            part.label for part in plan.task_graphs if part.virtual_device == device.index
+        )
         drawing.box(0, y, left - 24, high, SOFT, line="#c3ccd5", radius=6, title=graphs)
-        drawing.text(10, y + 18, f"{'stages' if len(stages) > 1 else 'stage'} {ranges([stage.index for stage in stages])}", 13, bold=True)
+        drawing.text(
+            10,
+            y + 18,
+            f"{'stages' if len(stages) > 1 else 'stage'} "
+            f"{ranges([stage.index for stage in stages])}",
+            13,
+            bold=True,
+        )
         layers = layers_of(stages) if len(plan.stages) > 1 else "all layers"
         drawing.text(left - 34, y + 18, shortened(layers, 12, 220), anchor="end", fill=WEAK)
         drawing.text(10, y + 36, shortened(graphs, 12, left - 44))
         work = human_flop(sum(stage.forward_flop for stage in stages))
         held = human_bytes(sum(stage.parameter_bytes for stage in stages))
-        drawing.text(10, y + 54, shortened(f"forward {work}, parameters {held}", 11, left - 44), 11, fill=WEAK)
+        drawing.text(
+            10,
+            y + 54,
+            shortened(f"forward {work}, parameters {held}", 11, left - 44),
+            11,
+            fill=WEAK,
+        )
         for replica, ranks in enumerate(device.ranks[:shown]):
             shares = [stop - start for start, stop in samples.devices(0, replica, device.index)]
-            _stage_cell(drawing, plan, ranks, shares, size, left + replica * wide, y, wide - 10, high)
+            _stage_cell(
+                drawing, plan, ranks, shares, size, left + replica * wide, y, wide - 10, high
+            )
         y += high + gap
-        sent = [c for c in plan.crossings if plan.stages[c.source].virtual_device == device.index != _device(plan, c.destination)]
+        sent = [
+            c
+            for c in plan.crossings
+            if plan.stages[c.source].virtual_device == device.index != _device(plan, c.destination)
+        ]
         if sent and device is not plan.virtual_devices[-1]:
             total = sum(c.sample_bytes * (size if c.batched else 1) for c in sent)
-            drawing.text(10, y - 9, f"↓ sends {human_bytes(total)} for a micro-batch of {count(size, 'sample')}", 11, fill=WEAK)
+            drawing.text(
+                10,
+                y - 9,
+                f"↓ sends {human_bytes(total)} for a micro-batch of {count(size, 'sample')}",
+                11,
+                fill=WEAK,
+            )
     drawing.height = y - gap
     if plan.num_replicas > shown:
-        drawing.text(left, drawing.height + 20, f"... and {count(plan.num_replicas - shown, 'model replica')} more like these", fill=WEAK)
+        drawing.text(
+            left,
+            drawing.height + 20,
+            f"... and {count(plan.num_replicas - shown, 'model replica')} more like these",
+            fill=WEAK,
+        )
     return drawing.svg("TaskGraphs on devices")
 
 
@@ -129,13 +205,36 @@ def _device(plan: Plan, stage: int) -> int:
 
 
 def _stage_cell(
-    drawing: Drawing, plan: Plan, ranks: Sequence[int], shares: Sequence[int], size: int, x: float, y: float, wide: float, high: float
+    drawing: Drawing,
+    plan: Plan,
+    ranks: Sequence[int],
+    shares: Sequence[int],
+    size: int,
+    x: float,
+    y: float,
+    wide: float,
+    high: float,
 ) -> None:
     kinds = Counter(plan.device_kinds[rank] for rank in ranks)
     fill, line = colour_of(plan.device_kinds, plan.device_kinds[ranks[0]])
-    drawing.box(x, y, wide, high, fill, line=line, radius=6, title=", ".join(f"rank {r}: {s}" for r, s in zip(ranks, shares, strict=True)))
+    drawing.box(
+        x,
+        y,
+        wide,
+        high,
+        fill,
+        line=line,
+        radius=6,
+        title=", ".join(f"rank {r}: {s}" for r, s in zip(ranks, shares, strict=True)),
+    )
     drawing.text(x + 9, y + 18, shortened(f"rank {ranges(ranks)}", 12, wide - 14), bold=True)
-    drawing.text(x + 9, y + 36, shortened(", ".join(f"{n} x {k}" if n > 1 else k for k, n in kinds.items()), 11, wide - 14), 11, fill=WEAK)
+    drawing.text(
+        x + 9,
+        y + 36,
+        shortened(", ".join(f"{n} x {k}" if n > 1 else k for k, n in kinds.items()), 11, wide - 14),
+        11,
+        fill=WEAK,
+    )
     grid = plan.virtual_devices[plan.place_of_rank(ranks[0])[0]].grid
     each = f"{sum(shares) if grid is not None else '+'.join(map(str, shares))} of {size} samples"
     each += f" together, on a grid {grid.name}" if grid is not None else ""
@@ -155,12 +254,24 @@ def memory_picture(timeline: Timeline) -> str:
         y = 30.0 + 26 * place
         drawing.text(0, y + 13, _label(device))
         drawing.box(
-            LABEL, y, room * (device.memory_bytes or largest) / largest, 18, GREY, title=f"capacity {human_bytes(device.memory_bytes)}"
+            LABEL,
+            y,
+            room * (device.memory_bytes or largest) / largest,
+            18,
+            GREY,
+            title=f"capacity {human_bytes(device.memory_bytes)}",
         )
         x = float(LABEL)
         for name in CLASSES:
             wide = room * device.peak_bytes[name] / largest
-            drawing.box(x, y, wide, 18, MEMORY_COLOURS[name], title=f"{name} {human_bytes(device.peak_bytes[name])}")
+            drawing.box(
+                x,
+                y,
+                wide,
+                18,
+                MEMORY_COLOURS[name],
+                title=f"{name} {human_bytes(device.peak_bytes[name])}",
+            )
             x += wide
         drawing.text(WIDTH, y + 13, _held(device), anchor="end")
     _more(drawing, timeline)
@@ -177,7 +288,9 @@ def timeline_picture(timeline: Timeline) -> str:
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
     used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
     entries = [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used]
-    legend(drawing, 0, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")])
+    legend(
+        drawing, 0, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")]
+    )
     for device in shown:
         drawing.text(0, top + 15, _label(device))
         drawing.box(LABEL, top, scale * timeline.step_s, 22, GREY)
@@ -189,7 +302,14 @@ def timeline_picture(timeline: Timeline) -> str:
     for tick in range(9):
         x, seconds = LABEL + (WIDTH - LABEL - 1) * tick / 8, timeline.step_s * tick / 8
         drawing.line(x, top, x, top + 5)
-        drawing.text(x, top + 18, human_seconds(seconds), 11, anchor="start" if not tick else "end" if tick == 8 else "middle", fill=WEAK)
+        drawing.text(
+            x,
+            top + 18,
+            human_seconds(seconds),
+            11,
+            anchor="start" if not tick else "end" if tick == 8 else "middle",
+            fill=WEAK,
+        )
     drawing.height = top + 24
     _more(drawing, timeline)
     return drawing.svg("the step over time")
@@ -204,17 +324,29 @@ def _event(drawing: Drawing, event: Event, top: float, scale: float) -> None:
     drawing.box(x, top, wide - min(1.0, wide / 4), 22, EVENT_COLOURS[_sort(event)], title=hint)
     number = event.name.rpartition(".")[2]
     if event.is_compute and wide >= text_width(number, 10) + 3:
-        drawing.text(x + wide / 2, top + 15, number, 10, anchor="middle", fill=INK if event.name[0] == "W" else "#ffffff")
+        drawing.text(
+            x + wide / 2,
+            top + 15,
+            number,
+            10,
+            anchor="middle",
+            fill=INK if event.name[0] == "W" else "#ffffff",
+        )
 
 
-def _curve(drawing: Drawing, device: DeviceTimeline, top: float, scale: float, step_s: float, full: float) -> None:
+def _curve(
+    drawing: Drawing, device: DeviceTimeline, top: float, scale: float, step_s: float, full: float
+) -> None:
     """Memory over time as a filled step line; its full height is the peak of the fullest device."""
     high = 18.0
     points = [(float(LABEL), top + high)]
     before = 0.0
     for point in device.memory:
         x = LABEL + point.time_s * scale
-        points += [(x, top + high * (1 - min(1.0, before / full))), (x, top + high * (1 - min(1.0, point.total_bytes / full)))]
+        points += [
+            (x, top + high * (1 - min(1.0, before / full))),
+            (x, top + high * (1 - min(1.0, point.total_bytes / full))),
+        ]
         before = point.total_bytes
     end = LABEL + step_s * scale
     points += [(end, points[-1][1]), (end, top + high)]
@@ -223,7 +355,13 @@ def _curve(drawing: Drawing, device: DeviceTimeline, top: float, scale: float, s
 
 
 def _sort(event: Event) -> str:
-    return event.name if event.name in (SUMS, UPDATE) else "receive" if event.is_wait else event.name[0]
+    return (
+        event.name
+        if event.name in (SUMS, UPDATE)
+        else "receive"
+        if event.is_wait
+        else event.name[0]
+    )
 
 
 def _held(device: DeviceTimeline) -> str:

@@ -1,6 +1,8 @@
-"""A plan in the terminal: what runs where, what crosses each cut, the schedule as a picture, and why.
+"""A plan in the terminal: what runs where, what crosses each cut, the schedule as a picture, and
+why.
 
-`render_plan` gives the parts in reading order; each part is one function below. No torch here: saved plans print at once.
+`render_plan` gives the parts in reading order; each part is one function below. No torch here:
+saved plans print at once.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ def summary(plan: Plan) -> str:
     """The plan in one line."""
     kinds = ", ".join(f"{number} x {kind}" for kind, number in Counter(plan.device_kinds).items())
     return (
-        f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x {count(plan.num_replicas, 'model replica')}, "
-        f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule {plan.schedule['name']}"
+        f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x "
+        f"{count(plan.num_replicas, 'model replica')}, "
+        f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule "
+        f"{plan.schedule['name']}"
     )
 
 
@@ -68,7 +72,13 @@ def render_plan(plan: Plan) -> Group:
 
 
 def _task_graphs(plan: Plan) -> Table:
-    table = _table("TaskGraphs (FLOP: forward of one mini-batch)", "TaskGraph", "what", "strategy", "VirtualDevice")
+    table = _table(
+        "TaskGraphs (FLOP: forward of one mini-batch)",
+        "TaskGraph",
+        "what",
+        "strategy",
+        "VirtualDevice",
+    )
     _add_numbers(table, "operations", "FLOP", "parameters")
     for part in plan.task_graphs:
         _add_row(
@@ -85,11 +95,19 @@ def _task_graphs(plan: Plan) -> Table:
 
 
 def _devices(plan: Plan) -> Table:
-    """One row for each VirtualDevice in each model replica; the work is the same in all replicas, the share of the samples may differ."""
-    title = "VirtualDevices (samples of a micro-batch by device; forward FLOP and time of a mini-batch: of a device on average)"
+    """One row for each VirtualDevice in each model replica; the work is the same in all replicas,
+    the share of the samples may differ.
+    """
+    title = (
+        "VirtualDevices (samples of a micro-batch by device; forward FLOP and time of a "
+        "mini-batch: of a device on average)"
+    )
     table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
     _add_numbers(table, "FLOP", "parameters", "time")
-    samples, shown = SampleMap(plan, plan.batch_size, plan.num_micro_batch), num_shown(plan.num_replicas, SHOWN_REPLICAS)
+    samples, shown = (
+        SampleMap(plan, plan.batch_size, plan.num_micro_batch),
+        num_shown(plan.num_replicas, SHOWN_REPLICAS),
+    )
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
         share = plan.num_replicas * device.num_devices
@@ -99,18 +117,30 @@ def _devices(plan: Plan) -> Table:
             human_seconds(sum(stage.forward_s for stage in stages)),
         )
         for replica, ranks in enumerate(device.ranks[:shown]):
-            first = (str(device.index), ranges([stage.index for stage in stages])) if replica == 0 else ("", "")
+            first = (
+                (str(device.index), ranges([stage.index for stage in stages]))
+                if replica == 0
+                else ("", "")
+            )
             kinds = ", ".join(dict.fromkeys(plan.device_kinds[rank] for rank in ranks))
             shares = _samples(plan, samples, replica, device.index)
-            _add_row(table, *first, str(replica), ranges(ranks), kinds, shares, *(work if replica == 0 else ()))
+            _add_row(
+                table,
+                *first,
+                str(replica),
+                ranges(ranks),
+                kinds,
+                shares,
+                *(work if replica == 0 else ()),
+            )
         if plan.num_replicas > shown:
             _add_row(table, "", "", "...", f"{plan.num_replicas - shown} more")
     return table
 
 
 def _parameters_of(plan: Plan, virtual_device: int) -> str:
-    """Bytes of parameters on one device, on a grid the one that holds most. A parameter that two stages of the device share counts twice:
-    then it is an upper bound."""
+    """Bytes of parameters on one device, on a grid the one that holds most. A parameter that two
+    stages of the device share counts twice: then it is an upper bound."""
     device = plan.virtual_devices[virtual_device]
     if device.grid is not None and plan.memory:
         return human_bytes(max(plan.memory[rank].parameter_bytes for rank in device.ranks[0]))
@@ -121,14 +151,22 @@ def _parameters_of(plan: Plan, virtual_device: int) -> str:
 
 
 def _samples(plan: Plan, samples: SampleMap, replica: int, virtual_device: int) -> str:
-    """`4` each, `3+2` for unequal devices, `4 together` on a grid; micro-batches of unequal size one after the other: `2 (3x), 1 (1x)`."""
+    """`4` each, `3+2` for unequal devices, `4 together` on a grid; micro-batches of unequal size
+    one after the other: `2 (3x), 1 (1x)`.
+    """
     sizes = micro_batch_sizes(plan.batch_size, plan.num_micro_batch)
     texts: Counter[str] = Counter()
     known: dict[int, str] = {}
     for micro_batch, size in enumerate(sizes):  # micro-batches of one size are cut alike
         if size not in known:
-            shares = [stop - start for start, stop in samples.runs(micro_batch, replica, virtual_device)]
-            known[size] = _shares(shares) if plan.virtual_devices[virtual_device].grid is None else f"{shares[0]} together"
+            shares = [
+                stop - start for start, stop in samples.runs(micro_batch, replica, virtual_device)
+            ]
+            known[size] = (
+                _shares(shares)
+                if plan.virtual_devices[virtual_device].grid is None
+                else f"{shares[0]} together"
+            )
         texts[known[size]] += 1
     if len(texts) == 1:
         return next(iter(texts))
@@ -149,18 +187,26 @@ def _crossings(plan: Plan) -> Table | None:
     """What crosses each cut: the largest first, the rest summed up."""
     if not plan.crossings:
         return None
-    table = _table("What crosses between stages (gradient yes: as many bytes come back)", "value", "stages")
+    table = _table(
+        "What crosses between stages (gradient yes: as many bytes come back)", "value", "stages"
+    )
     _add_numbers(table, "sample", "mini-batch")
     table.add_column("gradient")
     table.add_column("source line", overflow="fold")
     by_size = sorted(plan.crossings, key=lambda crossing: -_mini_batch_bytes(plan, crossing))
     shown = num_shown(len(by_size), SHOWN_CROSSINGS)
-    for crossing in sorted(by_size[:shown], key=lambda crossing: (crossing.source, crossing.destination)):
-        on_one_device = plan.stages[crossing.source].virtual_device == plan.stages[crossing.destination].virtual_device
+    for crossing in sorted(
+        by_size[:shown], key=lambda crossing: (crossing.source, crossing.destination)
+    ):
+        on_one_device = (
+            plan.stages[crossing.source].virtual_device
+            == plan.stages[crossing.destination].virtual_device
+        )
         _add_row(
             table,
             crossing.value,
-            f"{crossing.source} -> {crossing.destination}" + (" (same device)" if on_one_device else ""),
+            f"{crossing.source} -> {crossing.destination}"
+            + (" (same device)" if on_one_device else ""),
             human_bytes(crossing.sample_bytes) if crossing.batched else "no samples",
             human_bytes(_mini_batch_bytes(plan, crossing)),
             "yes" if crossing.gradient else "no",
@@ -173,18 +219,34 @@ def _crossings(plan: Plan) -> Table | None:
 
 
 def _mini_batch_bytes(plan: Plan, crossing: Crossing) -> int:
-    """Bytes that go one way in one mini-batch, all model replicas together; a value without samples goes whole to every device."""
+    """Bytes that go one way in one mini-batch, all model replicas together; a value without samples
+    goes whole to every device.
+    """
     if crossing.batched:
         return crossing.sample_bytes * plan.batch_size
-    return crossing.sample_bytes * plan.num_micro_batch * len(plan.ranks_of_stage(crossing.destination))
+    return (
+        crossing.sample_bytes
+        * plan.num_micro_batch
+        * len(plan.ranks_of_stage(crossing.destination))
+    )
 
 
 def _tied(plan: Plan) -> RenderableType | None:
     parameters = {name for stage in plan.stages for name in stage.parameters}
-    tied = {name: stages for name, stages in plan.holders.items() if len(stages) > 1 and name in parameters}
+    tied = {
+        name: stages
+        for name, stages in plan.holders.items()
+        if len(stages) > 1 and name in parameters
+    }
     if not tied:
         return None
-    return _lines("Tied weights", (f"{name}: on stages {ranges(stages)}, gradients summed over them" for name, stages in tied.items()))
+    return _lines(
+        "Tied weights",
+        (
+            f"{name}: on stages {ranges(stages)}, gradients summed over them"
+            for name, stages in tied.items()
+        ),
+    )
 
 
 def _losses(plan: Plan) -> RenderableType | None:
@@ -202,19 +264,34 @@ def _decisions(plan: Plan) -> Table:
 
 
 class _Picture:
-    """The schedule, as wide as the terminal; forward and backward in the ratio 1 to 2 of the cost model."""
+    """The schedule, as wide as the terminal; forward and backward in the ratio 1 to 2 of the cost
+    model.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title = "Schedule (one row for each VirtualDevice of a model replica, drawn with backward = 2 x forward and free messages)"
+        title = (
+            "Schedule (one row for each VirtualDevice of a model replica, drawn with backward = 2 "
+            "x forward and free messages)"
+        )
         yield Text(title, style="bold")
-        yield Text(draw(self.schedule, width=max(options.max_width, NARROWEST_PICTURE)), no_wrap=True, overflow="ignore")
+        yield Text(
+            draw(self.schedule, width=max(options.max_width, NARROWEST_PICTURE)),
+            no_wrap=True,
+            overflow="ignore",
+        )
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+    )
     table.show_edge = table.pad_edge = False
     for name in columns:
         table.add_column(name, overflow="fold")

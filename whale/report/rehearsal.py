@@ -46,17 +46,24 @@ class Rehearsal:
     def step_s(self) -> float:
         """Median over the steps, from the first action of any rank to the last sum."""
         together = zip(*(record.steps for record in self.records))
-        return statistics.median(max(end for _, end in step) - min(start for start, _ in step) for step in together)
+        return statistics.median(
+            max(end for _, end in step) - min(start for start, _ in step) for step in together
+        )
 
     @property
     def measured(self) -> list[list[Event]]:
         """The last step of every rank, from its first action on."""
         origin = min(record.events[0][1] for record in self.records)
-        return [[(name, start - origin, end - origin) for name, start, end in record.events] for record in self.records]
+        return [
+            [(name, start - origin, end - origin) for name, start, end in record.events]
+            for record in self.records
+        ]
 
     @property
     def overruns(self) -> tuple[int, int]:
-        return sum(record.num_overruns for record in self.records), sum(record.num_actions for record in self.records)
+        return sum(record.num_overruns for record in self.records), sum(
+            record.num_actions for record in self.records
+        )
 
     @property
     def is_valid(self) -> bool:
@@ -72,24 +79,48 @@ def read_rehearsal(folder: Path) -> Rehearsal | None:
     content = json.loads((folder / PREDICTION_FILE).read_text())
     if len(records) < len(content["events"]):
         return None
-    return Rehearsal(records, content["events"], content["step_s"], content["gradients_s"], content["factor"], content["is_stub"])
+    return Rehearsal(
+        records,
+        content["events"],
+        content["step_s"],
+        content["gradients_s"],
+        content["factor"],
+        content["is_stub"],
+    )
 
 
 def shares(events: Sequence[Event], step_s: float) -> Shares:
     """Busy with compute, waiting for others, and the rest."""
     busy = sum(end - start for name, start, end in events if name[0] in "FBIW") / step_s
-    wait = sum(end - start for name, start, end in events if name.startswith(("receive", "sums"))) / step_s
+    wait = (
+        sum(end - start for name, start, end in events if name.startswith(("receive", "sums")))
+        / step_s
+    )
     return Shares(busy, wait, max(0.0, 1 - busy - wait))
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:
-    """A Chrome trace: a process for each rank, in it a row of what was measured and a row of what was predicted."""
+    """A Chrome trace: a process for each rank, in it a row of what was measured and a row of what
+    was predicted.
+    """
     rows: list[dict[str, Any]] = []
-    for record, *both in zip(rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True):
+    for record, *both in zip(
+        rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True
+    ):
         title = f"rank {record.rank}: {record.kind} on {record.host}"
-        rows.append({"name": "process_name", "ph": "M", "pid": record.rank, "args": {"name": title}})
+        rows.append(
+            {"name": "process_name", "ph": "M", "pid": record.rank, "args": {"name": title}}
+        )
         for row, (what, events) in enumerate(zip(("measured", "predicted"), both, strict=True)):
-            rows.append({"name": "thread_name", "ph": "M", "pid": record.rank, "tid": row, "args": {"name": what}})
+            rows.append(
+                {
+                    "name": "thread_name",
+                    "ph": "M",
+                    "pid": record.rank,
+                    "tid": row,
+                    "args": {"name": what},
+                }
+            )
             rows += [
                 {
                     "name": name,
@@ -109,14 +140,19 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     """The comparison at the end of `whale run --emulate`; whether the run was valid."""
     rehearsal = read_rehearsal(folder)
     if rehearsal is None:
-        console.print("emulation: no rank finished two steps (the first one is not counted), so there is nothing to compare", markup=False)
+        console.print(
+            "emulation: no rank finished two steps (the first one is not counted), so there is "
+            "nothing to compare",
+            markup=False,
+        )
         return True
     write_trace(rehearsal, folder / "trace.json")
     step_s, predicted_s = rehearsal.step_s, rehearsal.predicted_gradients_s
     labels = [f"rank {record.rank} {record.kind}" for record in rehearsal.records]
     last_s = max(end for row in rehearsal.measured for _, _, end in row)
     text = [
-        f"\npredicted, {human_seconds(rehearsal.predicted_step_s)} with the update of the weights, which is not emulated",
+        f"\npredicted, {human_seconds(rehearsal.predicted_step_s)} with the update of the "
+        "weights, which is not emulated",
         picture(rehearsal.predicted, labels, rehearsal.predicted_step_s),
         f"\nmeasured, the last step, {human_seconds(last_s)}",
         picture(rehearsal.measured, labels, last_s),
@@ -126,15 +162,20 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     console.print(_table(rehearsal))
     num_steps = len(rehearsal.records[0].steps)
     console.print(
-        f"step up to the last sum of gradients: measured {human_seconds(step_s)} (median of {num_steps}), predicted "
+        f"step up to the last sum of gradients: measured {human_seconds(step_s)} (median of "
+        f"{num_steps}), predicted "
         f"{human_seconds(predicted_s)}, measured / predicted {step_s / predicted_s:.3f}",
-        f"All times are stretched {rehearsal.factor:.4g} times: on the cluster itself the plan's step would take "
+        f"All times are stretched {rehearsal.factor:.4g} times: on the cluster itself the plan's "
+        "step would take "
         f"{human_seconds(rehearsal.predicted_step_s / rehearsal.factor)} by the cost model, "
-        f"{human_seconds((rehearsal.predicted_step_s - predicted_s) / rehearsal.factor)} of them for the update",
-        "This measures the runtime (schedule, messages, overlap) with the cost model's own times; it does not test the cost model.",
+        f"{human_seconds((rehearsal.predicted_step_s - predicted_s) / rehearsal.factor)} of them "
+        "for the update",
+        "This measures the runtime (schedule, messages, overlap) with the cost model's own times; "
+        "it does not test the cost model.",
         *(["Stub chunks stood for the model: losses mean nothing."] if rehearsal.is_stub else []),
         _verdict(rehearsal),
-        f"Chrome trace, measured and predicted: {folder / 'trace.json'} (open it in ui.perfetto.dev)",
+        f"Chrome trace, measured and predicted: {folder / 'trace.json'} (open it in "
+        "ui.perfetto.dev)",
         sep="\n",
         markup=False,
         highlight=False,
@@ -145,22 +186,42 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
 
 def _table(rehearsal: Rehearsal) -> Table:
     table = Table()
-    for name in ("rank", "device", "busy", "wait", "idle", "busy, predicted", "memory at its peak", "of"):
+    for name in (
+        "rank",
+        "device",
+        "busy",
+        "wait",
+        "idle",
+        "busy, predicted",
+        "memory at its peak",
+        "of",
+    ):
         table.add_column(name, justify="left" if name == "device" else "right")
     last_s = max(end for row in rehearsal.measured for _, _, end in row)
-    for record, measured, predicted in zip(rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True):
+    for record, measured, predicted in zip(
+        rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True
+    ):
         now = shares(measured, last_s)
         ideal = shares(predicted, rehearsal.predicted_gradients_s)
         cells = [f"{100 * share:.1f} %" for share in (now.busy, now.wait, now.idle, ideal.busy)]
         peak = human_bytes(sum(record.peak_bytes.values()))
-        table.add_row(str(record.rank), f"{record.kind} on {record.host}", *cells, peak, human_bytes(record.memory_bytes))
+        table.add_row(
+            str(record.rank),
+            f"{record.kind} on {record.host}",
+            *cells,
+            peak,
+            human_bytes(record.memory_bytes),
+        )
     return table
 
 
 def _verdict(rehearsal: Rehearsal) -> str:
     late, total = rehearsal.overruns
     late_s, action, rank = max((*record.worst_overrun, record.rank) for record in rehearsal.records)
-    counted = f"{late} of {total} actions ({100 * late / max(1, total):.1f} %) took longer than their time"
+    counted = (
+        f"{late} of {total} actions ({100 * late / max(1, total):.1f} %) took longer than their "
+        "time"
+    )
     if not late:
         return f"valid: {counted}"
     worst = f"the worst was {action} on rank {rank}, {human_seconds(late_s)} late"
@@ -168,6 +229,8 @@ def _verdict(rehearsal: Rehearsal) -> str:
         return f"valid: {counted}; {worst}"
     enough = rehearsal.factor * max(record.worst_ratio for record in rehearsal.records)
     return (
-        f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too slow or too busy for these times: "
-        f"stretch them more (--stretch {enough:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
+        f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too "
+        "slow or too busy for these times: "
+        "stretch them more (--stretch "
+        f"{enough:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
     )

@@ -1,4 +1,6 @@
-"""Schedules side by side: a table and a picture in the terminal, the same as SVG and as one self-contained HTML page."""
+"""Schedules side by side: a table and a picture in the terminal, the same as SVG and as one
+self-contained HTML page.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,18 @@ from whale.scheduling.compare import Question, Row
 from whale.scheduling.simulate import Timeline
 
 INK = "#1f2933"
-COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#54a24b", Kind.INPUT: "#72b7b2", Kind.WEIGHT: "#eeca3b"}
-MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
+COLOURS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#54a24b",
+    Kind.INPUT: "#72b7b2",
+    Kind.WEIGHT: "#eeca3b",
+}
+MEANING = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input part",
+    Kind.WEIGHT: "weight part",
+}
 LETTERS = {kind: INK if kind is Kind.WEIGHT else "#ffffff" for kind in COLOURS}
 SIGNS = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.INPUT: "-", Kind.WEIGHT: "+"}
 """what fills an action in the terminal behind its micro-batch: readable without colours"""
@@ -28,15 +40,38 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABEL_WIDTH, LEAST_COLUMNS = 11, 20
 
 # sizes of the SVG in pixels
-PAGE_WIDTH, LEFT, ROW_HEIGHT, ROW_GAP, TITLE_HEIGHT, PANEL_GAP, TEXT_WIDTH = 1180, 76, 20, 3, 24, 18, 7
+PAGE_WIDTH, LEFT, ROW_HEIGHT, ROW_GAP, TITLE_HEIGHT, PANEL_GAP, TEXT_WIDTH = (
+    1180,
+    76,
+    20,
+    3,
+    24,
+    18,
+    7,
+)
 LEGEND_HEIGHT = 26
 
 
 def table(question: Question, rows: Sequence[Row]) -> Table:
-    """Bubble, lower bound of the step, how far the step is over it, and peak activations, for every schedule."""
-    title = f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: forward {question.forward_s:g}, "
-    title += f"backward {question.backward_s:g}, message {question.message_s:g}, memory cap of auto {question.cap:g}"
-    result = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD, padding=0)
+    """Bubble, lower bound of the step, how far the step is over it, and peak activations, for every
+    schedule.
+    """
+    title = (
+        f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: forward "
+        f"{question.forward_s:g}, "
+    )
+    title += (
+        f"backward {question.backward_s:g}, message {question.message_s:g}, memory cap of auto "
+        f"{question.cap:g}"
+    )
+    result = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
     for name in HEADINGS:
         result.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     for row in rows:
@@ -75,12 +110,17 @@ def pick(rows: Sequence[Row], name: str) -> list[Row]:
     if not found:
         names = [row.name for row in rows]
         nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"there is no schedule {name!r} to draw; did you mean {nearest!r}? There are: best, all, {', '.join(names)}")
+        raise ValueError(
+            f"there is no schedule {name!r} to draw; did you mean {nearest!r}? There are: best, "
+            f"all, {', '.join(names)}"
+        )
     return found
 
 
 def picture(row: Row, width: int) -> RenderableType:
-    """One line for each device; an action begins with its micro-batch and goes on with the sign of its kind."""
+    """One line for each device; an action begins with its micro-batch and goes on with the sign of
+    its kind.
+    """
     timeline = row.timeline
     columns = max(width - LABEL_WIDTH, LEAST_COLUMNS)
     lines: list[Text] = [Text(f"{row.name}: bubble {100 * timeline.bubble:.1f} %", style="bold")]
@@ -97,11 +137,17 @@ def _columns(timeline: Timeline, device: int, columns: int) -> list[tuple[str, K
     result: list[tuple[str, Kind | None]] = [(IDLE, None)] * columns
     scale = columns / timeline.step_s
     order = timeline.schedule.orders[device]
-    for action, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
+    for action, start, end in zip(
+        order, timeline.starts[device], timeline.ends[device], strict=True
+    ):
         if action.is_compute:
             first, last = round(start * scale), max(round(end * scale), round(start * scale) + 1)
             for column in range(first, min(last, columns)):
-                character = DIGITS[action.micro_batch % len(DIGITS)] if column == first else SIGNS[action.kind]
+                character = (
+                    DIGITS[action.micro_batch % len(DIGITS)]
+                    if column == first
+                    else SIGNS[action.kind]
+                )
                 result[column] = (character, action.kind)
     return result
 
@@ -128,7 +174,9 @@ def show(question: Question, rows: Sequence[Row], drawn: Sequence[Row], console:
 def svg(rows: Sequence[Row]) -> str:
     """All these schedules one below the other on one scale of time."""
     longest = max(row.timeline.step_s for row in rows)
-    kinds = {action.kind for row in rows for order in row.timeline.schedule.orders for action in order}
+    kinds = {
+        action.kind for row in rows for order in row.timeline.schedule.orders for action in order
+    }
     parts: list[str] = []
     x = LEFT
     for kind, colour in COLOURS.items():
@@ -142,18 +190,27 @@ def svg(rows: Sequence[Row]) -> str:
         top += TITLE_HEIGHT + len(row.timeline.starts) * (ROW_HEIGHT + ROW_GAP) + PANEL_GAP
     size = f'viewBox="0 0 {PAGE_WIDTH} {top}" width="{PAGE_WIDTH}" height="{top}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, DejaVu Sans, sans-serif" font-size="12" fill="{INK}">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
+    return "\n".join(
+        [head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""]
+    )
 
 
 def _panel(row: Row, top: int, scale: float) -> list[str]:
     timeline = row.timeline
-    title = f"{row.name}: step {timeline.step_s:.4g}, bubble {100 * timeline.bubble:.1f} %, peak activations {row.peak:.4g}"
+    title = (
+        f"{row.name}: step {timeline.step_s:.4g}, bubble {100 * timeline.bubble:.1f} %, peak "
+        f"activations {row.peak:.4g}"
+    )
     parts = [f'<text x="0" y="{top + 16}" font-weight="600">{escape(title)}</text>']
     for device, order in enumerate(timeline.schedule.orders):
         y = top + TITLE_HEIGHT + device * (ROW_HEIGHT + ROW_GAP)
         parts.append(f'<text x="0" y="{y + 14}">device {device}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{timeline.step_s * scale:.2f}" height="{ROW_HEIGHT}" fill="#eef1f4"/>')
-        for action, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
+        parts.append(
+            f'<rect x="{LEFT}" y="{y}" width="{timeline.step_s * scale:.2f}" height="{ROW_HEIGHT}" fill="#eef1f4"/>'
+        )
+        for action, start, end in zip(
+            order, timeline.starts[device], timeline.ends[device], strict=True
+        ):
             if not action.is_compute:
                 continue
             x, wide = LEFT + start * scale, (end - start) * scale
@@ -164,22 +221,34 @@ def _panel(row: Row, top: int, scale: float) -> list[str]:
             number = str(action.micro_batch)
             if wide >= TEXT_WIDTH * len(number) + 2:
                 middle, fill = x + wide / 2, LETTERS[action.kind]
-                parts.append(f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{fill}">{number}</text>')
+                parts.append(
+                    f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{fill}">{number}</text>'
+                )
     return parts
 
 
 EXPLAINED = (
-    "Step and bound are in the unit of the forward. Bound: no order of the same chunks is shorter; over: how far the step is from it. "
-    "Peak: the most micro-batches whose activations a device holds. Weights: copies of the model. The shortest step with one copy is bold."
+    "Step and bound are in the unit of the forward. Bound: no order of the same chunks is "
+    "shorter; over: how far the step is from it. "
+    "Peak: the most micro-batches whose activations a device holds. Weights: copies of the model. "
+    "The shortest step with one copy is bold."
 )
 
 
 def html(question: Question, rows: Sequence[Row]) -> str:
     """One page without anything from elsewhere."""
-    heading = f"{question.num_devices} devices, {question.num_micro_batch} micro-batches, {question.num_waves} waves"
-    asked = f"forward {question.forward_s:g}, backward {question.backward_s:g}, message {question.message_s:g}, "
+    heading = (
+        f"{question.num_devices} devices, {question.num_micro_batch} micro-batches, "
+        f"{question.num_waves} waves"
+    )
+    asked = (
+        f"forward {question.forward_s:g}, backward {question.backward_s:g}, message "
+        f"{question.message_s:g}, "
+    )
     asked += f"memory cap of auto {question.cap:g}"
-    head = "".join(f'<th{" class=word" if name == "schedule" else ""}>{escape(name)}</th>' for name in HEADINGS)
+    head = "".join(
+        f"<th{' class=word' if name == 'schedule' else ''}>{escape(name)}</th>" for name in HEADINGS
+    )
     body = "\n".join(_html_row(row, row is best(rows)) for row in rows)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

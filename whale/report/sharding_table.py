@@ -1,6 +1,8 @@
-"""How the operations of each stage on a grid are sharded: pattern, bytes, why, and what runs whole on every device.
+"""How the operations of each stage on a grid are sharded: pattern, bytes, why, and what runs whole
+on every device.
 
-Layers that are alike are one row: `h.*.mlp.up: linear`, with their number. The page of a plan shows the same rows.
+Layers that are alike are one row: `h.*.mlp.up: linear`, with their number. The page of a plan shows
+the same rows.
 """
 
 from __future__ import annotations
@@ -33,11 +35,19 @@ def sharding_tables(plan: Plan) -> RenderableType | None:
 
 
 def _stage(plan: Plan, sharding: StageSharding) -> list[RenderableType]:
-    table = Table(title=title(plan, sharding), title_justify="left", title_style="bold", header_style="dim", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title(plan, sharding),
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+    )
     table.show_edge = table.pad_edge = False
     for name in COLUMNS:
         is_number = name in ("times", "sent each")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
     found = rows(sharding)
     shown = num_shown(len(found), SHOWN_ROWS)
     for row in found[:shown]:
@@ -52,7 +62,8 @@ def title(plan: Plan, sharding: StageSharding) -> str:
     assert grid is not None
     total = sharding.sent_bytes + sum(operation.told_bytes for operation in sharding.operations)
     return (
-        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for {sharding.num_samples} samples, forward and backward; "
+        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for "
+        f"{sharding.num_samples} samples, forward and backward; "
         f"{human_bytes(total)} in all)"
     )
 
@@ -61,9 +72,12 @@ def rows(sharding: StageSharding) -> list[Row]:
     """Operations in order, those of like layers together."""
     found: Counter[tuple[str, str, float, str]] = Counter()
     for each in sharding.operations:
-        found[_layer_free(each.what), each.pattern, each.sent_bytes + each.told_bytes, each.why] += 1
+        found[
+            _layer_free(each.what), each.pattern, each.sent_bytes + each.told_bytes, each.why
+        ] += 1
     return [
-        (what, str(times), pattern, human_bytes(sent) if sent else "-", why) for (what, pattern, sent, why), times in found.items()
+        (what, str(times), pattern, human_bytes(sent) if sent else "-", why)
+        for (what, pattern, sent, why), times in found.items()
     ]
 
 

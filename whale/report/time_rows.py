@@ -11,7 +11,8 @@ WIDTH = 100
 FORWARDS, BACKWARDS = "0123456789", "abcdefghij"
 WEIGHT_PART, WAITING, IDLE = "+", ".", " "
 LEGEND = (
-    "0 to 9: forward of micro-batch 0 to 9 (then from 0 again), a to j: its backward or the input part of it, +: weight part, "
+    "0 to 9: forward of micro-batch 0 to 9 (then from 0 again), a to j: its backward or the input "
+    "part of it, +: weight part, "
     ".: waits for a message or for sums of gradients"
 )
 
@@ -37,4 +38,6 @@ def _mark(name: str) -> str:
     if name[0] not in "FBIW" or "." not in name:
         return ""
     micro_batch = int(name.split(".")[1])
-    return {"F": FORWARDS[micro_batch % 10], "W": WEIGHT_PART}.get(name[0], BACKWARDS[micro_batch % 10])
+    return {"F": FORWARDS[micro_batch % 10], "W": WEIGHT_PART}.get(
+        name[0], BACKWARDS[micro_batch % 10]
+    )

@@ -1,4 +1,6 @@
-"""A simulated step in the terminal: a row for each device over time, and the tables of work and memory."""
+"""A simulated step in the terminal: a row for each device over time, and the tables of work and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = Non
     console.print()
     shown = timeline.devices[: num_devices_shown(timeline)]
     rows = [device.events for device in shown]
-    drawn = picture(rows, [f"rank {device.rank} {device.kind}" for device in shown], timeline.step_s)
+    drawn = picture(
+        rows, [f"rank {device.rank} {device.kind}" for device in shown], timeline.step_s
+    )
     console.print(Text(drawn, no_wrap=True, overflow="ignore"), soft_wrap=True)
     if len(timeline.devices) > len(shown):
         console.print(f"... {len(timeline.devices) - len(shown)} more")

@@ -20,9 +20,23 @@ STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 def metrics_table(lines: Mapping[int, dict[str, Any] | None], now: float) -> Table:
     """The last step of every rank."""
     newest = max(filter(None, lines.values()), key=lambda line: line["time"])
-    title = f"step {newest['step']}: loss {newest['loss']:.6g}, gradient norm {newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
+    title = (
+        f"step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
+        f"{newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
+    )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("rank", "step", "samples/s", "step time", "compute", "communication", "bubble", "utilisation", "memory", "last seen"):
+    for name in (
+        "rank",
+        "step",
+        "samples/s",
+        "step time",
+        "compute",
+        "communication",
+        "bubble",
+        "utilisation",
+        "memory",
+        "last seen",
+    ):
         table.add_column(name, justify="right")
     for rank, line in lines.items():
         if line is None:
@@ -35,7 +49,10 @@ def metrics_table(lines: Mapping[int, dict[str, Any] | None], now: float) -> Tab
             str(line["step"]),
             f"{line['samples_per_s']:.1f}",
             human_seconds(total),
-            *(f"{100 * line[part] / total:.0f} %" for part in ("compute_s", "communication_s", "bubble_s")),
+            *(
+                f"{100 * line[part] / total:.0f} %"
+                for part in ("compute_s", "communication_s", "bubble_s")
+            ),
             f"{100 * line['model_flop_utilisation']:.2g} %",
             human_bytes(line["memory_bytes"]),
             f"{age:.0f} s ago" + (" (silent)" if age > STALE_S else ""),
@@ -50,7 +67,8 @@ def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> No
     lines = last_metrics(run_folder)
     if not any(lines.values()):
         raise ValueError(
-            f"{run_folder} has no metrics yet: give a run folder ('run_folder' of the config, 'runs/<script>' under whale run)"
+            f"{run_folder} has no metrics yet: give a run folder ('run_folder' of the config, "
+            "'runs/<script>' under whale run)"
         )
     if once or not console.is_terminal:
         console.print(metrics_table(lines, time.time()))

@@ -1,4 +1,6 @@
-"""Numbers as people read them: three significant digits and a unit. 1 KB is 1000 bytes, as on data sheets."""
+"""Numbers as people read them: three significant digits and a unit. 1 KB is 1000 bytes, as on data
+sheets.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Actions of one rank, prepared for one program: everything that is the same in every step was looked up when they were made.
+"""Actions of one rank, prepared for one program: everything that is the same in every step was
+looked up when they were made.
 
-Tensors at the boundaries of stages lie in numbered slots (`runtime/boundaries.py`); after each action the executor empties those that
-nobody wants any more. A stage keeps its inputs from forward to backward. Its results go as soon as all stages that want them have them: for
-the backward their places in the autograd graph are enough.
+Tensors at the boundaries of stages lie in numbered slots (`runtime/boundaries.py`); after each
+action the executor empties those that nobody wants any more. A stage keeps its inputs from forward
+to backward. Its results go as soon as all stages that want them have them: for the backward their
+places in the autograd graph are enough.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 
 Visit = tuple[int, int]  # (stage, micro-batch)
 Root = GradientEdge | Tensor | None
-"""where a backward starts: a result's place in the autograd graph, the loss itself, nothing for what has no gradient"""
+"""where a backward starts: a result's place in the autograd graph, the loss itself, nothing for
+what has no gradient
+"""
 
 
 @dataclass
@@ -55,7 +59,9 @@ class Pass:
     """boundary tensors, by their slots"""
     num_posted: int = 0
     arrivals: dict[int, tuple[list[Arrival], dict[int, Tensor]]] = field(default_factory=dict)
-    """what was posted for each receive, by its number, and the tensors that come in several messages, by their slots"""
+    """what was posted for each receive, by its number, and the tensors that come in several
+    messages, by their slots
+    """
     roots: dict[Visit, list[Root]] = field(default_factory=dict)
     """where the backward starts, from forward to backward"""
     products: dict[Visit, list[Product]] = field(default_factory=dict)
@@ -63,7 +69,9 @@ class Pass:
     num_kept: dict[int, int] = field(default_factory=dict)
 
     def post_receives(self, num_received: int = 0) -> None:
-        """Several at a time, whenever less than half of the window is posted: each wakes up a thread of the sender."""
+        """Several at a time, whenever less than half of the window is posted: each wakes up a
+        thread of the sender.
+        """
         if self.num_posted - num_received > self.window // 2:
             return
         stop = min(len(self.receives), num_received + self.window)
@@ -93,10 +101,18 @@ class Forward:
     """Runs a chunk on one micro-batch."""
 
     def __init__(
-        self, program: Program, action: Action, slots: Slots[Boundary], function: Callable[..., tuple[Tensor, ...]]
+        self,
+        program: Program,
+        action: Action,
+        slots: Slots[Boundary],
+        function: Callable[..., tuple[Tensor, ...]],
     ) -> None:
         chunk = program.chunks[action.stage]
-        self.stage, self.micro_batch, self.visit = action.stage, action.micro_batch, (action.stage, action.micro_batch)
+        self.stage, self.micro_batch, self.visit = (
+            action.stage,
+            action.micro_batch,
+            (action.stage, action.micro_batch),
+        )
         self.chunk, self.function, self.seed_parts = chunk, function, program.seed_parts
         self.arguments = []
         for value in chunk.received:
@@ -105,7 +121,9 @@ class Forward:
                 _Argument(
                     slots.of[Role.INPUT, *self.visit, value.index],
                     value.gradient,
-                    slots.of[Role.RESULT, source, action.micro_batch, value.index] if source in program.chunks else None,
+                    slots.of[Role.RESULT, source, action.micro_batch, value.index]
+                    if source in program.chunks
+                    else None,
                     _empty(program, action, value),
                 )
             )
@@ -123,11 +141,19 @@ class Forward:
             torch.manual_seed(self._seed(this.given.step))
         start, stop = this.given.samples[self.micro_batch]
         tensors = this.given.tensors
-        results = self.function(*received, *(tensors[place][start:stop] if batched else tensors[place] for place, batched in self.inputs))
+        results = self.function(
+            *received,
+            *(
+                tensors[place][start:stop] if batched else tensors[place]
+                for place, batched in self.inputs
+            ),
+        )
         self._keep(this, results)
 
     def _received(self, this: Pass, argument: _Argument) -> Tensor:
-        """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's autograd graph."""
+        """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's
+        autograd graph.
+        """
         tensor = this.held[argument.slot if argument.source is None else argument.source]
         if argument.source is None and argument.empty is not None:
             tensor = argument.empty.detach()
@@ -152,7 +178,9 @@ class Forward:
             loss = results[self.num_results]
             outcome.loss += loss.detach()
             roots.append(loss)
-        for buffer, value in zip(chunk.updates, results[self.num_results + chunk.has_loss :], strict=True):
+        for buffer, value in zip(
+            chunk.updates, results[self.num_results + chunk.has_loss :], strict=True
+        ):
             with torch.no_grad():
                 buffer.copy_(value)
         self._count(this, roots)
@@ -166,27 +194,44 @@ class Forward:
 
     def _seed(self, step: int) -> int:
         parts = (*self.seed_parts, step, self.micro_batch, self.stage)
-        return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little"
+        )
 
 
 class Backward:
-    """Differentiates what `Forward` kept: wholly, or with `deferred` without the weight products, which are kept for `WeightBackward`."""
+    """Differentiates what `Forward` kept: wholly, or with `deferred` without the weight products,
+    which are kept for `WeightBackward`.
+    """
 
     def __init__(
-        self, program: Program, action: Action, slots: Slots[Boundary], is_last: bool, deferred: Deferred | None = None
+        self,
+        program: Program,
+        action: Action,
+        slots: Slots[Boundary],
+        is_last: bool,
+        deferred: Deferred | None = None,
     ) -> None:
         """`is_last`: when it is done, all gradients of the stage are final."""
         chunk = program.chunks[action.stage]
-        self.stage, self.visit, self.has_loss = action.stage, (action.stage, action.micro_batch), chunk.has_loss
+        self.stage, self.visit, self.has_loss = (
+            action.stage,
+            (action.stage, action.micro_batch),
+            chunk.has_loss,
+        )
         self.is_last, self.deferred = is_last, deferred
         self.is_idle, self.device = _is_idle(program, action), program.device
         start, stop = program.edges[action.micro_batch]
-        # (slot of a result's gradient, what it is when none comes: on a grid zeros of this shape, elsewhere nothing)
+        # (slot of a result's gradient, what it is when none comes: on a grid zeros of this shape,
+        # elsewhere nothing)
         self.sent: list[tuple[int | None, tuple[int, ...] | None, torch.dtype]] = []
         for value in chunk.sent:
             slot = slots.of[Role.GRADIENT, *self.visit, value.index] if value.gradient else None
-            self.sent.append((slot, value.shape_for(stop - start) if chunk.is_sharded else None, value.dtype))
-        # (slot of a received tensor, the one that its gradient goes to, whether that belongs to a stage of this rank)
+            self.sent.append(
+                (slot, value.shape_for(stop - start) if chunk.is_sharded else None, value.dtype)
+            )
+        # (slot of a received tensor, the one that its gradient goes to, whether that belongs to a
+        # stage of this rank)
         self.returned: list[tuple[int, int, bool]] = []
         for value in chunk.received:
             source = program.source_of[action.stage, value.index]
@@ -194,7 +239,9 @@ class Backward:
                 local = source in program.chunks
                 role, stage = (Role.GRADIENT, source) if local else (Role.RETURNED, action.stage)
                 target = slots.of[role, stage, action.micro_batch, value.index]
-                self.returned.append((slots.of[Role.INPUT, *self.visit, value.index], target, local))
+                self.returned.append(
+                    (slots.of[Role.INPUT, *self.visit, value.index], target, local)
+                )
 
     def run(self, this: Pass) -> None:
         known = this.roots.pop(self.visit)
@@ -205,7 +252,9 @@ class Backward:
         seeds: list[Tensor] = []
         for (slot, zeros, dtype), root in zip(self.sent, known, strict=False):
             gradient = this.held[slot] if slot is not None else None
-            if gradient is None and zeros is not None:  # nobody wants this part; the exchanges behind it need all devices all the same
+            if (
+                gradient is None and zeros is not None
+            ):  # nobody wants this part; the exchanges behind it need all devices all the same
                 gradient = torch.zeros(zeros, dtype=dtype, device=self.device)
             if gradient is not None and root is not None:
                 roots.append(root)
@@ -227,7 +276,9 @@ class Backward:
             tensor = this.held[slot]
             assert tensor is not None
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            tensor.grad = None  # a weight part may wait with the tensor for long, but needs no gradient of it
+            tensor.grad = (
+                None  # a weight part may wait with the tensor for long, but needs no gradient of it
+            )
             if local:
                 this.add(target, gradient)
             else:
@@ -241,7 +292,9 @@ class WeightBackward:
         self.visit = (action.stage, action.micro_batch)
 
     def run(self, this: Pass) -> None:
-        run_products(this.products.pop(self.visit, []))  # none where this device has no samples of the micro-batch
+        run_products(
+            this.products.pop(self.visit, [])
+        )  # none where this device has no samples of the micro-batch
 
 
 class Synchronise:
@@ -258,7 +311,9 @@ class Synchronise:
 
 
 def _is_idle(program: Program, action: Action) -> bool:
-    """The plan gives this device no sample of the micro-batch, so it does nothing for it: no message has a part of it either."""
+    """The plan gives this device no sample of the micro-batch, so it does nothing for it: no
+    message has a part of it either.
+    """
     start, stop = program.samples[action.micro_batch]
     return start == stop
 

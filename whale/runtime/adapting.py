@@ -1,7 +1,9 @@
-"""Measures what steps really take on every rank, and has the samples shared again when a device is steadily not as fast as planned.
+"""Measures what steps really take on every rank, and has the samples shared again when a device is
+steadily not as fast as planned.
 
-Ranks exchange their times once in `adapt_steps` steps; rank 0 decides (`planning/adapt.py`) and all get its plan. Only compute counts:
-a rank that waits for a slow one is not slow. A step whose program was just made is left out: it takes longer for other reasons.
+Ranks exchange their times once in `adapt_steps` steps; rank 0 decides (`planning/adapt.py`) and all
+get its plan. Only compute counts: a rank that waits for a slow one is not slow. A step whose
+program was just made is left out: it takes longer for other reasons.
 """
 
 from __future__ import annotations
@@ -27,24 +29,44 @@ class Adapting:
         self._own: list[tuple[int, float]] = []
         """(samples of the mini-batch, seconds of this rank) of the steps since the last exchange"""
         self._known_executors: WeakSet[Executor] = WeakSet()
-        """those that ran before; not by `id`, which a later executor may get again, on one rank and not on the other"""
+        """those that ran before; not by `id`, which a later executor may get again, on one rank and
+        not on the other
+        """
         self._suggested: tuple[int, ...] | None = None
-        self.is_on = self._config.adapt != "off" and self._ranks.is_distributed and self._can_measure()
+        self.is_on = (
+            self._config.adapt != "off" and self._ranks.is_distributed and self._can_measure()
+        )
 
     def _can_measure(self) -> bool:
         reason = None
         if self._ranks.device != "cpu":
-            reason = "times are taken on the clock of the host, which says nothing about what a CUDA device is doing"
+            reason = (
+                "times are taken on the clock of the host, which says nothing about what a CUDA "
+                "device is doing"
+            )
         elif self._job.plan.shardings:
-            reason = "devices of a sharded part wait for each other inside a forward, so all seem as slow as the slowest"
-        elif any(trains_batch_norm(node) or "all_reduce" in node.meta for node in self._job.prepared.captured.compute_nodes()):
-            reason = "batch statistics are summed over the devices inside a forward, so all seem as slow as the slowest"
+            reason = (
+                "devices of a sharded part wait for each other inside a forward, so all seem as "
+                "slow as the slowest"
+            )
+        elif any(
+            trains_batch_norm(node) or "all_reduce" in node.meta
+            for node in self._job.prepared.captured.compute_nodes()
+        ):
+            reason = (
+                "batch statistics are summed over the devices inside a forward, so all seem as "
+                "slow as the slowest"
+            )
         if reason is not None and self._ranks.rank == 0:
             logger.warning('"adapt": "%s" has no effect: %s', self._config.adapt, reason)
         return reason is None
 
-    def after_step(self, executor: Executor, outcome: StepOutcome, batch_size: int, step: int) -> Plan | None:
-        """The plan to follow from the next step on, when it is a new one; the same on all ranks. `step`: the one that is over."""
+    def after_step(
+        self, executor: Executor, outcome: StepOutcome, batch_size: int, step: int
+    ) -> Plan | None:
+        """The plan to follow from the next step on, when it is a new one; the same on all ranks.
+        `step`: the one that is over.
+        """
         if not self.is_on:
             return None
         if executor not in self._known_executors:
@@ -56,7 +78,10 @@ class Adapting:
         everyone, self._own = self._ranks.gather(self._own), []
         found: Rebalanced | None = None
         if self._ranks.rank == 0:
-            window = [StepTimes(steps[0][0], tuple(seconds for _, seconds in steps)) for steps in zip(*everyone, strict=True)]
+            window = [
+                StepTimes(steps[0][0], tuple(seconds for _, seconds in steps))
+                for steps in zip(*everyone, strict=True)
+            ]
             found = rebalance(self._job.plan, window, self._config.adapt_threshold, step)
             self._tell(found, step)
         found = self._ranks.from_first(found)
@@ -75,4 +100,6 @@ class Adapting:
             logger.warning("step %d: %s", step, found.text)
         elif found.shares != self._suggested:  # told once, and again when it changes
             self._suggested = found.shares
-            logger.warning('step %d: %s; nothing is changed, "adapt": "on" would do it', step, found.text)
+            logger.warning(
+                'step %d: %s; nothing is changed, "adapt": "on" would do it', step, found.text
+            )

@@ -1,4 +1,5 @@
-"""The tensors at the boundaries of one rank's stages: who makes and who wants each, and the numbered slot that it lies in meanwhile.
+"""The tensors at the boundaries of one rank's stages: who makes and who wants each, and the
+numbered slot that it lies in meanwhile.
 
               what it is                                                  lives from                  to
     INPUT     what a stage received, or took from another of this rank    receive or forward          backward
@@ -6,8 +7,8 @@
     GRADIENT  of a result, summed over the stages that used it            the first one that comes    backward
     RETURNED  the gradient of an input, for the stage that made it        backward                    send
 
-Slots are numbered when the program is made (`scheduling/slots.py`). So the memory of boundaries is what is in flight, however many
-micro-batches there are, and known before anything runs.
+Slots are numbered when the program is made (`scheduling/slots.py`). So the memory of boundaries is
+what is in flight, however many micro-batches there are, and known before anything runs.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
             elif not is_forward and value.gradient:
                 found.append((Role.RETURNED, stage, micro_batch, value.index))
         own = Role.RESULT if is_forward else Role.GRADIENT
-        found += [(own, stage, micro_batch, value.index) for value in chunk.sent if is_forward or value.gradient]
+        found += [
+            (own, stage, micro_batch, value.index)
+            for value in chunk.sent
+            if is_forward or value.gradient
+        ]
     return found
 
 
@@ -69,6 +74,12 @@ def parts_of(program: Program, action: Action) -> tuple[Part, ...]:
     """What a send or receive of this rank carries, to or from all its peers."""
     bridges, is_receive = program.bridges, action.kind is Kind.RECEIVE
     if action.gradient:  # the gradient takes the way of its value backwards
-        parts = (bridges.sending if is_receive else bridges.receiving).get((action.destination, action.source, action.micro_batch), ())
+        parts = (bridges.sending if is_receive else bridges.receiving).get(
+            (action.destination, action.source, action.micro_batch), ()
+        )
         return tuple(part for part in parts if part.value.gradient)
-    return tuple((bridges.receiving if is_receive else bridges.sending).get((action.source, action.destination, action.micro_batch), ()))
+    return tuple(
+        (bridges.receiving if is_receive else bridges.sending).get(
+            (action.source, action.destination, action.micro_batch), ()
+        )
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints of an engine: which tensors this rank writes, and how all ranks load together, under whatever plan it was saved."""
+"""Checkpoints of an engine: which tensors this rank writes, and how all ranks load together, under
+whatever plan it was saved.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Pretrained:
 
     path: str | Path
     rename: Callable[[str], str | None] | None = None
-    """name in the model -> name in the file; None for a tensor that is not in the file and keeps its initial value"""
+    """name in the model -> name in the file; None for a tensor that is not in the file and keeps
+    its initial value
+    """
 
 
 class Checkpoints:
@@ -63,35 +67,57 @@ class Checkpoints:
         self._own = _own_shards(self._whole, job.shards, job.ranks.rank)
 
     def save(self, folder: Path, step: int, data: Any) -> Handle:
-        """Copies this rank's part and writes it in the background. All ranks call it at the same step."""
+        """Copies this rank's part and writes it in the background. All ranks call it at the same
+        step.
+        """
         ranks, updater = self._job.ranks, self._updater
         if folder not in self._savers:
             job_id = ranks.from_first(secrets.token_hex(4))
             keep = self._job.config.keep_checkpoints
-            self._savers[folder] = AsyncSaver(folder, job_id=job_id, rank=ranks.rank, num_ranks=ranks.num_ranks, keep=keep)
+            self._savers[folder] = AsyncSaver(
+                folder, job_id=job_id, rank=ranks.rank, num_ranks=ranks.num_ranks, keep=keep
+            )
         tensors: dict[str, Tensor] = {}
         parts: dict[str, Part] = {}
         for name, shard in self._own.items():
-            _add(tensors, parts, pieces(MODEL + name, self._job.weights[name].detach(), shard, self._whole[name].shape))
+            _add(
+                tensors,
+                parts,
+                pieces(
+                    MODEL + name, self._job.weights[name].detach(), shard, self._whole[name].shape
+                ),
+            )
         rank_values: dict[str, Any] = {}
         if updater.optimizer is not None:
-            state, rank_values["optimizer"] = pack_optimizer(updater.optimizer, self._names_of(), only=set(self._own))
+            state, rank_values["optimizer"] = pack_optimizer(
+                updater.optimizer, self._names_of(), only=set(self._own)
+            )
             for key, tensor in state.items():
                 name = parameter_name(key)
                 is_first = self._own[name] is self._job.shards.first(name)
-                _add(tensors, parts, state_pieces(key, tensor, self._own[name], self._whole[name].shape, is_first))
+                _add(
+                    tensors,
+                    parts,
+                    state_pieces(key, tensor, self._own[name], self._whole[name].shape, is_first),
+                )
         if updater.scheduler is not None:
             rank_values["scheduler"] = pack_scheduler(updater.scheduler)
-        values = {"step": step, "data": _state_of(data), "loss_scale": updater.loss_scale.state() if updater.loss_scale else None}
+        values = {
+            "step": step,
+            "data": _state_of(data),
+            "loss_scale": updater.loss_scale.state() if updater.loss_scale else None,
+        }
         if ranks.rank == 0:
             random_tensors, values["rng"] = pack_rng(RNG)
             tensors |= random_tensors
         return self._savers[folder].save(step, tensors, values, rank_values, parts)
 
     def load(self, path: Path, data: Any) -> int | None:
-        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing changes unless all ranks could read all.
+        """Loads the latest good checkpoint and gives its step; None when there is none. Nothing
+        changes unless all ranks could read all.
 
-        Where there are some and none can be loaded, it raises: going on from nothing would look like a resumed run.
+        Where there are some and none can be loaded, it raises: going on from nothing would look
+        like a resumed run.
         """
         ranks = self._job.ranks
         candidates: list[Path] = ranks.from_first(_candidates(path) if ranks.rank == 0 else None)
@@ -109,12 +135,17 @@ class Checkpoints:
                 return staged.step
             refused.append(problems[0])
             if candidate != candidates[-1]:
-                logger.warning("%s cannot be loaded, an older one is tried: %s", candidate, problems[0])
+                logger.warning(
+                    "%s cannot be loaded, an older one is tried: %s", candidate, problems[0]
+                )
         if not refused:
             return None
         which = "the checkpoint" if len(refused) == 1 else f"none of the {len(refused)} checkpoints"
         verb = "cannot" if len(refused) == 1 else "can"
-        raise CheckpointError(f"{which} in {path} {verb} be loaded (give another folder, or remove it to start anew): {refused[0]}")
+        raise CheckpointError(
+            f"{which} in {path} {verb} be loaded (give another folder, or remove it to start "
+            f"anew): {refused[0]}"
+        )
 
     def _stage(self, path: Path) -> _Staged:
         """Reads and checks everything that this rank needs, before anything changes."""
@@ -125,18 +156,35 @@ class Checkpoints:
                 shape = self._whole[name].shape
                 if reader.shape(MODEL + name) != tuple(shape):
                     raise CheckpointError(
-                        f"{name} has shape {list(reader.shape(MODEL + name))} in {path}, in this model {list(shape)}: another model"
+                        f"{name} has shape {list(reader.shape(MODEL + name))} in {path}, in this "
+                        f"model {list(shape)}: another model"
                     )
-                weights[name] = read_shard(reader.read, MODEL + name, shards[name], shape, tensor.dtype)
+                weights[name] = read_shard(
+                    reader.read, MODEL + name, shards[name], shape, tensor.dtype
+                )
             merged = merge_values(values.get("optimizer") for values in reader.rank_values)
             state = {}
             for name in self._names_of().values() if self._updater.optimizer is not None else ():
                 for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
                     stored = state_name(name, key)
-                    state[stored] = read_state(reader.read, shapes, stored, shards[name], self._whole[name].shape)
+                    state[stored] = read_state(
+                        reader.read, shapes, stored, shards[name], self._whole[name].shape
+                    )
             rng = {name: reader.read(name) for name in reader.names(RNG)}
-            scheduler = next((values["scheduler"] for values in reader.rank_values if "scheduler" in values), None)
-            return _Staged(reader.step, weights, merged, state, rng, scheduler, reader.values, reader.num_bytes_read)
+            scheduler = next(
+                (values["scheduler"] for values in reader.rank_values if "scheduler" in values),
+                None,
+            )
+            return _Staged(
+                reader.step,
+                weights,
+                merged,
+                state,
+                rng,
+                scheduler,
+                reader.values,
+                reader.num_bytes_read,
+            )
 
     def _apply(self, staged: _Staged, data: Any) -> None:
         updater = self._updater
@@ -144,7 +192,9 @@ class Checkpoints:
             for name, tensor in self._job.weights.items():
                 tensor.copy_(staged.weights[name])
         if updater.optimizer is not None:
-            unpack_optimizer(updater.optimizer, self._names_of(), staged.state.__getitem__, staged.optimizer)
+            unpack_optimizer(
+                updater.optimizer, self._names_of(), staged.state.__getitem__, staged.optimizer
+            )
             if updater.scheduler is not None and staged.scheduler is not None:
                 unpack_scheduler(updater.scheduler, staged.scheduler, updater.optimizer)
         if updater.loss_scale is not None and staged.values.get("loss_scale"):
@@ -155,7 +205,9 @@ class Checkpoints:
         self.num_bytes_read = staged.num_bytes_read
 
     def export(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        """Rank 0 writes the whole model; returns when the file is there, and raises on every rank when it cannot be written."""
+        """Rank 0 writes the whole model; returns when the file is there, and raises on every rank
+        when it cannot be written.
+        """
         error: Exception | None = None
         try:
             if self._job.ranks.rank == 0:
@@ -172,7 +224,11 @@ class Checkpoints:
             saver.wait()
 
     def _names_of(self) -> dict[torch.nn.Parameter | Tensor, str]:
-        return {tensor: name for name, tensor in self._job.weights.items() if isinstance(tensor, torch.nn.Parameter)}
+        return {
+            tensor: name
+            for name, tensor in self._job.weights.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
 
 
 @dataclass(frozen=True)
@@ -190,11 +246,17 @@ class _Staged:
 
 
 def load_pretrained(
-    weights: Mapping[str, Tensor], names: Mapping[str, str], source: Pretrained, ranks: Ranks, shards: Shards
+    weights: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    source: Pretrained,
+    ranks: Ranks,
+    shards: Shards,
 ) -> None:
-    """Overwrites this rank's tensors with those of the file, each rank reading only its own, and of a cut one only its part.
+    """Overwrites this rank's tensors with those of the file, each rank reading only its own, and of
+    a cut one only its part.
 
-    Every parameter must be there. A buffer that is not keeps the value that the model gave it: only some are saved with a model.
+    Every parameter must be there. A buffer that is not keeps the value that the model gave it: only
+    some are saved with a model.
     """
     reader = PretrainedReader(source.path)
     wanted = {name: source.rename(name) if source.rename is not None else name for name in weights}
@@ -202,26 +264,45 @@ def load_pretrained(
     parameters = [name for name in renamed if isinstance(weights[name], torch.nn.Parameter)]
     buffers = [name for name in renamed if name not in parameters]
     aliases = {} if source.rename is not None else dict(names)
-    match = reader.match([renamed[name] for name in parameters], aliases, optional=[renamed[name] for name in buffers])
+    match = reader.match(
+        [renamed[name] for name in parameters],
+        aliases,
+        optional=[renamed[name] for name in buffers],
+    )
     own = parameters + [name for name in buffers if renamed[name] in match.stored]
     if match.unexpected and ranks.num_ranks == 1:
-        logger.info("%d tensors of %s are not in the model, the first is %s", len(match.unexpected), source.path, match.unexpected[0])
+        logger.info(
+            "%d tensors of %s are not in the model, the first is %s",
+            len(match.unexpected),
+            source.path,
+            match.unexpected[0],
+        )
     with torch.no_grad():
         for name in own:
             stored, shard = match.stored[renamed[name]], shards.on(name, ranks.rank)
             shape = reader.shape(stored)
             expected = tuple(weights[name].shape) if shard.ranges is None else shard.whole_shape
             if shape != expected:
-                raise CheckpointError(f"{name} has shape {list(shape)} in {source.path}, in the model {list(expected)}")
+                raise CheckpointError(
+                    f"{name} has shape {list(shape)} in {source.path}, in the model "
+                    f"{list(expected)}"
+                )
             weights[name].copy_(read_shard(reader.read, stored, shard, shape, weights[name].dtype))
     reader.close()
 
 
 def _own_shards(whole: Mapping[str, Tensor], shards: Shards, rank: int) -> dict[str, Shard]:
-    """What this rank writes: of each part of a tensor one of its holders, so that all write about as much."""
-    parts = {f"{name}[{number}]": (name, shard) for name in whole for number, shard in enumerate(shards.of(name))}
+    """What this rank writes: of each part of a tensor one of its holders, so that all write about
+    as much.
+    """
+    parts = {
+        f"{name}[{number}]": (name, shard)
+        for name in whole
+        for number, shard in enumerate(shards.of(name))
+    }
     sizes = {
-        key: math.prod(shard.shape if shard.shape is not None else whole[name].shape) * whole[name].element_size()
+        key: math.prod(shard.shape if shard.shape is not None else whole[name].shape)
+        * whole[name].element_size()
         for key, (name, shard) in parts.items()
     }
     writers = assign_writers({key: shard.ranks for key, (_, shard) in parts.items()}, sizes)
@@ -229,8 +310,12 @@ def _own_shards(whole: Mapping[str, Tensor], shards: Shards, rank: int) -> dict[
 
 
 def _whole_tensors(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Every tensor of the model under its first name: those that this rank does not hold are on `meta`, with the whole shape."""
-    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    """Every tensor of the model under its first name: those that this rank does not hold are on
+    `meta`, with the whole shape.
+    """
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     return {name: found[name] for name, first in names.items() if name == first}
 
 

@@ -1,7 +1,9 @@
-"""A chunk as one plain Python function: the same operations in the same order, each called in the cheapest way.
+"""A chunk as one plain Python function: the same operations in the same order, each called in the
+cheapest way.
 
-A small micro-batch spends a few milliseconds in a chunk, which has about a hundred operations. `module(...)` looks up every weight
-through nested modules and calls every operation through `torch.ops`; on a CPU that alone is one or two percent of the time.
+A small micro-batch spends a few milliseconds in a chunk, which has about a hundred operations.
+`module(...)` looks up every weight through nested modules and calls every operation through
+`torch.ops`; on a CPU that alone is one or two percent of the time.
 """
 
 from __future__ import annotations
@@ -51,25 +53,40 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: torch.reshape,
     aten.cat.default: torch.cat,
 }
-"""functions of torch that take the same arguments in the same places and go straight to the same operation"""
+"""functions of torch that take the same arguments in the same places and go straight to the same
+operation
+"""
 
-METHODS: dict[Any, str] = {aten.view.default: "view", aten.sym_size.int: "size", aten.expand.default: "expand"}
+METHODS: dict[Any, str] = {
+    aten.view.default: "view",
+    aten.sym_size.int: "size",
+    aten.expand.default: "expand",
+}
 """the same for methods of tensors"""
 
 
 def compile_chunk(
     module: GraphModule, name: str, deferred: Deferred | None = None, with_torch: bool = False
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """What calling the module does; `name` stands in tracebacks. Weights are the module's own tensors, which never change identity.
+    """What calling the module does; `name` stands in tracebacks. Weights are the module's own
+    tensors, which never change identity.
 
-    `deferred`: takes the weight products of the backward, which are then left to the caller (`runtime/split.py`).
-    `with_torch`: `torch.compile` makes kernels of it. Layers whose weight products are put off, sums between devices and recomputed regions
-    stay as they are, and what lies between them is compiled.
+    `deferred`: takes the weight products of the backward, which are then left to the caller
+    (`runtime/split.py`). `with_torch`: `torch.compile` makes kernels of it. Layers whose weight
+    products are put off, sums between devices and recomputed regions stay as they are, and what
+    lies between them is compiled.
     """
-    instead: dict[Any, Callable[..., Any]] = {} if deferred is None else dict(replacements(deferred))
+    instead: dict[Any, Callable[..., Any]] = (
+        {} if deferred is None else dict(replacements(deferred))
+    )
     if with_torch:
-        instead = {operation: torch.compiler.disable(function) for operation, function in instead.items()}
-        instead |= {function: torch.compiler.disable(function) for function in (batch_norm_over_devices, sum_over_devices)}
+        instead = {
+            operation: torch.compiler.disable(function) for operation, function in instead.items()
+        }
+        instead |= {
+            function: torch.compiler.disable(function)
+            for function in (batch_norm_over_devices, sum_over_devices)
+        }
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     weights = SimpleNamespace()
@@ -77,7 +94,9 @@ def compile_chunk(
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
-        elif node.op == "call_module":  # a region that is computed again in backward, or what a grid does together
+        elif (
+            node.op == "call_module"
+        ):  # a region that is computed again in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
             is_split = deferred is not None and isinstance(region, Recomputed)
             called: Callable[..., Any] = _split_region(region, instead) if is_split else region
@@ -90,7 +109,12 @@ def compile_chunk(
     file_name = f"<{name} of Whale>"
     names = dict(code.globals)
     exec(compile(code.src, file_name, "exec"), names)
-    linecache.cache[file_name] = (len(code.src), None, code.src.splitlines(keepends=True), file_name)  # so that tracebacks show the line
+    linecache.cache[file_name] = (
+        len(code.src),
+        None,
+        code.src.splitlines(keepends=True),
+        file_name,
+    )  # so that tracebacks show the line
     function = torch.compile(names["forward"]) if with_torch else names["forward"]
     return partial(function, weights)
 
@@ -102,8 +126,12 @@ def _call_directly(node: Node) -> None:
         node.op, node.target = "call_method", METHODS[node.target]
 
 
-def _split_region(region: torch.nn.Module, instead: Mapping[Any, Callable[..., Tensor]]) -> Recomputed:
-    """The same region with its layers replaced; those under `torch.utils.checkpoint` are put off when the region is computed again."""
+def _split_region(
+    region: torch.nn.Module, instead: Mapping[Any, Callable[..., Tensor]]
+) -> Recomputed:
+    """The same region with its layers replaced; those under `torch.utils.checkpoint` are put off
+    when the region is computed again.
+    """
     assert isinstance(region, Recomputed)
     graph = Graph()
     graph.output(graph.graph_copy(region.body.graph, {}))

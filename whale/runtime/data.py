@@ -1,7 +1,9 @@
-"""Each rank loads only the samples that its stages need; the order of samples is that of local training.
+"""Each rank loads only the samples that its stages need; the order of samples is that of local
+training.
 
-The mini-batch is a list of sample numbers, the same on every rank. From it a rank takes the parts that the plan gives its device in each
-micro-batch, and a stage that reads no input loads nothing. The position is one number (samples seen), so it fits any number of ranks.
+The mini-batch is a list of sample numbers, the same on every rank. From it a rank takes the parts
+that the plan gives its device in each micro-batch, and a stage that reads no input loads nothing.
+The position is one number (samples seen), so it fits any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class ShardedBatch:
 
 
 class ShardedLoader:
-    """Made by `engine.loader(...)`: iterate for batches to give to `engine.step`; `state_dict()` is the position."""
+    """Made by `engine.loader(...)`: iterate for batches to give to `engine.step`; `state_dict()` is
+    the position.
+    """
 
     def __init__(
         self,
@@ -52,23 +56,35 @@ class ShardedLoader:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: a mini-batch needs at least 1 sample")
-        self.engine, self.dataset, self.batch_size, self.num_workers = engine, dataset, batch_size, num_workers
+        self.engine, self.dataset, self.batch_size, self.num_workers = (
+            engine,
+            dataset,
+            batch_size,
+            num_workers,
+        )
         self.collate = collate
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ValueError(
-                f"engine.loader needs a data set with __getitem__ and __len__, which {type(dataset).__name__} has not: each rank reads its "
-                f"own samples by number. Give batches of another source whole to engine.step, the same on every rank"
+                "engine.loader needs a data set with __getitem__ and __len__, which "
+                f"{type(dataset).__name__} has not: each rank reads its "
+                "own samples by number. Give batches of another source whole to engine.step, the "
+                "same on every rank"
             )
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         if self.num_samples < batch_size:
-            raise ValueError(f"the data set has {self.num_samples} samples, fewer than one mini-batch of {batch_size}")
+            raise ValueError(
+                f"the data set has {self.num_samples} samples, fewer than one mini-batch of "
+                f"{batch_size}"
+            )
         self._order = sampler or _default_order(self.num_samples, shuffle, seed)
         self.epoch = 0
         self.position = 0
         """samples of this epoch that were already given out"""
 
     def __len__(self) -> int:
-        """Mini-batches of an epoch; a last one that is not full is left out, as every step must see the whole batch size."""
+        """Mini-batches of an epoch; a last one that is not full is left out, as every step must see
+        the whole batch size.
+        """
         return self.num_samples // self.batch_size
 
     def __iter__(self) -> Iterator[ShardedBatch]:
@@ -80,16 +96,32 @@ class ShardedLoader:
         batches = [order[start : start + self.batch_size] for start in starts]
         own = [self._own_samples(samples) for samples in batches]
         loaded = iter(
-            DataLoader(self.dataset, batch_sampler=_NonEmpty(own), collate_fn=self.collate, num_workers=self.num_workers)
+            DataLoader(
+                self.dataset,
+                batch_sampler=_NonEmpty(own),
+                collate_fn=self.collate,
+                num_workers=self.num_workers,
+            )
         )
         for samples, mine in zip(batches, own, strict=True):
             batch = next(loaded) if mine else None
-            self.position += self.batch_size  # before the step: a checkpoint after it continues with the next batch
-            yield ShardedBatch(batch, self.batch_size, hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(), num_rebalanced)
+            self.position += (
+                self.batch_size
+            )  # before the step: a checkpoint after it continues with the next batch
+            yield ShardedBatch(
+                batch,
+                self.batch_size,
+                hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(),
+                num_rebalanced,
+            )
         self.epoch, self.position = self.epoch + 1, 0
 
     def _own_samples(self, samples: list[int]) -> list[int]:
-        return [samples[i] for start, stop in self.engine.own_samples(self.batch_size) for i in range(start, stop)]
+        return [
+            samples[i]
+            for start, stop in self.engine.own_samples(self.batch_size)
+            for i in range(start, stop)
+        ]
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
@@ -98,7 +130,8 @@ class ShardedLoader:
         """Continues there, whatever the number of ranks."""
         if state["position"] % self.batch_size:
             raise ValueError(
-                f"the position {state['position']} is not a multiple of batch_size {self.batch_size}: use the batch size of the saved run"
+                f"the position {state['position']} is not a multiple of batch_size "
+                f"{self.batch_size}: use the batch size of the saved run"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
@@ -121,7 +154,9 @@ def _default_order(num_samples: int, shuffle: bool, seed: int) -> Sampler:
         if not shuffle:
             return range(num_samples)
         generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.blake2b(f"{seed}|{epoch}".encode(), digest_size=7).digest(), "little")
+            int.from_bytes(
+                hashlib.blake2b(f"{seed}|{epoch}".encode(), digest_size=7).digest(), "little"
+            )
         )
         return torch.randperm(num_samples, generator=generator).tolist()
 

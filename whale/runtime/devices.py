@@ -1,4 +1,6 @@
-"""The cluster of this job: a file or `Cluster` matched to the running ranks, or what the ranks find under themselves."""
+"""The cluster of this job: a file or `Cluster` matched to the running ranks, or what the ranks find
+under themselves.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def read_cluster(given: ClusterLike) -> Cluster:
 
 def chosen_cluster(*given: ClusterLike | None) -> ClusterLike | None:
     """What counts: the command line (`whale run --cluster`), else the first that is given."""
-    return next((each for each in (os.environ.get(CLUSTER_VARIABLE) or None, *given) if each is not None), None)
+    return next(
+        (each for each in (os.environ.get(CLUSTER_VARIABLE) or None, *given) if each is not None),
+        None,
+    )
 
 
 def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
@@ -53,21 +58,35 @@ def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
 
 
 def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cluster:
-    """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of this process."""
+    """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of
+    this process.
+    """
     if given is not None and not isinstance(given, int):
         return read_cluster(given)
     # what memory the CPUs of a cluster have that nobody described is not known
-    kind = this_kind("cuda:0") if torch.cuda.is_available() else replace(DEVICE_KINDS["CPU"], memory_bytes=0)
+    kind = (
+        this_kind("cuda:0")
+        if torch.cuda.is_available()
+        else replace(DEVICE_KINDS["CPU"], memory_bytes=0)
+    )
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     return Cluster.uniform(num_devices if given is None else given, kind, devices_per_host=per_host)
 
 
 def _warn_of_other_kinds(cluster: Cluster, kinds: list[DeviceKind], device_type: str) -> None:
-    """A file that names other GPUs than the ranks have is a slip; own kinds and CPU ranks that stand in for GPUs are not."""
+    """A file that names other GPUs than the ranks have is a slip; own kinds and CPU ranks that
+    stand in for GPUs are not.
+    """
     for device, kind in zip(cluster.devices, kinds, strict=True):
-        if device_type == "cuda" and device.kind.name in DEVICE_KINDS and kind.name in DEVICE_KINDS and device.kind.name != kind.name:
+        if (
+            device_type == "cuda"
+            and device.kind.name in DEVICE_KINDS
+            and kind.name in DEVICE_KINDS
+            and device.kind.name != kind.name
+        ):
             logger.warning(
-                "rank %d runs on a %s, but the cluster file says %s for local rank %d of host %s: the plan is made for the file's",
+                "rank %d runs on a %s, but the cluster file says %s for local rank %d of host %s: "
+                "the plan is made for the file's",
                 device.rank,
                 kind.name,
                 device.kind.name,

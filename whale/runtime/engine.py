@@ -40,7 +40,9 @@ CHECK_EVERY = 100  # ... and then every so many
 class Engine:
     """Trains and evaluates the model as the plan says. Made by `wh.parallelize`."""
 
-    def __init__(self, job: Job, optimizer: OptimizerFactory | None, scheduler: SchedulerFactory | None) -> None:
+    def __init__(
+        self, job: Job, optimizer: OptimizerFactory | None, scheduler: SchedulerFactory | None
+    ) -> None:
         self._job = job
         self.plan = job.plan
         self.step_count = 0
@@ -49,18 +51,24 @@ class Engine:
         shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
         for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
-        self._gradients = GradientSynchroniser(self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport)
+        self._gradients = GradientSynchroniser(
+            self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport
+        )
         self._gradients.clock = job.emulation.sums if job.emulation is not None else None
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
-        """largest number of micro-batches whose activations each stage of this rank held in the last step"""
+        """largest number of micro-batches whose activations each stage of this rank held in the
+        last step
+        """
         self._last_outcome: StepOutcome | None = None
         self._metrics = self._open_metrics()
         self._unwritten: tuple[int, StepResult, Shares] | None = None
         self._adapting = Adapting(job)
         self._next_plan: Plan | None = None
-        """with other shares, to be followed when the loader begins its next epoch: samples of this one are already on their way"""
+        """with other shares, to be followed when the loader begins its next epoch: samples of this
+        one are already on their way
+        """
         self._reads_shards = False
         self._told: set[str] = set()
         self._trained: frozenset[str] = frozenset()
@@ -78,14 +86,17 @@ class Engine:
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, gradient sums and update for one mini-batch: the whole one on every rank, or one of `engine.loader`."""
+        """Forward, backward, gradient sums and update for one mini-batch: the whole one on every
+        rank, or one of `engine.loader`.
+        """
         with telling(self._job.ranks.watch, f"step {self.step_count}"):
             return self._step(batch)
 
     def _step(self, batch: Any) -> StepResult:
         if not self._updater.is_given and self._held:
             raise ValueError(
-                "engine.step needs an optimizer: pass optimizer=lambda params: torch.optim.AdamW(params, ...) to wh.parallelize"
+                "engine.step needs an optimizer: pass optimizer=lambda params: "
+                "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
         emulation = self._job.emulation
         if emulation is not None:
@@ -93,7 +104,9 @@ class Engine:
             emulation.begin_step()
         start = time.perf_counter()
         lowered, given, batch_size = self._read(batch)
-        executor = self._shapes.executor(lowered, batch_size, self.plan.num_micro_batch, is_training=True)
+        executor = self._shapes.executor(
+            lowered, batch_size, self.plan.num_micro_batch, is_training=True
+        )
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
         is_real = emulation is None  # emulated updates take their time at the end
@@ -105,24 +118,36 @@ class Engine:
         communication_s = time.perf_counter() - waiting
         totals = self._totals(outcome, given.loss_scale)
         updating = time.perf_counter()
-        update = self._updater.apply(self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors))
+        update = self._updater.apply(
+            self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors)
+        )
         if emulation is not None:
             emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self._trained = lowered.trained
         self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
-        timing = Timing(time.perf_counter() - start, outcome.compute_s + update.seconds, communication_s + update.waited_s, bubble_s)
+        timing = Timing(
+            time.perf_counter() - start,
+            outcome.compute_s + update.seconds,
+            communication_s + update.waited_s,
+            bubble_s,
+        )
         result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
         own_samples = sum(stop - start for start, stop in executor.program.samples)
         self._note(result, Shares(batch_size, own_samples, self._adapting.num_rebalanced))
-        self._next_plan = self._adapting.after_step(executor, outcome, batch_size, self.step_count - 1) or self._next_plan
+        self._next_plan = (
+            self._adapting.after_step(executor, outcome, batch_size, self.step_count - 1)
+            or self._next_plan
+        )
         if not self._reads_shards:
             self.take_new_shares()
         return result
 
     def take_new_shares(self) -> None:
-        """Follows the plan that `"adapt": "on"` has made, if there is one: between steps, on all ranks alike. A loader calls it, too."""
+        """Follows the plan that `"adapt": "on"` has made, if there is one: between steps, on all
+        ranks alike. A loader calls it, too.
+        """
         if self._next_plan is not None:
             self.plan = self._job.plan = self._next_plan
             self._shapes.follow(self.plan)
@@ -141,7 +166,11 @@ class Engine:
     def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way."""
         norm = squared_norm(self._held, self._job.ranks.rank) / loss_scale**2
-        return Totals(torch.stack([outcome.loss, norm.to(outcome.loss)]), self._job.ranks.is_distributed, self._shapes.transport)
+        return Totals(
+            torch.stack([outcome.loss, norm.to(outcome.loss)]),
+            self._job.ranks.is_distributed,
+            self._shapes.transport,
+        )
 
     # ---- data
 
@@ -156,27 +185,48 @@ class Engine:
         collate: Callable[[list[Any]], Any] = default_collate,
         num_workers: int = 0,
     ) -> ShardedLoader:
-        """Mini-batches of which each rank loads only the samples that its stages need, in the order that local training would see.
+        """Mini-batches of which each rank loads only the samples that its stages need, in the order
+        that local training would see.
 
-        `sampler(epoch)` gives the sample numbers of an epoch, the same on every rank; default: in order, or shuffled by (seed, epoch).
+        `sampler(epoch)` gives the sample numbers of an epoch, the same on every rank; default: in
+        order, or shuffled by (seed, epoch).
         """
         return ShardedLoader(
-            self, dataset, batch_size, shuffle=shuffle, seed=seed, sampler=sampler, collate=collate, num_workers=num_workers
+            self,
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            sampler=sampler,
+            collate=collate,
+            num_workers=num_workers,
         )
 
     def own_samples(self, batch_size: int) -> list[tuple[int, int]]:
-        """Sample intervals of a mini-batch that this rank reads, one for each micro-batch; none when its stages read no input."""
+        """Sample intervals of a mini-batch that this rank reads, one for each micro-batch; none
+        when its stages read no input.
+        """
         num_inputs = len(self._job.sample.tensors)
-        if not any(place < num_inputs for chunk in self._shapes.first.chunks.values() for place in chunk.inputs):
+        if not any(
+            place < num_inputs
+            for chunk in self._shapes.first.chunks.values()
+            for place in chunk.inputs
+        ):
             return []
-        return list(self._shapes.executor(self._shapes.first, batch_size, self.plan.num_micro_batch, is_training=True).program.samples)
+        return list(
+            self._shapes.executor(
+                self._shapes.first, batch_size, self.plan.num_micro_batch, is_training=True
+            ).program.samples
+        )
 
     # ---- evaluation
 
     def evaluate(self, batch: Any, outputs: bool = False) -> EvaluationResult:
-        """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval mode, nothing is changed.
+        """Loss (when the batch has labels) and, on rank 0, the outputs in sample order; in eval
+        mode, nothing is changed.
 
-        A sum or mean over samples is that of the whole batch; what parts of it do not add up to (a maximum) is None, with a warning.
+        A sum or mean over samples is that of the whole batch; what parts of it do not add up to (a
+        maximum) is None, with a warning.
         """
         with telling(self._job.ranks.watch, f"the evaluation before step {self.step_count}"):
             return self._evaluate(batch, outputs)
@@ -185,51 +235,76 @@ class Engine:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
         if isinstance(batch, ShardedBatch):
-            raise ValueError("engine.evaluate takes whole batches; those of engine.loader hold only this rank's samples: use a DataLoader")
+            raise ValueError(
+                "engine.evaluate takes whole batches; those of engine.loader hold only this "
+                "rank's samples: use a DataLoader"
+            )
         layout, tensors = read_batch(batch, self._job.sample)
         self._compare(digest(tensors))
         self._note_batch(layout)
         if layout.batch_size < widest(self.plan):
             raise ValueError(
-                f"engine.evaluate: a batch of {layout.batch_size} samples cannot be cut over {widest(self.plan)} devices, each needs one. "
-                f"Evaluate at least {widest(self.plan)} samples at a time: join this batch with the one before, or repeat its last sample "
+                f"engine.evaluate: a batch of {layout.batch_size} samples cannot be cut over "
+                f"{widest(self.plan)} devices, each needs one. "
+                f"Evaluate at least {widest(self.plan)} samples at a time: join this batch with "
+                "the one before, or repeat its last sample "
                 f"and leave that output out"
             )
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
-        num_micro_batch = 1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
-        executor = self._shapes.executor(lowered, layout.batch_size, num_micro_batch, is_training=False)
-        outcome = executor.run(StepInput(lowered.all_tensors(tensors), self.step_count, executor.program.samples), None)
+        num_micro_batch = (
+            1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
+        )
+        executor = self._shapes.executor(
+            lowered, layout.batch_size, num_micro_batch, is_training=False
+        )
+        outcome = executor.run(
+            StepInput(lowered.all_tensors(tensors), self.step_count, executor.program.samples), None
+        )
         totals = None
         if prepared.num_terms:
-            totals = Totals(torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport)
+            totals = Totals(
+                torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport
+            )
         for warning in prepared.warnings if outputs else ():
             self._tell(f"engine.evaluate: {warning}")
-        gathered = gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks) if outputs else None
+        gathered = (
+            gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks)
+            if outputs
+            else None
+        )
         return EvaluationResult(totals, gathered)
 
     # ---- state
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
+        """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the
+        other ranks. All ranks must call it.
+        """
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
-        return gather_state(self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks)
+        return gather_state(
+            self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks
+        )
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
-        """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while training goes on. All ranks must call it.
+        """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while
+        training goes on. All ranks must call it.
 
-        `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns when the checkpoint is in place and
-        raises when it could not be written; training goes on in both cases.
+        `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns
+        when the checkpoint is in place and raises when it could not be written; training goes on in
+        both cases.
         """
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))
         return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
 
     def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
-        """Loads the latest good checkpoint of `folder` (or this very checkpoint), saved under any plan and number of ranks.
+        """Loads the latest good checkpoint of `folder` (or this very checkpoint), saved under any
+        plan and number of ranks.
 
-        Gives its step, or None when there is none to load. `data`: the loader to set to the saved position. All ranks must call it.
+        Gives its step, or None when there is none to load. `data`: the loader to set to the saved
+        position. All ranks must call it.
         """
         if self._leaves_out("engine.load finds nothing"):
             return None
@@ -239,7 +314,8 @@ class Engine:
         return step
 
     def export(self, path: str | Path) -> None:
-        """Writes the whole model as one safetensors file, for `safetensors.torch.load_model(model, path, strict=True)` or Hugging Face.
+        """Writes the whole model as one safetensors file, for `safetensors.torch.load_model(model,
+        path, strict=True)` or Hugging Face.
 
         All ranks must call it.
         """
@@ -248,33 +324,57 @@ class Engine:
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
-            raise ValueError('give engine.save and engine.load a folder, or set "run_folder" in the config')
-        return Path(folder) if folder is not None else Path(str(self._job.config.folder)) / "checkpoints"
+            raise ValueError(
+                'give engine.save and engine.load a folder, or set "run_folder" in the config'
+            )
+        return (
+            Path(folder)
+            if folder is not None
+            else Path(str(self._job.config.folder)) / "checkpoints"
+        )
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients of the last step, by parameter name; of a parameter that is cut, of the part that is here."""
+        """This rank's gradients of the last step, by parameter name; of a parameter that is cut, of
+        the part that is here.
+        """
         return {held.name: held.tensor.grad for held in self._held if held.tensor.grad is not None}
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients of the last step, whole, on the CPU of rank 0; empty on the other ranks. All ranks must call it."""
-        return gather_gradients(self._job.model, self.gradients(), self._trained, self._job.shards, self._job.ranks)
+        """All gradients of the last step, whole, on the CPU of rank 0; empty on the other ranks.
+        All ranks must call it.
+        """
+        return gather_gradients(
+            self._job.model, self.gradients(), self._trained, self._job.shards, self._job.ranks
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters that the loss trains."""
-        return iter([(held.name, held.tensor) for held in self._held if held.name in self._shapes.first.trained])
+        return iter(
+            [
+                (held.name, held.tensor)
+                for held in self._held
+                if held.name in self._shapes.first.trained
+            ]
+        )
 
     # ---- looking at a run
 
     def executors(self) -> list[Executor]:
-        """What runs the steps, one for each shape and size of batch seen so far: for tools that measure."""
+        """What runs the steps, one for each shape and size of batch seen so far: for tools that
+        measure.
+        """
         return self._shapes.executors()
 
     def trace(self, path: str | Path) -> None:
-        """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All ranks must call it."""
+        """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All
+        ranks must call it.
+        """
         write_trace(path, self._last_outcome, self._job.ranks)
 
     def close(self) -> None:
-        """Waits for checkpoints under way and writes the last metrics line, or the timeline of an emulated run."""
+        """Waits for checkpoints under way and writes the last metrics line, or the timeline of an
+        emulated run.
+        """
         self._checkpoints.wait()
         if self._job.emulation is not None:
             self._job.emulation.recorder.write()
@@ -287,10 +387,14 @@ class Engine:
         folder = self._job.config.folder
         if folder is None:
             if self._job.config.tensorboard:
-                raise ValueError('"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run')
+                raise ValueError(
+                    '"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run'
+                )
             return None
         peak = sum(self.plan.device_flop_per_s) or math.inf
-        return Metrics(Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard)
+        return Metrics(
+            Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard
+        )
 
     def _note(self, result: StepResult, shares: Shares) -> None:
         if self._metrics is not None:
@@ -305,7 +409,9 @@ class Engine:
     # ---- inside
 
     def _leaves_out(self, consequence: str) -> bool:
-        """Whether stub chunks stand for the model, which then has no weights of its own; told once."""
+        """Whether stub chunks stand for the model, which then has no weights of its own;
+        told once.
+        """
         emulation = self._job.emulation
         if emulation is None or emulation.stub is None:
             return False
@@ -324,32 +430,46 @@ class Engine:
         if isinstance(batch, ShardedBatch):
             lowered = self._shapes.first
             self._compare(batch.digest)
-            self._note_batch(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
+            self._note_batch(
+                f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}"
+            )
             return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
         layout, tensors = read_batch(batch, self._job.sample)
-        self._compare(digest(tensors, layout.paths) if self._compares else b"")  # first: what only one rank would refuse, all refuse
+        self._compare(
+            digest(tensors, layout.paths) if self._compares else b""
+        )  # first: what only one rank would refuse, all refuse
         self._note_batch(layout)
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors)
-        samples = self._shapes.executor(lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
-        return lowered, StepInput(lowered.all_tensors(tensors), self.step_count, samples, scale), layout.batch_size
+        samples = self._shapes.executor(
+            lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True
+        ).program.samples
+        return (
+            lowered,
+            StepInput(lowered.all_tensors(tensors), self.step_count, samples, scale),
+            layout.batch_size,
+        )
 
     def _sharded_input(self, lowered: Lowered, batch: ShardedBatch, scale: float) -> StepInput:
         """Rows of this rank's own samples, micro-batch after micro-batch."""
         if batch.num_rebalanced != self.num_rebalanced:
             raise ValueError(
-                "this batch of engine.loader was loaded before the samples were shared again: take batches from one loader at a time, "
+                "this batch of engine.loader was loaded before the samples were shared again: "
+                "take batches from one loader at a time, "
                 'or set "adapt" to "suggest"'
             )
         self._reads_shards = True
         layout: BatchLayout | None = None
         tensors: list[Tensor] = []
-        intervals = self._shapes.executor(lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True).program.samples
+        intervals = self._shapes.executor(
+            lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True
+        ).program.samples
         if batch.batch is not None:
             layout, tensors = read_batch(batch.batch)
             if layout.key != self._job.sample.key:
                 raise ValueError(
-                    "a batch of engine.loader has another shape than the sample batch: pad all batches to one shape, or pass whole batches"
+                    "a batch of engine.loader has another shape than the sample batch: pad all "
+                    "batches to one shape, or pass whole batches"
                 )
         rows, start = [], 0
         for first, last in intervals:
@@ -368,30 +488,50 @@ class Engine:
             self._job.ranks.agree(
                 f"the batch of step {self.step_count}",
                 batch_digest.hex(),
-                "Every rank must be given the same whole mini-batch: use the same seed and sampler everywhere, and no DistributedSampler",
+                "Every rank must be given the same whole mini-batch: use the same seed and "
+                "sampler everywhere, and no DistributedSampler",
             )
 
     def _note_batch(self, shapes: Any) -> None:
-        """Between the steps at which values are compared, the watch still compares shapes: unlike ones would make ranks wait for ever."""
+        """Between the steps at which values are compared, the watch still compares shapes: unlike
+        ones would make ranks wait for ever.
+        """
         watch = self._job.ranks.watch
         if watch is not None and self._job.config.check_batches:
             watch.note_batch(shapes)
 
     def _held_parameters(self, lowered: Lowered) -> list[Held]:
-        """This rank's trainable parameters, in the order in which backward reaches them. Another shape of the batch may train others."""
+        """This rank's trainable parameters, in the order in which backward reaches them. Another
+        shape of the batch may train others.
+        """
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
         shards, rank = self._job.shards, self._job.ranks.rank
         trainable = {name for name, _ in self._trainable()}
-        names = [name for name, stages in self.plan.holders.items() if name in trainable and own & set(stages)]
+        names = [
+            name
+            for name, stages in self.plan.holders.items()
+            if name in trainable and own & set(stages)
+        ]
         held = []
         for name in by_backward_order(names, lowered.first_use):
             tensor = self._job.weights[name]
             assert isinstance(tensor, torch.nn.Parameter)
-            held.append(Held(name, tensor, shards.on(name, rank).ranks, tuple(sorted(own & set(self.plan.holders[name])))))
+            held.append(
+                Held(
+                    name,
+                    tensor,
+                    shards.on(name, rank).ranks,
+                    tuple(sorted(own & set(self.plan.holders[name]))),
+                )
+            )
         return held
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """(name, parameter) pairs for the optimizer, in the model's own order."""
         order = {name: place for place, name in enumerate(self._job.names)}
-        found = [(n, t) for n, t in self._job.weights.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        found = [
+            (n, t)
+            for n, t in self._job.weights.items()
+            if isinstance(t, torch.nn.Parameter) and t.requires_grad
+        ]
         return sorted(found, key=lambda pair: order[pair[0]])

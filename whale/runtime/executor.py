@@ -1,7 +1,9 @@
-"""Runs the action list of one rank. It decides nothing: order, messages and samples were all fixed by the plan.
+"""Runs the action list of one rank. It decides nothing: order, messages and samples were all fixed
+by the plan.
 
-What is the same in every step (where a tensor comes from, its shape, its place among the results, tags) is looked up once, when the
-executor is made: every action becomes a prepared one (`runtime/actions.py`), and a step is a loop over these.
+What is the same in every step (where a tensor comes from, its shape, its place among the results,
+tags) is looked up once, when the executor is made: every action becomes a prepared one
+(`runtime/actions.py`), and a step is a loop over these.
 """
 
 from __future__ import annotations
@@ -72,7 +74,12 @@ class Executor:
     """Runs a program step by step."""
 
     def __init__(
-        self, program: Program, transport: Transport | None, window: int, watch: Watch | None = None, with_torch_compile: bool = False
+        self,
+        program: Program,
+        transport: Transport | None,
+        window: int,
+        watch: Watch | None = None,
+        with_torch_compile: bool = False,
     ) -> None:
         self.program, self.transport, self.window, self.watch = program, transport, window, watch
         self.with_torch_compile = with_torch_compile
@@ -87,9 +94,17 @@ class Executor:
     def _prepare(self) -> list[Prepared]:
         """Every action with the function that does it."""
         program = self.program
-        split = {(action.stage, action.micro_batch) for action in program.actions if action.kind is Kind.INPUT}
+        split = {
+            (action.stage, action.micro_batch)
+            for action in program.actions
+            if action.kind is Kind.INPUT
+        }
         deferred = {stage: Deferred() for stage, _ in split}
-        last = {action.stage: action for action in program.actions if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)}
+        last = {
+            action.stage: action
+            for action in program.actions
+            if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+        }
         sends: dict[Action, Send] = {}
         functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
         prepared: list[Prepared] = []
@@ -97,11 +112,21 @@ class Executor:
         for action, freed in zip(program.actions, self.slots.freed, strict=True):
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                chunk, (start, stop) = program.chunks[action.stage], program.samples[action.micro_batch]
+                chunk, (start, stop) = (
+                    program.chunks[action.stage],
+                    program.samples[action.micro_batch],
+                )
                 key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
-                    name = f"stage {action.stage}" + ", split backward" * is_split + f", {stop - start} samples" * chunk.is_sharded
-                    own, module = deferred[action.stage] if is_split else None, chunk.module_for(stop - start)
+                    name = (
+                        f"stage {action.stage}"
+                        + ", split backward" * is_split
+                        + f", {stop - start} samples" * chunk.is_sharded
+                    )
+                    own, module = (
+                        deferred[action.stage] if is_split else None,
+                        chunk.module_for(stop - start),
+                    )
                     functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
                 run = Forward(program, action, self.slots, functions[key]).run
             elif action.kind is Kind.BACKWARD:
@@ -115,26 +140,49 @@ class Executor:
                 run = sends[action].run
             elif action.kind is Kind.RECEIVE:
                 arrived = [sends[send] for send in program.arrived_by[action]]
-                self._receives.append(Receive(program, action, self.slots, len(self._receives), arrived))
+                self._receives.append(
+                    Receive(program, action, self.slots, len(self._receives), arrived)
+                )
                 run = self._receives[-1].run
             elif action.kind is Kind.SYNCHRONISE:
                 run = Synchronise(action).run
             else:
                 continue
-            prepared.append(Prepared(action, run, freed, _position(len(prepared) + 1, action, run, num_actions)))
+            prepared.append(
+                Prepared(action, run, freed, _position(len(prepared) + 1, action, run, num_actions))
+            )
         return prepared
 
-    def run(self, given: StepInput, gradients: GradientSynchroniser | None, updates: StageUpdates | None = None) -> StepOutcome:
-        """One pass over the action list. `gradients` is None for evaluation. `updates`: stages are updated before this rank would wait."""
+    def run(
+        self,
+        given: StepInput,
+        gradients: GradientSynchroniser | None,
+        updates: StageUpdates | None = None,
+    ) -> StepOutcome:
+        """One pass over the action list. `gradients` is None for evaluation. `updates`: stages are
+        updated before this rank would wait.
+        """
         state = torch.random.get_rng_state() if self._has_random else None
-        cuda_state = torch.cuda.get_rng_state() if self._has_random and self.program.device != "cpu" else None
+        cuda_state = (
+            torch.cuda.get_rng_state()
+            if self._has_random and self.program.device != "cpu"
+            else None
+        )
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
-        events, now, watch, transport, pace = outcome.events, time.perf_counter, self.watch, self.transport, self.pace
+        events, now, watch, transport, pace = (
+            outcome.events,
+            time.perf_counter,
+            self.watch,
+            self.transport,
+            self.pace,
+        )
         if transport is not None:
             transport.begin()
             shortcut.tell = transport.collectives.tell
         held: list[Tensor | None] = [None] * self.slots.count
-        this = Pass(given, outcome, gradients, updates, transport, self._receives, self.window, held)
+        this = Pass(
+            given, outcome, gradients, updates, transport, self._receives, self.window, held
+        )
         try:
             with torch.set_grad_enabled(gradients is not None):
                 this.post_receives()
@@ -154,7 +202,9 @@ class Executor:
                         pace.finish(action, start)
                     events.append((action, start, now()))
             if watch is not None:
-                watch.position = "sums of gradients and loss" if gradients is not None else "the sum of the loss"
+                watch.position = (
+                    "sums of gradients and loss" if gradients is not None else "the sum of the loss"
+                )
             if transport is not None:
                 transport.drain()
         finally:
@@ -170,5 +220,9 @@ def _position(place: int, action: Action, run: Callable[[Pass], None], num_actio
     """`action 3 of 12, receive F 0>1.2 from rank 0`."""
     messages = getattr(getattr(run, "__self__", None), "messages", ())
     peers = ", ".join(str(message.peer) for message in messages)
-    toward = {Kind.SEND: f" to rank {peers}", Kind.RECEIVE: f" from rank {peers}"}.get(action.kind, "") if peers else ""
+    toward = (
+        {Kind.SEND: f" to rank {peers}", Kind.RECEIVE: f" from rank {peers}"}.get(action.kind, "")
+        if peers
+        else ""
+    )
     return f"action {place} of {num_actions}, {action}{toward}"

@@ -1,12 +1,15 @@
-"""Gradients summed over the holders of each parameter, bucket by bucket, while the last backward still runs.
+"""Gradients summed over the holders of each parameter, bucket by bucket, while the last backward
+still runs.
 
-Parameters are grouped by their holders (the set of ranks), and put into buckets in the order in which backward reaches them. A bucket
-goes out when all its gradients are final; buckets of one group always go in the same order, so that ranks meet in the same call.
-Nothing hides the last bucket, so a small model gets smaller buckets than the config allows.
+Parameters are grouped by their holders (the set of ranks), and put into buckets in the order in
+which backward reaches them. A bucket goes out when all its gradients are final; buckets of one
+group always go in the same order, so that ranks meet in the same call. Nothing hides the last
+bucket, so a small model gets smaller buckets than the config allows.
 
-Holders that are CPU ranks of one host sum through memory instead, at the end of the step: on the core that would run the backward, so that
-there is nothing to hide, and much faster (`runtime/same_host_collectives.py`). They go through their groups in one order, that of the
-ranks in them, so that no two wait for each other.
+Holders that are CPU ranks of one host sum through memory instead, at the end of the step: on the
+core that would run the backward, so that there is nothing to hide, and much faster
+(`runtime/same_host_collectives.py`). They go through their groups in one order, that of the ranks
+in them, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -63,7 +66,13 @@ class _Group:
 class GradientSynchroniser:
     """Watches the gradients of one rank's parameters and sums them with the other holders."""
 
-    def __init__(self, held: Sequence[Held], ranks: Ranks, bucket_bytes: int, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        held: Sequence[Held],
+        ranks: Ranks,
+        bucket_bytes: int,
+        transport: Transport | None = None,
+    ) -> None:
         """`transport`: sums go through memory where it reaches all holders that way."""
         self.held = held
         self._transport = transport
@@ -80,22 +89,32 @@ class GradientSynchroniser:
                 shared.setdefault(parameter.ranks, []).append(parameter)
         for key, parameters in shared.items():
             through_memory = transport is not None and transport.reaches_through_memory(key)
-            buckets = [self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)]
+            buckets = [
+                self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)
+            ]
             self._groups[key] = _Group(buckets, through_memory)
             for parameter in parameters:
-                parameter.tensor.register_post_accumulate_grad_hook(_telling(weakref.ref(self), parameter))
+                parameter.tensor.register_post_accumulate_grad_hook(
+                    _telling(weakref.ref(self), parameter)
+                )
 
     def _bucket(self, parameters: list[Held], group: dist.ProcessGroup | None) -> Bucket:
         sizes = [p.tensor.numel() for p in parameters]
-        buffer = torch.zeros(sum(sizes), dtype=parameters[0].tensor.dtype, device=parameters[0].tensor.device)
-        views = [view.view_as(p.tensor) for view, p in zip(buffer.split(sizes), parameters, strict=True)]
+        buffer = torch.zeros(
+            sum(sizes), dtype=parameters[0].tensor.dtype, device=parameters[0].tensor.device
+        )
+        views = [
+            view.view_as(p.tensor) for view, p in zip(buffer.split(sizes), parameters, strict=True)
+        ]
         bucket = Bucket(parameters, group, buffer, views)
         for p in parameters:
             self._bucket_of[p.name] = bucket
         return bucket
 
     def begin(self, trained: Collection[str]) -> None:
-        """Start of a step in which the loss reaches the parameters `trained`, the same on all ranks; the others get no gradient."""
+        """Start of a step in which the loss reaches the parameters `trained`, the same on all
+        ranks; the others get no gradient.
+        """
         self._trained = trained
         for parameter in self.held:
             parameter.tensor.grad = None
@@ -104,15 +123,23 @@ class GradientSynchroniser:
             for bucket in group.buckets:
                 bucket.waiting = sum(p.name in trained for p in bucket.parameters)
                 bucket.work, bucket.is_full = None, False
-        self._pending = {p.name: set(p.stages) for p in self.held if p.name in self._bucket_of and p.name in trained}
+        self._pending = {
+            p.name: set(p.stages)
+            for p in self.held
+            if p.name in self._bucket_of and p.name in trained
+        }
         self._stage = None
 
     def last_backward(self, stage: int) -> None:
-        """The backward that runs next is the last one of this stage: what it accumulates is final for the stage."""
+        """The backward that runs next is the last one of this stage: what it accumulates is final
+        for the stage.
+        """
         self._stage = stage
 
     def close_stage(self, stage: int) -> None:
-        """SYNCHRONISE: parameters of the stage that got no gradient in its last backward are final too."""
+        """SYNCHRONISE: parameters of the stage that got no gradient in its last backward are final
+        too.
+        """
         self._stage = None
         if self.clock is not None:
             self.clock.close_stage(stage, time.perf_counter())
@@ -165,8 +192,12 @@ class GradientSynchroniser:
             bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
 
-def _telling(synchroniser: weakref.ref[GradientSynchroniser], parameter: Held) -> Callable[[Tensor], None]:
-    """A hook that does not keep the synchroniser alive: the collector does not see what hooks of a tensor hold."""
+def _telling(
+    synchroniser: weakref.ref[GradientSynchroniser], parameter: Held
+) -> Callable[[Tensor], None]:
+    """A hook that does not keep the synchroniser alive: the collector does not see what hooks of a
+    tensor hold.
+    """
 
     def accumulated(_: Tensor) -> None:
         if (own := synchroniser()) is not None:
@@ -176,14 +207,22 @@ def _telling(synchroniser: weakref.ref[GradientSynchroniser], parameter: Held) -
 
 
 def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order; smaller ones of a small model."""
-    total = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
+    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order; smaller
+    ones of a small model.
+    """
+    total = sum(
+        parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters
+    )
     bucket_bytes = bucket_size(total, bucket_bytes)
     pieces: list[list[Held]] = []
     size = 0
     for parameter in parameters:
         num_bytes = parameter.tensor.numel() * parameter.tensor.element_size()
-        fits = pieces and pieces[-1][0].tensor.dtype == parameter.tensor.dtype and size + num_bytes <= bucket_bytes
+        fits = (
+            pieces
+            and pieces[-1][0].tensor.dtype == parameter.tensor.dtype
+            and size + num_bytes <= bucket_bytes
+        )
         if not fits:
             pieces.append([])
             size = 0
@@ -193,11 +232,15 @@ def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
 
 
 def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
-    """Sum of squares of the gradients that this rank answers for: each parameter counts on one of its holders, which share the work.
+    """Sum of squares of the gradients that this rank answers for: each parameter counts on one of
+    its holders, which share the work.
 
-    All holders of a set of parameters have them in the same order, so they agree on who counts what.
+    All holders of a set of parameters have them in the same order, so they agree on who counts
+    what.
     """
-    num_counted: dict[tuple[int, ...], list[int]] = {}  # numbers that each holder of these parameters counts
+    num_counted: dict[
+        tuple[int, ...], list[int]
+    ] = {}  # numbers that each holder of these parameters counts
     gradients = []
     for parameter in held:
         counted = num_counted.setdefault(parameter.ranks, [0] * len(parameter.ranks))
@@ -207,7 +250,9 @@ def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
             gradients.append(parameter.tensor.grad)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+    ]
     return torch.nn.utils.get_total_norm(dense).double().square().cpu()
 
 
@@ -218,5 +263,7 @@ def scale_gradients(held: Sequence[Held], factor: float) -> None:
 
 
 def by_backward_order(names: Sequence[str], first_use: Mapping[str, int]) -> list[str]:
-    """Parameters in the order in which backward finishes them: used last in forward, first here. The same on every rank."""
+    """Parameters in the order in which backward finishes them: used last in forward, first here.
+    The same on every rank.
+    """
     return sorted(names, key=lambda name: (-first_use.get(name, -1), name))

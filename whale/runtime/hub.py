@@ -1,4 +1,5 @@
-"""The hub of the watch, on rank 0: hears from every rank, and decides when the job must end and because of which rank.
+"""The hub of the watch, on rank 0: hears from every rank, and decides when the job must end and
+because of which rank.
 
 what the hub sees                          what it makes of it
 a connection ends without a word           the rank died; decided when another rank notices too, or after GRACE_S
@@ -29,7 +30,9 @@ from typing import Any
 
 GRACE_S = 3.0  # from a rank's failure to the verdict: all may fail alike and end by themselves
 SETTLE_S = 0.5  # after a SIGTERM, in which the sign of what came before it may still arrive
-PAUSE_S = 1.0  # a longer gap between two looks means that this process itself stood still: that is nobody's silence
+# a longer gap between two looks means that this process itself stood still: that is nobody's
+# silence
+PAUSE_S = 1.0
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.1, 1.0
 BEATS_PER_S = 500  # that the hub hears from all ranks together: some 1 % of a core
 LONGEST_LINE = 1 << 20  # bytes; more without a line end is no rank of ours
@@ -41,7 +44,9 @@ DEATH = "died without a word (killed, or crashed)"
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs. Processes with the same `host` see each other's pids: not so in two containers of one machine."""
+    """Where a rank runs. Processes with the same `host` see each other's pids: not so in two
+    containers of one machine.
+    """
 
     host: str
     pid: int
@@ -49,7 +54,9 @@ class Process:
     @staticmethod
     def this() -> Process:
         try:
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+                "/proc/self/ns/pid"
+            )
         except OSError:  # not Linux
             host = socket.gethostname()
         return Process(host, os.getpid())
@@ -104,13 +111,18 @@ class Verdict:
 
 
 def beat_s(num_ranks: int) -> float:
-    """Seconds between two beats: often in small jobs, so that positions are fresh, and never more than the hub can hear."""
+    """Seconds between two beats: often in small jobs, so that positions are fresh, and never more
+    than the hub can hear.
+    """
     return min(LONGEST_BEAT_S, max(SHORTEST_BEAT_S, num_ranks / BEATS_PER_S))
 
 
 def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | None:
     """Why the job must end, or None. `ranks` holds every rank of the job."""
-    ended = sorted((rank for rank in ranks if ranks[rank].end is not None), key=lambda rank: ranks[rank].ended_at)
+    ended = sorted(
+        (rank for rank in ranks if ranks[rank].end is not None),
+        key=lambda rank: ranks[rank].ended_at,
+    )
     causes = [rank for rank in ended if ranks[rank].end in (End.RAISED, End.DIED)]
     followed = [rank for rank in ended if ranks[rank].end is End.FOLLOWED]
     terminated = [rank for rank in ended if ranks[rank].end is End.TERMINATED]
@@ -126,18 +138,26 @@ def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | 
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > grace_s else None
     if ended and 0 not in terminated:  # SIGTERM for some ranks only: nobody ends the whole job
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > GRACE_S else None
-    silent = [rank for rank, seen in ranks.items() if seen.end is None and not seen.has_left and now - seen.heard_at > timeout_s]
+    silent = [
+        rank
+        for rank, seen in ranks.items()
+        if seen.end is None and not seen.has_left and now - seen.heard_at > timeout_s
+    ]
     return _verdict(min(silent), ranks, now) if silent else None
 
 
 def all_raised(ranks: Iterable[Seen]) -> bool:
-    """Every rank that is left has raised by itself: no rank is the cause, and each may end or go on."""
+    """Every rank that is left has raised by itself: no rank is the cause, and each may end or go
+    on.
+    """
     left = [seen for seen in ranks if not seen.has_left]
     return bool(left) and all(seen.end is End.RAISED for seen in left)
 
 
 def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
-    """The first rank whose batch has other shapes than that of a lower rank at the same place in the script, and what to say of it."""
+    """The first rank whose batch has other shapes than that of a lower rank at the same place in
+    the script, and what to say of it.
+    """
     first: dict[int, tuple[int, str]] = {}
     for rank in sorted(ranks):
         batch = ranks[rank].batch
@@ -145,7 +165,10 @@ def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
             continue
         lower, shapes = first.setdefault(batch[0], (rank, batch[1]))
         if shapes != batch[1]:
-            what = f"rank {rank} was given another batch than rank {lower}: {batch[1]}, rank {lower} has {shapes}"
+            what = (
+                f"rank {rank} was given another batch than rank {lower}: {batch[1]}, rank {lower} "
+                f"has {shapes}"
+            )
             return rank, f"{what}. Every rank must be given the same whole mini-batch"
     return None
 
@@ -158,16 +181,29 @@ def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
         what = f"{other[1]}. It stood at {seen.position}"
     elif seen.end is None:
         is_silent = True
-        what = f"rank {cause} has been silent for {age_s:.0f} s: {SILENCE}. It was last heard of at {seen.position}"
+        what = (
+            f"rank {cause} has been silent for {age_s:.0f} s: {SILENCE}. It was last heard of at "
+            f"{seen.position}"
+        )
     elif seen.end is End.DIED:
-        what = f"rank {cause} {DEATH}. It was last heard of {age_s:.1f} s before, at {seen.position}"
+        what = (
+            f"rank {cause} {DEATH}. It was last heard of {age_s:.1f} s before, at {seen.position}"
+        )
     elif seen.end is End.TERMINATED:
         what = f"rank {cause} was ended by SIGTERM at {seen.position}"
     else:
         what = f"rank {cause} failed at {seen.position}: {seen.text}"
         what += f". And {other[1]}" if other is not None else ""
-    others = positions({rank: other.position for rank, other in ranks.items() if rank != cause and not other.has_left})
-    return Verdict(cause, f"{what}. The others stood: {others}", seen.process if is_silent else None)
+    others = positions(
+        {
+            rank: other.position
+            for rank, other in ranks.items()
+            if rank != cause and not other.has_left
+        }
+    )
+    return Verdict(
+        cause, f"{what}. The others stood: {others}", seen.process if is_silent else None
+    )
 
 
 def positions(where: Mapping[int, str]) -> str:
@@ -175,7 +211,10 @@ def positions(where: Mapping[int, str]) -> str:
     together: dict[str, list[int]] = {}
     for rank in sorted(where):
         together.setdefault(where[rank], []).append(rank)
-    texts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at {place}" for place, ranks in together.items()]
+    texts = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at {place}"
+        for place, ranks in together.items()
+    ]
     return "; ".join(texts) or "all had ended"
 
 
@@ -265,12 +304,18 @@ class Hub:
             seen.connection = None
             seen.ended(End.DIED, "", now)
 
-    def _note(self, connection: socket.socket, seen: Seen, message: dict[str, Any], now: float) -> Seen:
+    def _note(
+        self, connection: socket.socket, seen: Seen, message: dict[str, Any], now: float
+    ) -> Seen:
         if "token" in message:
             if not hmac.compare_digest(str(message["token"]), self.token):
                 raise ValueError("a stranger")
             known = self._ranks[int(message["rank"])]
-            known.connection, known.unread, known.process = connection, seen.unread, Process(str(message["host"]), int(message["pid"]))
+            known.connection, known.unread, known.process = (
+                connection,
+                seen.unread,
+                Process(str(message["host"]), int(message["pid"])),
+            )
             self._selector.modify(connection, selectors.EVENT_READ, known)
             seen = known
         elif seen.rank is None:
@@ -281,7 +326,9 @@ class Hub:
             number, shapes = message["batch"]
             seen.batch = int(number), str(shapes)
         if "failed" in message:
-            seen.ended(End.FOLLOWED if message["follows"] else End.RAISED, str(message["failed"]), now)
+            seen.ended(
+                End.FOLLOWED if message["follows"] else End.RAISED, str(message["failed"]), now
+            )
         if "terminated" in message:
             seen.ended(End.TERMINATED, "SIGTERM", now)
         seen.has_left = seen.has_left or ("bye" in message and seen.end is None)
@@ -302,10 +349,16 @@ class Hub:
             self._tell({"verdict": asdict(verdict)}, last=verdict.cause)
 
     def _tell(self, message: dict[str, Any], last: int = 0) -> None:
-        """To all. Rank 1 also hears where everyone stands: it has to tell when rank 0 is gone. `last` may end this process when told."""
+        """To all. Rank 1 also hears where everyone stands: it has to tell when rank 0 is gone.
+        `last` may end this process when told.
+        """
         for rank, seen in sorted(self._ranks.items(), key=lambda item: item[0] == last):
             if seen.connection is not None:
-                extra = {"positions": [other.position for other in self._ranks.values()]} if rank == 1 else {}
+                extra = (
+                    {"positions": [other.position for other in self._ranks.values()]}
+                    if rank == 1
+                    else {}
+                )
                 with contextlib.suppress(OSError):  # also a full buffer: it has not read for long
                     seen.connection.sendall(json.dumps(message | extra).encode() + b"\n")
 
@@ -314,7 +367,9 @@ def _open_server(is_local: bool) -> socket.socket:
     if is_local:
         return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+        )
     return socket.create_server(("", 0), backlog=BACKLOG)
 
 

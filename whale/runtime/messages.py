@@ -1,11 +1,13 @@
-"""Messages between stages, prepared for one program: everything that goes from one rank to another for one edge and micro-batch.
+"""Messages between stages, prepared for one program: everything that goes from one rank to another
+for one edge and micro-batch.
 
-A message with one tensor is that tensor. Several are packed into one block of bytes, the widest dtypes first, so that each lies at a
-multiple of its own size and the receiver reads it in place:
+A message with one tensor is that tensor. Several are packed into one block of bytes, the widest
+dtypes first, so that each lies at a multiple of its own size and the receiver reads it in place:
 
     sender    a [float32], b [int64], c [bool]   ->   | b | a | c |   ->   views of the block       receiver
 
-Tags are numbers of 31 bits: edge and micro-batch, a hash of the shapes, and the epoch (`Transport.epoch`), which differs from step to step.
+Tags are numbers of 31 bits: edge and micro-batch, a hash of the shapes, and the epoch
+(`Transport.epoch`), which differs from step to step.
 """
 
 from __future__ import annotations
@@ -92,7 +94,12 @@ class Message:
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Contiguous and without history; one tensor that is contiguous already is not copied."""
         if self.is_packed:
-            return torch.cat([piece.of(t).detach().reshape(-1).view(torch.uint8) for piece, t in zip(self.pieces, tensors, strict=True)])
+            return torch.cat(
+                [
+                    piece.of(t).detach().reshape(-1).view(torch.uint8)
+                    for piece, t in zip(self.pieces, tensors, strict=True)
+                ]
+            )
         return self.pieces[0].of(tensors[0]).detach().contiguous()
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
@@ -100,7 +107,10 @@ class Message:
         if not self.is_packed:
             return [buffer]
         parts = buffer.split([piece.num_bytes for piece in self.pieces])
-        return [part.view(piece.dtype).view(piece.shape) for part, piece in zip(parts, self.pieces, strict=True)]
+        return [
+            part.view(piece.dtype).view(piece.shape)
+            for part, piece in zip(parts, self.pieces, strict=True)
+        ]
 
 
 class Send:
@@ -109,7 +119,10 @@ class Send:
     def __init__(self, program: Program, action: Action, slots: Slots[Boundary]) -> None:
         self.messages = messages_of(program, action)
         role = Role.RETURNED if action.gradient else Role.RESULT
-        self.slots = [[slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces] for each in self.messages]
+        self.slots = [
+            [slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces]
+            for each in self.messages
+        ]
 
     def run(self, this: Pass) -> None:
         assert this.transport is not None
@@ -121,17 +134,38 @@ class Send:
 class Receive:
     """Waits for tensors or gradients that were posted earlier."""
 
-    def __init__(self, program: Program, action: Action, slots: Slots[Boundary], num_before: int, arrived: Iterable[Send]) -> None:
-        """`num_before`: receives of the program that come earlier. `arrived`: sends that these messages show to have arrived."""
-        self.gradient, self.description, self.device, self.num_before = action.gradient, str(action), program.device, num_before
+    def __init__(
+        self,
+        program: Program,
+        action: Action,
+        slots: Slots[Boundary],
+        num_before: int,
+        arrived: Iterable[Send],
+    ) -> None:
+        """`num_before`: receives of the program that come earlier. `arrived`: sends that these
+        messages show to have arrived.
+        """
+        self.gradient, self.description, self.device, self.num_before = (
+            action.gradient,
+            str(action),
+            program.device,
+            num_before,
+        )
         self.messages = messages_of(program, action)
         role = Role.GRADIENT if action.gradient else Role.INPUT
-        self.slots = [[slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces] for each in self.messages]
+        self.slots = [
+            [slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces]
+            for each in self.messages
+        ]
         peers = {message.peer for message in self.messages}
-        self.arrived = [message for send in arrived for message in send.messages if message.peer in peers]
+        self.arrived = [
+            message for send in arrived for message in send.messages if message.peer in peers
+        ]
 
     def post(self, this: Pass) -> None:
-        """Ahead of time, where that makes messages come earlier; what comes through memory needs no room before it is read."""
+        """Ahead of time, where that makes messages come earlier; what comes through memory needs no
+        room before it is read.
+        """
         assert this.transport is not None
         if not all(this.transport.is_through_memory(message.peer) for message in self.messages):
             self._post(this)
@@ -139,13 +173,17 @@ class Receive:
     def _post(self, this: Pass) -> None:
         assert this.transport is not None
         arrivals: list[Arrival] = []
-        wholes: dict[int, Tensor] = {}  # by their slots: values that come in several messages, rows of each
+        wholes: dict[
+            int, Tensor
+        ] = {}  # by their slots: values that come in several messages, rows of each
         for message, slots in zip(self.messages, self.slots, strict=True):
             buffer = None
             for piece, slot in zip(message.pieces, slots, strict=True):
                 if piece.rows is not None:
                     if slot not in wholes:
-                        wholes[slot] = torch.empty(piece.whole_shape, dtype=piece.dtype, device=self.device)
+                        wholes[slot] = torch.empty(
+                            piece.whole_shape, dtype=piece.dtype, device=self.device
+                        )
                     buffer = piece.of(wholes[slot])
             if buffer is None or message.is_packed or not buffer.is_contiguous():
                 buffer = message.empty(self.device)
@@ -160,13 +198,17 @@ class Receive:
         arrivals, complete = this.arrivals.pop(self.num_before)
         for message, slots, arrival in zip(self.messages, self.slots, arrivals, strict=True):
             this.transport.wait(arrival)
-            for piece, slot, tensor in zip(message.pieces, slots, message.unpack(arrival.buffer), strict=True):
+            for piece, slot, tensor in zip(
+                message.pieces, slots, message.unpack(arrival.buffer), strict=True
+            ):
                 if piece.rows is not None:
                     target = piece.of(complete[slot])
                     if target.data_ptr() != tensor.data_ptr():
                         target.copy_(tensor)
                 elif slot in complete:
-                    complete[slot] = complete[slot] + tensor  # a value without batch dim, used by several devices
+                    complete[slot] = (
+                        complete[slot] + tensor
+                    )  # a value without batch dim, used by several devices
                 else:
                     complete[slot] = tensor
         for message in self.arrived:
@@ -180,8 +222,15 @@ class Receive:
 
 def messages_of(program: Program, action: Action) -> list[Message]:
     """All messages of a send or receive of this rank, in the order of their peers."""
-    edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
-    number = 2 * (program.bridges.number_of_edge[edge] * program.num_micro_batch + action.micro_batch) + action.gradient
+    edge = (
+        (action.destination, action.source)
+        if action.gradient
+        else (action.source, action.destination)
+    )
+    number = (
+        2 * (program.bridges.number_of_edge[edge] * program.num_micro_batch + action.micro_batch)
+        + action.gradient
+    )
     parts = parts_of(program, action)
     of_peer: dict[int, list[Part]] = {}
     for part in sorted(parts, key=lambda part: (-part.value.dtype.itemsize, part.value.index)):
@@ -205,11 +254,13 @@ def _piece(program: Program, micro_batch: int, part: Part) -> Piece:
 
 
 def tag_of(number: int, shapes: Sequence[tuple[int, ...]]) -> int:
-    """A number for the message in which its shapes take part: ranks with batches of unlike shapes wait for each other, and the watch says
-    why, instead of reading a message of another size (gloo ends the process when it is too long and says nothing when it is too short)."""
+    """A number for the message in which its shapes take part: ranks with batches of unlike shapes
+    wait for each other, and the watch says why, instead of reading a message of another size (gloo
+    ends the process when it is too long and says nothing when it is too short)."""
     if number >= MOST_MESSAGES:
         raise ValueError(
-            f"a step has more than {MOST_MESSAGES} messages between two ranks, which tags of 31 bits cannot tell apart: "
+            f"a step has more than {MOST_MESSAGES} messages between two ranks, which tags of 31 "
+            "bits cannot tell apart: "
             f"use fewer micro-batches or fewer stages"
         )
     shape = zlib.crc32(repr([tuple(map(int, shape)) for shape in shapes]).encode()) % NUM_SHAPES

@@ -1,4 +1,6 @@
-"""Where the metrics of a run are, and how they are read. No torch here: `whale top` starts at once."""
+"""Where the metrics of a run are, and how they are read. No torch here: `whale top` starts
+at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def last_metrics(run_folder: str | Path) -> dict[int, dict[str, Any] | None]:
-    """The last whole line of every rank, None before there is one. Reads the ends of the files only."""
+    """The last whole line of every rank, None before there is one. Reads the ends of the files
+    only.
+    """
     found: dict[int, dict[str, Any] | None] = {}
     for rank, path in _files(run_folder).items():
         with path.open("rb") as file:
@@ -33,11 +37,16 @@ def last_metrics(run_folder: str | Path) -> dict[int, dict[str, Any] | None]:
 
 
 def _files(run_folder: str | Path) -> dict[int, Path]:
-    return {int(path.stem.removeprefix("rank_")): path for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl"))}
+    return {
+        int(path.stem.removeprefix("rank_")): path
+        for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl"))
+    }
 
 
 def _lines(content: bytes) -> list[dict[str, Any]]:
-    """A line that is no JSON was cut off when its rank was killed: those behind it are of the next run."""
+    """A line that is no JSON was cut off when its rank was killed: those behind it are of the next
+    run.
+    """
     found = []
     for text in content.splitlines():
         try:

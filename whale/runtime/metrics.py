@@ -1,6 +1,7 @@
 """Metrics of a run: one JSON line for each step and rank, always readable while the run goes on.
 
-`run_folder/metrics/rank_00000.jsonl`, ... Each rank writes its own file, so nothing is sent for it. `whale top run_folder` reads them.
+`run_folder/metrics/rank_00000.jsonl`, ... Each rank writes its own file, so nothing is sent for it.
+`whale top run_folder` reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from whale.planning.plan import Plan
 from whale.runtime.metric_files import metrics_file
 from whale.runtime.result import StepResult
 
-BACKWARD_AND_FORWARD = 3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
+BACKWARD_AND_FORWARD = (
+    3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,12 @@ class Metrics:
     _started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:  # on every rank, so that all refuse alike
-            raise ValueError('"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]", or leave it out')
+        if (
+            self.tensorboard and importlib.util.find_spec("tensorboard") is None
+        ):  # on every rank, so that all refuse alike
+            raise ValueError(
+                '"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]", or leave it out'
+            )
         path = metrics_file(self.run_folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)  # a line reaches the file when its step ends
@@ -63,7 +70,12 @@ class Metrics:
     def write(self, step: int, result: StepResult, shares: Shares) -> None:
         """One step. Called a step late, so that the loss has arrived and nothing is waited for."""
         timing, num_samples = result.timing, shares.num_samples
-        flop = BACKWARD_AND_FORWARD * sum(stage.forward_flop for stage in self.plan.stages) * num_samples / self.plan.batch_size
+        flop = (
+            BACKWARD_AND_FORWARD
+            * sum(stage.forward_flop for stage in self.plan.stages)
+            * num_samples
+            / self.plan.batch_size
+        )
         line = {
             "step": step,
             "time": time.time(),
@@ -85,7 +97,10 @@ class Metrics:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk must not end the training
-            print(f"whale: metrics of step {step} could not be written to {self.run_folder}: {error}", file=sys.stderr)
+            print(
+                f"whale: metrics of step {step} could not be written to {self.run_folder}: {error}",
+                file=sys.stderr,
+            )
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "samples_per_s", "model_flop_utilisation"):
                 self._board.add_scalar(name, line[name], step)

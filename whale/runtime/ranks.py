@@ -19,9 +19,13 @@ SHOWN_RANKS = 4
 
 
 class Ranks:
-    """Who this process is. One process without a launcher is rank 0 of 1 and has no process group."""
+    """Who this process is. One process without a launcher is rank 0 of 1 and has no
+    process group.
+    """
 
-    def __init__(self, device: str = "auto", timeout_s: float = 20.0, stall_timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, device: str = "auto", timeout_s: float = 20.0, stall_timeout_s: float = 1800.0
+    ) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError('"device": "cuda" was asked for, but torch sees no CUDA device here')
@@ -35,7 +39,9 @@ class Ranks:
             self.device = f"cuda:{local_rank}"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             device_id = torch.device(self.device) if use_cuda else None
-            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=self.timeout, device_id=device_id)
+            dist.init_process_group(
+                "nccl" if use_cuda else "gloo", timeout=self.timeout, device_id=device_id
+            )
             atexit.register(_leave)  # sums still on their way at exit would abort the process
         self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.is_distributed else 0
@@ -49,14 +55,19 @@ class Ranks:
             self.watch = start_watch(self.rank, self.num_ranks, self.timeout_s, self.from_first)
 
     def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
-        """The process group of these ranks, in this order. Every rank must ask for the same groups in the same order.
+        """The process group of these ranks, in this order. Every rank must ask for the same groups
+        in the same order.
 
         Messages of groups with another `purpose` never meet, even between the same ranks.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
             whole_world = not purpose and key[0] == tuple(range(self.num_ranks))
-            self._groups[key] = dist.group.WORLD if whole_world else dist.new_group(list(key[0]), timeout=self.timeout, sort_ranks=False)
+            self._groups[key] = (
+                dist.group.WORLD
+                if whole_world
+                else dist.new_group(list(key[0]), timeout=self.timeout, sort_ranks=False)
+            )
         return self._groups[key]
 
     def gather(self, value: Any) -> list[Any]:
@@ -80,10 +91,15 @@ class Ranks:
         values = self.gather(value)
         different = [rank for rank, other in enumerate(values) if other != values[0]]
         if different:
-            raise ValueError(f"{what} differs between ranks: rank 0 has {values[0]!r}, {_named(different, values)}. {advice}")
+            raise ValueError(
+                f"{what} differs between ranks: rank 0 has {values[0]!r}, "
+                f"{_named(different, values)}. {advice}"
+            )
 
     def together(self, error: BaseException | None) -> None:
-        """After a step that may fail on one rank only: all ranks fail together, each with the first error."""
+        """After a step that may fail on one rank only: all ranks fail together, each with the first
+        error.
+        """
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -30,13 +30,21 @@ class Timing:
 
 
 class Totals:
-    """Scalars summed over all ranks, on their way; `values()` waits once and is never a collective."""
+    """Scalars summed over all ranks, on their way; `values()` waits once and is never a
+    collective.
+    """
 
-    def __init__(self, parts: Tensor, is_distributed: bool, transport: Transport | None = None) -> None:
+    def __init__(
+        self, parts: Tensor, is_distributed: bool, transport: Transport | None = None
+    ) -> None:
         self._values: list[float] | None = None
         self._finish: Callable[[], Tensor] = lambda: parts
         if is_distributed:
-            through_memory = transport.exchange(parts) if transport is not None and parts.device.type == "cpu" else None
+            through_memory = (
+                transport.exchange(parts)
+                if transport is not None and parts.device.type == "cpu"
+                else None
+            )
             self._finish = through_memory or _sum_by_group(parts)
 
     def values(self) -> list[float]:
@@ -50,7 +58,8 @@ def _sum_by_group(parts: Tensor) -> Callable[[], Tensor]:
     """The sum over all ranks, or what each rank has: (ranks, parts)."""
     work: dist.Work
     if parts.device.type == "cpu":
-        # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes a hop
+        # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes
+        # a hop
         num_ranks = dist.get_world_size()
         total = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
         work = dist.all_to_all_single(total.view(-1), parts.repeat(num_ranks), async_op=True)
@@ -73,7 +82,9 @@ class StepResult:
     timing: Timing
     learning_rate: float
     skipped: bool = False
-    """the update was left out on all ranks: an overflow in fp16, or a number that is not finite while `on_nonfinite` says skip"""
+    """the update was left out on all ranks: an overflow in fp16, or a number that is not finite
+    while `on_nonfinite` says skip
+    """
 
     @property
     def loss(self) -> float:
@@ -86,7 +97,10 @@ class StepResult:
         return float(self.totals.values()[1] ** 0.5)
 
     def __repr__(self) -> str:
-        return f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, total={human_seconds(self.timing.total_s)})"
+        return (
+            f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, "
+            f"total={human_seconds(self.timing.total_s)})"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Messages between CPU ranks of one host, through memory: no thread in between, at most one process is woken up.
+"""Messages between CPU ranks of one host, through memory: no thread in between, at most one process
+is woken up.
 
-gloo wakes a thread of the sender when the receive is posted, one of the receiver when the message comes, and that wakes the one who waits.
-Here each directed pair of ranks has a Unix socket and a block of shared memory (the ring):
+gloo wakes a thread of the sender when the receive is posted, one of the receiver when the message
+comes, and that wakes the one who waits. Here each directed pair of ranks has a Unix socket and a
+block of shared memory (the ring):
 
     small tensor     one packet:  header | bytes
     larger tensor    copied into the ring, and one packet:  header with its place; the receiver copies it out and moves `consumed` on
@@ -9,9 +11,10 @@ Here each directed pair of ranks has a Unix socket and a block of shared memory 
 
     ring:   consumed (8 bytes) | ..... free ..... | taken, not yet consumed | ..... free .....
 
-A sender of messages never blocks: packets that the socket does not take now wait in a list. What was sent belongs to the receiver: the
-sender's tensor is free at once. A ring that is empty is used from its beginning, and by sums as soon as its beginning has room for a few
-parts, so that few of its bytes are ever touched.
+A sender of messages never blocks: packets that the socket does not take now wait in a list. What
+was sent belongs to the receiver: the sender's tensor is free at once. A ring that is empty is used
+from its beginning, and by sums as soon as its beginning has room for a few parts, so that few of
+its bytes are ever touched.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ HEADER = struct.Struct("qqq")
 """tag, bytes, and where they are: INLINE, BY_GROUP, or a position in the ring"""
 INLINE, BY_GROUP = -1, -2
 INLINE_BYTES = 1024
-"""larger tensors go through the ring: a socket holds some hundred small packets, or few large ones"""
+"""larger tensors go through the ring: a socket holds some hundred small packets, or few large ones
+"""
 RING_BYTES = 32 * 1024**2
 """of each directed pair; only what is used takes memory"""
 RING_START = 64
@@ -51,7 +55,9 @@ _COUNT = struct.Struct("Q")
 class Outgoing:
     """From this rank to another one on its host."""
 
-    def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int) -> None:
+    def __init__(
+        self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int
+    ) -> None:
         self._connection, self._ring, self._group, self._peer = connection, ring, group, peer
         self._memory = _address(ring) + RING_START
         self._taken = 0  # bytes of the ring, counted from the beginning of the job
@@ -68,14 +74,18 @@ class Outgoing:
                 self._say(HEADER.pack(tag, tensor.nbytes, BY_GROUP))
 
     def send_if_room(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
-        """Whether there was room. The ring is used from its beginning again as soon as so many bytes are free there."""
+        """Whether there was room. The ring is used from its beginning again as soon as so many
+        bytes are free there.
+        """
         with self._lock:
             return self._send_through_memory(tensor, tag, enough_bytes)
 
     def _send_through_memory(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
         num_bytes = tensor.nbytes
         if num_bytes <= INLINE_BYTES:
-            self._say(HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes))
+            self._say(
+                HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes)
+            )
             return True
         place = self._take(num_bytes, max(enough_bytes, num_bytes))
         if place is None:
@@ -88,10 +98,15 @@ class Outgoing:
         """Where in the ring there is room for so many bytes in one piece."""
         (consumed,) = _COUNT.unpack_from(self._ring, 0)
         if consumed == self._taken:
-            self._taken = self._begin = self._taken + -self._taken % RING_BYTES  # empty: from its beginning
+            self._taken = self._begin = (
+                self._taken + -self._taken % RING_BYTES
+            )  # empty: from its beginning
         place, free_from = self._taken, max(consumed, self._begin)
         beginning = place + -place % RING_BYTES
-        if place % RING_BYTES + num_bytes > RING_BYTES or beginning + enough_bytes - free_from <= RING_BYTES:
+        if (
+            place % RING_BYTES + num_bytes > RING_BYTES
+            or beginning + enough_bytes - free_from <= RING_BYTES
+        ):
             place = beginning  # not over the end, and no further than needed
         if place + num_bytes - free_from > RING_BYTES:
             return None
@@ -118,7 +133,9 @@ class Outgoing:
         return not self._unsent
 
     def push(self) -> None:
-        """Returns when all packets have left. What goes by gloo may still be on its way: the peer may ask for it only later."""
+        """Returns when all packets have left. What goes by gloo may still be on its way: the peer
+        may ask for it only later.
+        """
         while not self.flush():
             threading.Event().wait(1e-4)
 
@@ -133,11 +150,29 @@ class Outgoing:
 class Incoming:
     """From another rank of this host."""
 
-    def __init__(self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int, own: dict[int, Outgoing]) -> None:
-        """`own`: the lines out of this rank, which may still have something to send before it waits."""
-        self._connection, self._ring, self._group, self._peer, self._own = connection, ring, group, peer, own
+    def __init__(
+        self,
+        connection: socket.socket,
+        ring: mmap.mmap,
+        group: dist.ProcessGroup,
+        peer: int,
+        own: dict[int, Outgoing],
+    ) -> None:
+        """`own`: the lines out of this rank, which may still have something to send before it
+        waits.
+        """
+        self._connection, self._ring, self._group, self._peer, self._own = (
+            connection,
+            ring,
+            group,
+            peer,
+            own,
+        )
         self._packet = bytearray(HEADER.size + INLINE_BYTES)
-        self._inline, self._memory = _address(self._packet) + HEADER.size, _address(ring) + RING_START
+        self._inline, self._memory = (
+            _address(self._packet) + HEADER.size,
+            _address(ring) + RING_START,
+        )
         self._early: dict[int, bytearray | None] = {}
         """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
         self._lock = threading.Lock()  # a loss may be read by another thread
@@ -159,7 +194,9 @@ class Incoming:
             _fill(buffer, _address(known) if known else 0, len(known))
 
     def _sort(self, buffer: Tensor | None, tag: int | None) -> bool:
-        """Fills the buffer with the packet that was read, if it has this tag, and keeps it otherwise."""
+        """Fills the buffer with the packet that was read, if it has this tag, and keeps it
+        otherwise.
+        """
         got, num_bytes, place = HEADER.unpack_from(self._packet)
         if place == BY_GROUP:
             self._early[got] = None
@@ -200,7 +237,9 @@ class Incoming:
             except BlockingIOError:
                 threading.Event().wait(1e-4)
         else:
-            size = self._connection.recv_into(self._packet)  # BlockingIOError after the time of SO_RCVTIMEO
+            size = self._connection.recv_into(
+                self._packet
+            )  # BlockingIOError after the time of SO_RCVTIMEO
         if size == 0:
             raise RuntimeError("Connection closed by peer")
 
@@ -211,14 +250,21 @@ def _address(memory: mmap.mmap | bytearray) -> int:
 
 def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
     if num_bytes != buffer.nbytes:
-        raise RuntimeError(f"a message has {num_bytes} bytes where {buffer.nbytes} were expected: the ranks do not run the same program")
+        raise RuntimeError(
+            f"a message has {num_bytes} bytes where {buffer.nbytes} were expected: the ranks do "
+            "not run the same program"
+        )
     ctypes.memmove(buffer.data_ptr(), start, num_bytes)
 
 
-def connect(ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:
-    """Lines from and to the ranks of this rank's host, by rank. All ranks call it; none where one of them could not be made.
+def connect(
+    ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True
+) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:
+    """Lines from and to the ranks of this rank's host, by rank. All ranks call it; none where one
+    of them could not be made.
 
-    Every source knocks first; the sockets keep what they say until the destination opens the door. So nobody waits for anybody.
+    Every source knocks first; the sockets keep what they say until the destination opens the door.
+    So nobody waits for anybody.
     """
     assert dist.group.WORLD is not None
     group = dist.group.WORLD
@@ -227,7 +273,11 @@ def connect(ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = Tr
     with tempfile.TemporaryDirectory(prefix="whale-") as folder:
         path, host = str(Path(folder) / "door"), _host()
         places: list[tuple[str, str] | None] = ranks.gather((host, path) if possible else None)
-        here = {rank for rank, place in enumerate(places) if place is not None and place[0] == host} if possible else set()
+        here = (
+            {rank for rank, place in enumerate(places) if place is not None and place[0] == host}
+            if possible
+            else set()
+        )
         own = [pair for pair in sorted(set(pairs)) if set(pair) <= here]
         sources = [source for source, destination in own if destination == ranks.rank]
         door: socket.socket | None = None
@@ -260,14 +310,22 @@ def connect(ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = Tr
 
 
 def _host() -> str:
-    """Processes with the same answer can reach each other by a path, and are on one host for every purpose of this job."""
+    """Processes with the same answer can reach each other by a path, and are on one host for every
+    purpose of this job.
+    """
     try:
-        return Process.this().host + os.readlink("/proc/self/ns/net") + os.readlink("/proc/self/ns/mnt")
+        return (
+            Process.this().host
+            + os.readlink("/proc/self/ns/net")
+            + os.readlink("/proc/self/ns/mnt")
+        )
     except OSError:
         return Process.this().host
 
 
-def _knock(place: tuple[str, str] | None, group: dist.ProcessGroup, source: int, destination: int) -> Outgoing:
+def _knock(
+    place: tuple[str, str] | None, group: dist.ProcessGroup, source: int, destination: int
+) -> Outgoing:
     assert place is not None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -294,5 +352,9 @@ def _open(door: socket.socket, ranks: Ranks) -> tuple[int, socket.socket, mmap.m
         os.close(memory)
     seconds = ranks.timeout.total_seconds()
     connection.setblocking(True)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    connection.setsockopt(
+        socket.SOL_SOCKET,
+        socket.SO_RCVTIMEO,
+        struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)),
+    )
     return GREETING.unpack(message)[0], connection, ring

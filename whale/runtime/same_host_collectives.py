@@ -1,7 +1,9 @@
-"""Collectives of CPU ranks on one host, through memory: sums, and a few numbers that everyone tells everyone.
+"""Collectives of CPU ranks on one host, through memory: sums, and a few numbers that everyone tells
+everyone.
 
-gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the ranks themselves sum, by the lines that
-carry their messages (`runtime/same_host.py`). A tensor is cut into blocks, and of every block each of k ranks answers for one part:
+gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the
+ranks themselves sum, by the lines that carry their messages (`runtime/same_host.py`). A tensor is
+cut into blocks, and of every block each of k ranks answers for one part:
 
     offer      every rank sends each of the others the part that the other one answers for
     reduce     every rank adds up its part: its own, then the others in the order of their ranks; it sends the sum to all others
@@ -11,8 +13,9 @@ Two blocks are offered ahead, so that nobody waits for the others' copies:
 
     offer 0, offer 1, reduce 0, offer 2, reduce 1, collect 0, offer 3, reduce 2, collect 1, ...
 
-and messages are taken in the order in which they were sent. At most four parts are on their way from one rank to another, so the ring
-begins again where there is room for some more: few of its bytes are ever touched, and they stay in the caches.
+and messages are taken in the order in which they were sent. At most four parts are on their way
+from one rank to another, so the ring begins again where there is room for some more: few of its
+bytes are ever touched, and they stay in the caches.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ BLOCK_BYTES = 4 * 1024**2
 MOST_TOLD_BYTES = 4 * 1024**2
 """of one rank; more is left to the group"""
 NUM_AHEAD = 5
-"""parts for which a ring must have room before it begins again: four are on their way, of sizes that differ by a number"""
+"""parts for which a ring must have room before it begins again: four are on their way, of sizes
+that differ by a number
+"""
 FIRST_TAG = 2**41
 """of the parts that go from rank to rank, beyond the tags of all messages"""
 TAGS_OF_A_PASS = 2**24
@@ -43,7 +48,9 @@ TAGS_OF_A_PASS = 2**24
 
 
 class SameHostCollectives:
-    """One rank's side, with others that it reaches through memory. All members of a group ask for the same things in the same order."""
+    """One rank's side, with others that it reaches through memory. All members of a group ask for
+    the same things in the same order.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -55,7 +62,9 @@ class SameHostCollectives:
         """of groups whose members all reach each other through memory, in their order; else none"""
 
     def begin(self, pass_number: int) -> None:
-        """Tags are counted in each pass anew, so that a part that a failed step left behind is never taken for one of a later step."""
+        """Tags are counted in each pass anew, so that a part that a failed step left behind is
+        never taken for one of a later step.
+        """
         self._first_tag = FIRST_TAG + pass_number * TAGS_OF_A_PASS
         self._num_sent.clear()
         self._num_taken.clear()
@@ -65,26 +74,40 @@ class SameHostCollectives:
         return FIRST_TAG <= tag < self._first_tag
 
     def tell(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
-        """Everyone's value, [members, *shape], in the order of the group, whose members all call it; None where memory does not reach."""
+        """Everyone's value, [members, *shape], in the order of the group, whose members all call
+        it; None where memory does not reach.
+        """
         if group not in self._members:
             whole = group if group is not None else dist.group.WORLD
             assert whole is not None
-            ranks = sorted(dist.get_process_group_ranks(whole), key=lambda rank: dist.get_group_rank(whole, rank))
-            self._members[group] = tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
+            ranks = sorted(
+                dist.get_process_group_ranks(whole),
+                key=lambda rank: dist.get_group_rank(whole, rank),
+            )
+            self._members[group] = (
+                tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
+            )
         members, own_rank = self._members[group], self._transport.ranks.rank
         if not members or value.nbytes > MOST_TOLD_BYTES:
             return None
-        value, peers = value.resolve_conj().resolve_neg().contiguous(), [rank for rank in members if rank != own_rank]
+        value, peers = (
+            value.resolve_conj().resolve_neg().contiguous(),
+            [rank for rank in members if rank != own_rank],
+        )
         room = value.new_empty((len(members), *value.shape))
         for peer in peers:
             self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
-            room[place].copy_(value) if rank == own_rank else self._take(room[place], rank, "what it tells everyone")
+            room[place].copy_(value) if rank == own_rank else self._take(
+                room[place], rank, "what it tells everyone"
+            )
         self._transport.push_lines(peers)
         return room
 
     def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
-        """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when this returns."""
+        """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when
+        this returns.
+        """
         own_rank = self._transport.ranks.rank
         peers = [rank for rank in ranks if rank != own_rank]
         blocks = [
@@ -115,10 +138,14 @@ class SameHostCollectives:
         self._transport.push_lines(peers)
 
     def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
-        self._transport.send_through_memory(part, peer, self._first_tag + self._num_sent[peer], enough_bytes)
+        self._transport.send_through_memory(
+            part, peer, self._first_tag + self._num_sent[peer], enough_bytes
+        )
         self._num_sent[peer] += 1
 
     def _take(self, part: Tensor, peer: int, description: str) -> Tensor:
-        self._transport.take_through_memory(part, peer, self._first_tag + self._num_taken[peer], description)
+        self._transport.take_through_memory(
+            part, peer, self._first_tag + self._num_taken[peer], description
+        )
         self._num_taken[peer] += 1
         return part

@@ -1,7 +1,9 @@
-"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and steps that overflow are skipped.
+"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and
+steps that overflow are skipped.
 
-The rule is that of `torch.amp.GradScaler`: halve after a step with an infinite gradient, double after `growth_interval` good steps. Whether
-a step overflowed is read from the gradient norm of the whole model, which all ranks know alike: a step is skipped on all or on none.
+The rule is that of `torch.amp.GradScaler`: halve after a step with an infinite gradient, double
+after `growth_interval` good steps. Whether a step overflowed is read from the gradient norm of the
+whole model, which all ranks know alike: a step is skipped on all or on none.
 """
 
 from __future__ import annotations
@@ -39,4 +41,8 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.scale, self.good_steps, self.num_skipped = float(state["scale"]), int(state["good_steps"]), int(state["num_skipped"])
+        self.scale, self.good_steps, self.num_skipped = (
+            float(state["scale"]),
+            int(state["good_steps"]),
+            int(state["num_skipped"]),
+        )

@@ -1,4 +1,6 @@
-"""Captured graphs of one engine: one for each shape of the batch, in training and in evaluation, with their executors."""
+"""Captured graphs of one engine: one for each shape of the batch, in training and in evaluation,
+with their executors.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,20 @@ class Job:
 
 
 class Shapes:
-    """Finds or makes the lowered graph for a batch. A new shape is captured once and kept; the one unused for longest goes first."""
+    """Finds or makes the lowered graph for a batch. A new shape is captured once and kept; the one
+    unused for longest goes first.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
             pairs, shared = _pairs(job.plan), job.config.share_memory
-            self.transport = Transport(job.ranks, pairs, shared) if job.emulation is None else job.emulation.transport(pairs, shared)
+            self.transport = (
+                Transport(job.ranks, pairs, shared)
+                if job.emulation is None
+                else job.emulation.transport(pairs, shared)
+            )
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
@@ -81,7 +89,10 @@ class Shapes:
             if device.grid is not None and job.plan.num_replicas > 1:
                 for place in range(device.num_devices):
                     job.ranks.group(tuple(members[place] for members in device.ranks))
-        has_statistics = any(trains_batch_norm(node) or "all_reduce" in node.meta for node in job.prepared.captured.compute_nodes())
+        has_statistics = any(
+            trains_batch_norm(node) or "all_reduce" in node.meta
+            for node in job.prepared.captured.compute_nodes()
+        )
         self._grids = GridGroups(job.plan, job.ranks, has_statistics)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
@@ -99,8 +110,14 @@ class Shapes:
             if any(finding.name not in known for finding in captured.findings.gradient_changes()):
                 refuse(captured.findings)  # the self-check of the first capture did not see these
             prepared = prepare(captured, job.plan.num_micro_batch, job.config.loss_per_micro_batch)
-            check_loss_and_buffers(prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch)
-            job.ranks.agree("the captured graph", fingerprint(prepared.captured), "All ranks must run the same script on the same versions")
+            check_loss_and_buffers(
+                prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch
+            )
+            job.ranks.agree(
+                "the captured graph",
+                fingerprint(prepared.captured),
+                "All ranks must run the same script on the same versions",
+            )
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
             return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
@@ -110,15 +127,22 @@ class Shapes:
         def capture() -> Lowered:
             job = self._job
             captured = capture_evaluation(job.model, layout, tensors, job.task)
-            prepared = prepare(captured, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch)
-            if prepared.only_whole is not None and max(job.plan.num_micro_batch, widest(job.plan)) > 1:
+            prepared = prepare(
+                captured, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch
+            )
+            if (
+                prepared.only_whole is not None
+                and max(job.plan.num_micro_batch, widest(job.plan)) > 1
+            ):
                 raise ValueError(prepared.only_whole.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
             return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 
         return self._find(self._evaluation, layout.key, capture)
 
-    def _find(self, kept: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]) -> Lowered:
+    def _find(
+        self, kept: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]
+    ) -> Lowered:
         if key not in kept:
             while len(kept) >= self._job.config.max_captures:
                 _, old = kept.popitem(last=False)
@@ -128,7 +152,9 @@ class Shapes:
         return kept[key]
 
     def follow(self, plan: Plan) -> None:
-        """From now on with the shares of this plan, which is otherwise the same: who holds what has not changed."""
+        """From now on with the shares of this plan, which is otherwise the same: who holds what has
+        not changed.
+        """
         for lowered in (*self._training.values(), *self._evaluation.values()):
             lowered.plan = plan
         self._executors.clear()
@@ -136,11 +162,17 @@ class Shapes:
     def executors(self) -> list[Executor]:
         return list(self._executors.values())
 
-    def executor(self, lowered: Lowered, batch_size: int, num_micro_batch: int, is_training: bool) -> Executor:
+    def executor(
+        self, lowered: Lowered, batch_size: int, num_micro_batch: int, is_training: bool
+    ) -> Executor:
         key = (id(lowered), batch_size, num_micro_batch)
         if key not in self._executors:
             job = self._job
-            is_planned = is_training and num_micro_batch == job.plan.num_micro_batch and lowered.edges_are(job.plan)
+            is_planned = (
+                is_training
+                and num_micro_batch == job.plan.num_micro_batch
+                and lowered.edges_are(job.plan)
+            )
             if is_planned:
                 schedule = scheduling.Schedule.from_json(job.plan.schedule)
             else:
@@ -149,22 +181,39 @@ class Shapes:
             if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
                 _warn_of_memory(job.plan, batch_size)
             compiles = job.config.compile and is_training
-            self._executors[key] = Executor(program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles)
+            self._executors[key] = Executor(
+                program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles
+            )
             if job.emulation is not None:
                 self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]
 
 
 def _warn_of_memory(plan: Plan, batch_size: int) -> None:
-    """A mini-batch to train on that is larger than the planned one may need more memory than a device has."""
-    loads, most = plan.loads(), map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank())
+    """A mini-batch to train on that is larger than the planned one may need more memory than a
+    device has.
+    """
+    loads, most = (
+        plan.loads(),
+        map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank()),
+    )
     full = [(rank, number) for rank, number in enumerate(most) if number > loads[rank].most]
     if full:
         rank, number = full[0]
         logger.warning(
-            "a mini-batch of %d samples may not fit: %d of %d devices get more than their memory was planned for (rank %d: %d samples of a "
-            "micro-batch, room for %d); planned were %d. Give wh.parallelize a sample batch of the largest size, or more micro-batches",
-            *(batch_size, len(full), plan.num_devices, rank, number, loads[rank].most, plan.batch_size),
+            "a mini-batch of %d samples may not fit: %d of %d devices get more than their memory "
+            "was planned for (rank %d: %d samples of a "
+            "micro-batch, room for %d); planned were %d. Give wh.parallelize a sample batch of "
+            "the largest size, or more micro-batches",
+            *(
+                batch_size,
+                len(full),
+                plan.num_devices,
+                rank,
+                number,
+                loads[rank].most,
+                plan.batch_size,
+            ),
         )
 
 
@@ -184,7 +233,11 @@ def _pairs(plan: Plan) -> set[tuple[int, int]]:
     for crossing in plan.crossings:
         for source in plan.ranks_of_stage(crossing.source):
             for destination in plan.ranks_of_stage(crossing.destination):
-                pairs |= {(source, destination), (destination, source)} if source != destination else set()
+                pairs |= (
+                    {(source, destination), (destination, source)}
+                    if source != destination
+                    else set()
+                )
     return pairs
 
 
@@ -192,4 +245,7 @@ def _what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
     for got, expected in zip(layout.tensors, sample.tensors, strict=False):
         if got.shape[1:] != expected.shape[1:]:
             return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
-    return f"constants of the batch are {[v for _, v in layout.constants]}, in the sample {[v for _, v in sample.constants]}"
+    return (
+        f"constants of the batch are {[v for _, v in layout.constants]}, in the sample "
+        f"{[v for _, v in sample.constants]}"
+    )

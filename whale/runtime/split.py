@@ -1,13 +1,16 @@
-"""The backward of a chunk in two parts: gradients of its inputs at once, gradients of its weights when the schedule says.
+"""The backward of a chunk in two parts: gradients of its inputs at once, gradients of its weights
+when the schedule says.
 
-The products that make weight gradients (linear layers, convolutions) are nearly half of a backward, and no other stage waits for them. In
-a chunk that is split, those layers are called through the functions below. Their backward gives the gradient of the layer's input and
-puts the other product off, into the list of its micro-batch; `run_products` does it later and adds it straight to `.grad`. Everything
-else in the chunk (norms, attention, embeddings) is differentiated as always. No walk over the autograd graph: what is put off was known
-when the chunk was compiled.
+The products that make weight gradients (linear layers, convolutions) are nearly half of a backward,
+and no other stage waits for them. In a chunk that is split, those layers are called through the
+functions below. Their backward gives the gradient of the layer's input and puts the other product
+off, into the list of its micro-batch; `run_products` does it later and adds it straight to `.grad`.
+Everything else in the chunk (norms, attention, embeddings) is differentiated as always. No walk
+over the autograd graph: what is put off was known when the chunk was compiled.
 
-Where the input of a layer needs no gradient, its weight is no parameter but computed, or it is no plain layer (a weight that is a vector,
-a bias that is broadcast, `addmm` with factors), the layer stays as it is.
+Where the input of a layer needs no gradient, its weight is no parameter but computed, or it is no
+plain layer (a weight that is a vector, a bias that is broadcast, `addmm` with factors), the layer
+stays as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ Product = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Deferred:
-    """Where the layers of one chunk put their weight products: the list of the micro-batch whose backward runs now."""
+    """Where the layers of one chunk put their weight products: the list of the micro-batch whose
+    backward runs now.
+    """
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -51,19 +56,28 @@ def run_products(products: list[Product]) -> None:
 
 def kept_bytes(products: list[Product]) -> int:
     """Bytes that are kept from the input part to the weight part, besides the weights."""
-    kept = {tensor.untyped_storage() for _, arguments in products for tensor in arguments[:2] if isinstance(tensor, Tensor)}
+    kept = {
+        tensor.untyped_storage()
+        for _, arguments in products
+        for tensor in arguments[:2]
+        if isinstance(tensor, Tensor)
+    }
     return sum(storage.nbytes() for storage in kept)
 
 
 def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
-    """For each operation that can be split, the function that stands in for it, with the same arguments."""
+    """For each operation that can be split, the function that stands in for it, with the same
+    arguments.
+    """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _is_split(x, weight, bias) and _is_layer(weight, bias, 0):
             return _Linear.apply(deferred, x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
         return F.linear(x, weight, bias)
 
-    def addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    def addmm(
+        bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
         if _is_split(x, weight, bias) and _is_layer(weight, bias, 1) and beta == alpha == 1:
             return _Linear.apply(deferred, x, weight.detach().t(), bias, weight)  # type: ignore[no-any-return, no-untyped-call]
         return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
@@ -103,12 +117,22 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
 
 def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     own_bias = bias is None or bias.is_leaf
-    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and weight.is_leaf and own_bias
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and weight.requires_grad
+        and weight.is_leaf
+        and own_bias
+    )
 
 
 def _is_layer(weight: Tensor, bias: Tensor | None, output_dim: int) -> bool:
-    """Whether the weight is a matrix and the bias, if any, has a number for each output: nothing is broadcast."""
-    return weight.ndim == 2 and (bias is None or bias.shape == weight.shape[output_dim : output_dim + 1])
+    """Whether the weight is a matrix and the bias, if any, has a number for each output: nothing is
+    broadcast.
+    """
+    return weight.ndim == 2 and (
+        bias is None or bias.shape == weight.shape[output_dim : output_dim + 1]
+    )
 
 
 def _per_dim(setting: Any, num_dims: int) -> list[int]:
@@ -117,14 +141,24 @@ def _per_dim(setting: Any, num_dims: int) -> list[int]:
 
 
 class _Linear(torch.autograd.Function):
-    """`x @ weight.t() + bias`. `transposed`: the parameter itself, where `weight` is a view of it the other way round."""
+    """`x @ weight.t() + bias`. `transposed`: the parameter itself, where `weight` is a view of it
+    the other way round.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: Tensor | None = None
+        ctx: Any,
+        deferred: Deferred,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: Tensor | None = None,
     ) -> Tensor:
         ctx.deferred, ctx.bias = deferred, bias
-        ctx.parameter, ctx.is_transposed = weight if transposed is None else transposed, transposed is not None
+        ctx.parameter, ctx.is_transposed = (
+            weight if transposed is None else transposed,
+            transposed is not None,
+        )
         ctx.save_for_backward(x, weight)
         if transposed is None or bias is None:
             return F.linear(x, weight, bias)
@@ -134,12 +168,19 @@ class _Linear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.deferred.products.append((_add_linear, (gradient, x, ctx.parameter, ctx.bias, ctx.is_transposed)))
+        ctx.deferred.products.append(
+            (_add_linear, (gradient, x, ctx.parameter, ctx.bias, ctx.is_transposed))
+        )
         return None, torch.matmul(gradient, _as(weight, gradient)).to(x.dtype), None, None, None
 
 
-def _add_linear(gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
-    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), _as(x, gradient).reshape(-1, x.shape[-1])
+def _add_linear(
+    gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool
+) -> None:
+    rows, inputs = (
+        gradient.reshape(-1, gradient.shape[-1]),
+        _as(x, gradient).reshape(-1, x.shape[-1]),
+    )
     left, right = (inputs.t(), rows) if is_transposed else (rows.t(), inputs)
     if parameter.grad is None:
         parameter.grad = torch.mm(left, right).to(parameter.dtype)
@@ -156,27 +197,52 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, groups: int
+        ctx: Any,
+        deferred: Deferred,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: Settings,
+        groups: int,
     ) -> Tensor:
-        ctx.deferred, ctx.bias, ctx.settings, ctx.groups, ctx.parameter = deferred, bias, settings, groups, weight
+        ctx.deferred, ctx.bias, ctx.settings, ctx.groups, ctx.parameter = (
+            deferred,
+            bias,
+            settings,
+            groups,
+            weight,
+        )
         ctx.save_for_backward(x, weight)
         stride, padding, dilation = settings
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * (x.ndim - 2), groups)
+        return torch.convolution(
+            x, weight, bias, stride, padding, dilation, False, [0] * (x.ndim - 2), groups
+        )
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.deferred.products.append((_add_convolution, (gradient, x, ctx.parameter, ctx.bias, ctx.settings, ctx.groups)))
-        given = _convolution_backward(gradient, x, weight, ctx.settings, ctx.groups, [True, False, False])
+        ctx.deferred.products.append(
+            (_add_convolution, (gradient, x, ctx.parameter, ctx.bias, ctx.settings, ctx.groups))
+        )
+        given = _convolution_backward(
+            gradient, x, weight, ctx.settings, ctx.groups, [True, False, False]
+        )
         return None, given[0].to(x.dtype), None, None, None, None
 
 
 def _add_convolution(
-    gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, settings: Settings, groups: int
+    gradient: Tensor,
+    x: Tensor,
+    parameter: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
+    groups: int,
 ) -> None:
     with_bias = bias is not None and bias.requires_grad
-    _, of_weight, of_bias = _convolution_backward(gradient, x, parameter, settings, groups, [False, True, with_bias])
+    _, of_weight, of_bias = _convolution_backward(
+        gradient, x, parameter, settings, groups, [False, True, with_bias]
+    )
     _add(parameter, of_weight)
     if bias is not None and with_bias:
         _add(bias, of_bias)
@@ -187,7 +253,15 @@ def _convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [weight.shape[0]] if wanted[2] else None
     given: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
-        gradient, _as(x, gradient), _as(weight, gradient), sizes, *settings, False, [0] * (x.ndim - 2), groups, wanted
+        gradient,
+        _as(x, gradient),
+        _as(weight, gradient),
+        sizes,
+        *settings,
+        False,
+        [0] * (x.ndim - 2),
+        groups,
+        wanted,
     )
     return given
 
@@ -197,7 +271,11 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient
     else:
-        parameter.grad = parameter.grad.add_(gradient) if parameter.grad.layout == torch.strided else parameter.grad + gradient
+        parameter.grad = (
+            parameter.grad.add_(gradient)
+            if parameter.grad.layout == torch.strided
+            else parameter.grad + gradient
+        )
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""The optimizer step in pieces: each stage's parameters as soon as their gradients are final, while the pipeline still drains.
+"""The optimizer step in pieces: each stage's parameters as soon as their gradients are final, while
+the pipeline still drains.
 
-Only where nothing needs all gradients first: no clipping, no loss scale, and `"on_nonfinite": "continue"` (other values look at the loss
-and the gradient norm of the whole model before any weight changes). Parameters that other stages or ranks hold too wait for the end of
-the step, and so do those of a stage that lends a parameter: hands on a slice of it, say, which lies in its memory, and which a weight
-product of a later stage may still have to read.
+Only where nothing needs all gradients first: no clipping, no loss scale, and `"on_nonfinite":
+"continue"` (other values look at the loss and the gradient norm of the whole model before any
+weight changes). Parameters that other stages or ranks hold too wait for the end of the step, and so
+do those of a stage that lends a parameter: hands on a slice of it, say, which lies in its memory,
+and which a weight product of a later stage may still have to read.
 
-The optimizer stays one object with one state. Each call of its `step()` sees only some of its parameters, which comes to the same bits
-where it treats every parameter by itself. That is known of torch's own classes below and of no other, and it does not hold for hooks
-on `step()`, which would run several times: in both cases all is updated at the end.
+The optimizer stays one object with one state. Each call of its `step()` sees only some of its
+parameters, which comes to the same bits where it treats every parameter by itself. That is known of
+torch's own classes below and of no other, and it does not hold for hooks on `step()`, which would
+run several times: in both cases all is updated at the end.
 """
 
 from __future__ import annotations
@@ -56,10 +59,16 @@ class StageUpdates:
     @staticmethod
     def possible(optimizer: torch.optim.Optimizer | None, config: Config) -> bool:
         """Whether the step of this optimizer may be taken in pieces."""
-        return type(optimizer) in BY_PARAMETER and config.needs_all_gradients is None and not has_step_hooks(optimizer)
+        return (
+            type(optimizer) in BY_PARAMETER
+            and config.needs_all_gradients is None
+            and not has_step_hooks(optimizer)
+        )
 
     def begin(self, lending: Collection[int] = ()) -> None:
-        """A step begins; one that failed may have left something behind. `lending`: stages that are left to the end (`Lowered.lending`)."""
+        """A step begins; one that failed may have left something behind. `lending`: stages that are
+        left to the end (`Lowered.lending`).
+        """
         self._lending = lending
         self._forget()
 
@@ -77,7 +86,9 @@ class StageUpdates:
 
     def finish(self) -> None:
         """The end of a step: all that is left."""
-        self._step({id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._done)
+        self._step(
+            {id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._done
+        )
         self._forget()
 
     def _forget(self) -> None:

@@ -23,9 +23,15 @@ from whale.sharding.shards import Shard, Shards
 
 
 def gather_state(
-    model: torch.nn.Module, weights: Mapping[str, Tensor], first_name: Mapping[str, str], shards: Shards, ranks: Ranks
+    model: torch.nn.Module,
+    weights: Mapping[str, Tensor],
+    first_name: Mapping[str, str],
+    shards: Shards,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """The local model's `state_dict()` on rank 0, part by part from the first rank that holds each."""
+    """The local model's `state_dict()` on rank 0, part by part from the first rank that
+    holds each.
+    """
     shapes = model.state_dict(keep_vars=True)
     collected: dict[str, Tensor] = {}
     for name in sorted({first_name[key] for key in shapes}):
@@ -36,7 +42,11 @@ def gather_state(
 
 
 def gather_gradients(
-    model: torch.nn.Module, gradients: Mapping[str, Tensor], trained: Collection[str], shards: Shards, ranks: Ranks
+    model: torch.nn.Module,
+    gradients: Mapping[str, Tensor],
+    trained: Collection[str],
+    shards: Shards,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
     """The gradients of the parameters that were trained, whole, on rank 0."""
     parameters = dict(model.named_parameters())
@@ -45,14 +55,20 @@ def gather_gradients(
         own = gradients.get(name)
         mine = next((shard for shard in shards.of(name) if ranks.rank in shard.ranks), None)
         if own is None and mine is not None:  # nothing here depends on it
-            own = torch.zeros(mine.shape or parameters[name].shape, dtype=parameters[name].dtype, device=ranks.device)
+            own = torch.zeros(
+                mine.shape or parameters[name].shape,
+                dtype=parameters[name].dtype,
+                device=ranks.device,
+            )
         tensor = _gather(own, parameters[name], shards.of(name), ranks)
         if tensor is not None:
             collected[name] = tensor
     return collected
 
 
-def _gather(part: Tensor | None, like: Tensor, shards: Sequence[Shard], ranks: Ranks) -> Tensor | None:
+def _gather(
+    part: Tensor | None, like: Tensor, shards: Sequence[Shard], ranks: Ranks
+) -> Tensor | None:
     """A whole tensor of the shape and type of `like`, on rank 0."""
     shape = tuple(like.shape)
     if len(shards) == 1 and shards[0].ranges is None:
@@ -66,7 +82,9 @@ def _gather(part: Tensor | None, like: Tensor, shards: Sequence[Shard], ranks: R
     return whole
 
 
-def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, ranks: Ranks) -> Tensor | None:
+def _fetch(
+    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int, ranks: Ranks
+) -> Tensor | None:
     """A tensor of rank `owner`, on the CPU of rank 0."""
     if ranks.rank == owner:
         assert tensor is not None
@@ -80,7 +98,9 @@ def _fetch(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, ow
     return None
 
 
-def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks) -> Any:
+def gather_outputs(
+    lowered: Lowered, outcome: StepOutcome, program: Program, totals: Totals | None, ranks: Ranks
+) -> Any:
     """The model's outputs as it would return them, on rank 0; None elsewhere."""
     prepared = lowered.prepared
     found: dict[Node, Tensor] = {}
@@ -94,17 +114,31 @@ def gather_outputs(lowered: Lowered, outcome: StepOutcome, program: Program, tot
                 found[node] = torch.cat(parts, dim) if dim is not None else reduce(torch.add, parts)
     if ranks.rank != 0:
         return None
-    loss = torch.tensor(totals.values()[0], dtype=prepared.terms[0].meta["val"].dtype) if totals is not None else None
-    leaves = [found[leaf] if isinstance(leaf, Node) else (loss if leaf == LOSS else None) for leaf in prepared.output_leaves]
+    loss = (
+        torch.tensor(totals.values()[0], dtype=prepared.terms[0].meta["val"].dtype)
+        if totals is not None
+        else None
+    )
+    leaves = [
+        found[leaf] if isinstance(leaf, Node) else (loss if leaf == LOSS else None)
+        for leaf in prepared.output_leaves
+    ]
     return _rebuild(prepared, leaves)
 
 
 def _gather_parts(
-    lowered: Lowered, outcome: StepOutcome, samples: SampleMap, result: tuple[int, int], node: Node, ranks: Ranks
+    lowered: Lowered,
+    outcome: StepOutcome,
+    samples: SampleMap,
+    result: tuple[int, int],
+    node: Node,
+    ranks: Ranks,
 ) -> list[Tensor]:
-    """The parts of one output (its stage, and its place there) in order of micro-batch, replica, device, on rank 0; none elsewhere.
+    """The parts of one output (its stage, and its place there) in order of micro-batch, replica,
+    device, on rank 0; none elsewhere.
 
-    Devices of a grid have a sum over all samples of their replica, so one of them gives it; what has no samples, one device in all.
+    Devices of a grid have a sum over all samples of their replica, so one of them gives it; what
+    has no samples, one device in all.
     """
     plan, (stage, place) = lowered.plan, result
     device = plan.virtual_devices[plan.stages[stage].virtual_device]
@@ -112,14 +146,20 @@ def _gather_parts(
     owners: list[tuple[int, int]] = []
     for micro_batch in range(samples.num_micro_batch):
         for replica in range(plan.num_replicas):
-            intervals = zip(device.ranks[replica], samples.devices(micro_batch, replica, device.index), strict=True)
+            intervals = zip(
+                device.ranks[replica],
+                samples.devices(micro_batch, replica, device.index),
+                strict=True,
+            )
             holders = [(micro_batch, rank) for rank, (start, stop) in intervals if start < stop]
             owners += holders if has_samples or device.grid is None else holders[:1]
     if not has_samples and node not in lowered.prepared.summed_outputs:
         owners = owners[:1]
     parts = []
     for micro_batch, rank in owners:
-        part = _exchange(outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None, rank, ranks)
+        part = _exchange(
+            outcome.outputs[stage, micro_batch][place] if rank == ranks.rank else None, rank, ranks
+        )
         if part is not None:
             parts.append(part)
     return parts if ranks.rank == 0 else []
@@ -146,7 +186,9 @@ def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
 
 
 def _rebuild(prepared: Prepared, leaves: list[Tensor | None]) -> Any:
-    """Puts the tensors back into the structure of the model's output; objects that are not tensors are None."""
+    """Puts the tensors back into the structure of the model's output; objects that are not tensors
+    are None.
+    """
     structure = prepared.capture.output_structure
     remaining = iter(leaves)
     slots = pytree.tree_unflatten(range(structure.num_leaves), structure)

@@ -1,8 +1,10 @@
-"""Point-to-point messages: posted ahead, never blocking compute, let go when a later message shows that they have arrived.
+"""Point-to-point messages: posted ahead, never blocking compute, let go when a later message shows
+that they have arrived.
 
-gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed pair of ranks has its own, and both
-sides use it in the order of the sender's program (`scheduling` proves that the receiver's order is the same). CPU ranks on one host hand
-messages over through memory (`runtime/same_host.py`).
+gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed
+pair of ranks has its own, and both sides use it in the order of the sender's program (`scheduling`
+proves that the receiver's order is the same). CPU ranks on one host hand messages over through
+memory (`runtime/same_host.py`).
 """
 
 from __future__ import annotations
@@ -43,20 +45,32 @@ class Arrival:
 
     __slots__ = ("buffer", "description", "peer", "tag", "work")
 
-    def __init__(self, work: dist.Work | None, buffer: Tensor, peer: int, tag: int, description: str) -> None:
+    def __init__(
+        self, work: dist.Work | None, buffer: Tensor, peer: int, tag: int, description: str
+    ) -> None:
         """`work`: None for a message through memory, which is read when it is waited for."""
-        self.work, self.buffer, self.peer, self.tag, self.description = work, buffer, peer, tag, description
+        self.work, self.buffer, self.peer, self.tag, self.description = (
+            work,
+            buffer,
+            peer,
+            tag,
+            description,
+        )
 
 
 class Transport:
     """Sends and receives of one rank, with the time spent waiting."""
 
-    def __init__(self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True) -> None:
-        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank. `share_memory`: where it is possible."""
+    def __init__(
+        self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True
+    ) -> None:
+        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank.
+        `share_memory`: where it is possible.
+        """
         self.ranks, pairs = ranks, sorted(set(pairs))
         self.epoch = 0
-        """part of every tag, another one in each pass over an action list: a message that a failed step left behind is never taken for one
-        of a later step"""
+        """part of every tag, another one in each pass over an action list: a message that a failed
+        step left behind is never taken for one of a later step"""
         self.waited_s = 0.0
         self._outgoing: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         """by peer and tag: messages that are not known to have arrived"""
@@ -65,7 +79,11 @@ class Transport:
         self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._num_passes = 0
         self._exchange: Callable[[], Tensor] | None = None
-        everyone = itertools.permutations(range(ranks.num_ranks), 2) if ranks.num_ranks <= MOST_EXCHANGING else ()
+        everyone = (
+            itertools.permutations(range(ranks.num_ranks), 2)
+            if ranks.num_ranks <= MOST_EXCHANGING
+            else ()
+        )
         self._lines_to, self._lines_from = connect(ranks, [*pairs, *everyone], share_memory)
         self.collectives = SameHostCollectives(self)
         for source, destination in pairs:
@@ -78,12 +96,15 @@ class Transport:
             _let_compute_go_first()
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
-        """Where messages are matched by order: a communicator for each direction of a pair, so that a late receive never blocks a send."""
+        """Where messages are matched by order: a communicator for each direction of a pair, so that
+        a late receive never blocks a send.
+        """
         assert dist.group.WORLD is not None
         if self.ranks.has_channels_by_tag:
             return dist.group.WORLD
         group = dist.new_group([source, destination], timeout=self.ranks.timeout)
-        # NCCL connects two ranks at their first message and blocks both: done here in one order, never inside a step
+        # NCCL connects two ranks at their first message and blocks both: done here in one order,
+        # never inside a step
         greeting = torch.zeros(1, device=self.ranks.device)
         if self.ranks.rank == source:
             dist.send(greeting, destination, group=group)
@@ -97,7 +118,12 @@ class Transport:
         self.epoch = self._num_passes % NUM_EPOCHS
         self.collectives.begin(self._num_passes)
         for line in self._lines_from.values():
-            line.forget(lambda tag: self.collectives.is_old(tag) or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch))
+            line.forget(
+                lambda tag: (
+                    self.collectives.is_old(tag)
+                    or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch)
+                )
+            )
 
     def send(self, tensor: Tensor, message: Message) -> None:
         """Issues the message and returns; the tensor is kept until it has left."""
@@ -119,7 +145,9 @@ class Transport:
         return Arrival(work, buffer, message.peer, tag, description)
 
     def is_through_memory(self, peer: int) -> bool:
-        """Whether messages of that rank are read when they are waited for, so that nothing is gained by posting them."""
+        """Whether messages of that rank are read when they are waited for, so that nothing is
+        gained by posting them.
+        """
         return peer in self._lines_from
 
     def wait(self, arrival: Arrival) -> None:
@@ -131,15 +159,18 @@ class Transport:
                 arrival.work.wait()
         except (RuntimeError, OSError) as error:
             raise RuntimeError(
-                f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for {arrival.description} from rank {arrival.peer}: "
+                f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for "
+                f"{arrival.description} from rank {arrival.peer}: "
                 f"that rank is gone or stuck ({str(error).splitlines()[0]})"
             ) from error
         self.waited_s += time.perf_counter() - start
 
     def exchange(self, numbers: Tensor) -> Callable[[], Tensor] | None:
-        """Tells every rank these numbers, once in a pass; what is given back waits for theirs: (ranks, numbers), the same everywhere.
+        """Tells every rank these numbers, once in a pass; what is given back waits for theirs:
+        (ranks, numbers), the same everywhere.
 
-        None where some rank cannot be reached through memory. The last exchange is over before the next begins, so that nothing piles up.
+        None where some rank cannot be reached through memory. The last exchange is over before the
+        next begins, so that nothing piles up.
         """
         if len(self._lines_from) < self.ranks.num_ranks - 1:
             return None
@@ -150,7 +181,10 @@ class Transport:
         for line in self._lines_to.values():
             line.send(numbers, tag)
         self.push_lines(self._lines_to)
-        left = [Arrival(None, everyone[peer], peer, tag, "loss and gradient norm") for peer in self._lines_from]
+        left = [
+            Arrival(None, everyone[peer], peer, tag, "loss and gradient norm")
+            for peer in self._lines_from
+        ]
 
         def finish() -> Tensor:
             while left:
@@ -162,19 +196,28 @@ class Transport:
         return finish
 
     def reaches_through_memory(self, ranks: Iterable[int]) -> bool:
-        """Whether all of these, of which this rank is one, can tell each other numbers through memory; all of them find the same."""
+        """Whether all of these, of which this rank is one, can tell each other numbers through
+        memory; all of them find the same.
+        """
         others = set(ranks) - {self.ranks.rank}
-        return self.ranks.num_ranks <= MOST_EXCHANGING and others <= self._lines_to.keys() and others <= self._lines_from.keys()
+        return (
+            self.ranks.num_ranks <= MOST_EXCHANGING
+            and others <= self._lines_to.keys()
+            and others <= self._lines_from.keys()
+        )
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
-        """With a tag that no message has. Where the ring is full it waits, and takes in what others send: they may wait for room, too."""
+        """With a tag that no message has. Where the ring is full it waits, and takes in what others
+        send: they may wait for room, too.
+        """
         start = time.perf_counter()
         while not self._lines_to[peer].send_if_room(tensor, tag, enough_bytes):
             gone = [other for other, line in self._lines_from.items() if not line.take_in()]
             waited_s = time.perf_counter() - start
             if peer in gone or waited_s > self.ranks.timeout.total_seconds():
                 raise RuntimeError(
-                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room in the memory that it shares with rank {peer}: "
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room in the memory that "
+                    f"it shares with rank {peer}: "
                     f"that rank is gone or stuck"
                 )
             for line in self._lines_to.values():
@@ -191,7 +234,9 @@ class Transport:
             self._lines_to[peer].push()
 
     def retire(self, message: Message) -> None:
-        """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be asked whether a message has left."""
+        """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be
+        asked whether a message has left.
+        """
         outgoing = self._outgoing.pop((message.peer, message.tag + self.epoch), None)
         if outgoing is not None:
             outgoing[0].wait()
@@ -208,20 +253,27 @@ class Transport:
 def _let_compute_go_first() -> None:
     """gloo's thread may run beside the rank's own, never in place of it.
 
-    It only tries the lock of a connection, and asks again and again while the rank holds it to send. On a core that both share it took the
-    core away from the rank right there, and asked for the rest of its time slice: 0.3 ms for each action of a pipeline of small chunks,
-    and a third of a step of a small ResNet, whose batch norms sum over devices.
+    It only tries the lock of a connection, and asks again and again while the rank holds it to
+    send. On a core that both share it took the core away from the rank right there, and asked for
+    the rest of its time slice: 0.3 ms for each action of a pipeline of small chunks, and a third of
+    a step of a small ResNet, whose batch norms sum over devices.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            if (thread / "comm").read_text().strip() == GLOO_THREAD and os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER:
+            if (thread / "comm").read_text().strip() == GLOO_THREAD and os.sched_getscheduler(
+                int(thread.name)
+            ) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _route(routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int) -> tuple[dist.ProcessGroup, int]:
-    """To or from that peer. Only a batch of another shape can have an edge that the plan does not have."""
+def _route(
+    routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int
+) -> tuple[dist.ProcessGroup, int]:
+    """To or from that peer. Only a batch of another shape can have an edge that the plan does not
+    have.
+    """
     if peer not in routes:
         assert dist.group.WORLD is not None
         routes[peer] = (dist.group.WORLD, peer)

@@ -1,4 +1,6 @@
-"""The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on every rank, from the same totals."""
+"""The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on
+every rank, from the same totals.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,22 @@ EMPTY_LIST = "empty parameter list"
 
 
 def _check_factories(optimizer: object, scheduler: object) -> None:
-    """An optimizer that is already made holds the parameters of the whole model, and no rank keeps all of them."""
+    """An optimizer that is already made holds the parameters of the whole model, and no rank keeps
+    all of them.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer= is a {type(optimizer).__name__} that is already made: give a function that makes it for this rank's parameters, "
-            f"such as optimizer=lambda params: torch.optim.{type(optimizer).__name__}(params, lr=...)"
+            f"optimizer= is a {type(optimizer).__name__} that is already made: give a function "
+            "that makes it for this rank's parameters, "
+            f"such as optimizer=lambda params: torch.optim.{type(optimizer).__name__}(params, "
+            "lr=...)"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ValueError(
-            f"scheduler= is a {type(scheduler).__name__} that is already made: give a function that makes it for this rank's optimizer, "
-            f"such as scheduler=lambda optimizer: torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
+            f"scheduler= is a {type(scheduler).__name__} that is already made: give a function "
+            "that makes it for this rank's optimizer, "
+            "such as scheduler=lambda optimizer: "
+            f"torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
         )
 
 
@@ -71,16 +79,27 @@ class Updater:
     ) -> None:
         _check_factories(optimizer, scheduler)
         self.is_given = optimizer is not None
-        self.optimizer = self._made(optimizer, trainable, ranks) if optimizer is not None and trainable else None
+        self.optimizer = (
+            self._made(optimizer, trainable, ranks) if optimizer is not None and trainable else None
+        )
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ValueError("torch.optim.LBFGS needs the loss several times in a step, which engine.step cannot do: use another optimizer")
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None and self.optimizer is not None else None
+            raise ValueError(
+                "torch.optim.LBFGS needs the loss several times in a step, which engine.step "
+                "cannot do: use another optimizer"
+            )
+        self.scheduler = (
+            scheduler(self.optimizer)
+            if scheduler is not None and self.optimizer is not None
+            else None
+        )
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config, self._ranks = config, ranks
         self._by_stage: StageUpdates | None = None
 
     def begin(self, held: Sequence[Held], lending: Collection[int]) -> StageUpdates | None:
-        """Start of a step: what updates each stage as soon as it may be; None where all must be updated at the end."""
+        """Start of a step: what updates each stage as soon as it may be; None where all must be
+        updated at the end.
+        """
         if self.optimizer is None or not StageUpdates.possible(self.optimizer, self._config):
             self._by_stage = None
             return None
@@ -90,8 +109,12 @@ class Updater:
         return self._by_stage
 
     @staticmethod
-    def _made(factory: OptimizerFactory, trainable: Sequence[tuple[str, torch.nn.Parameter]], ranks: Ranks) -> torch.optim.Optimizer | None:
-        """This rank's optimizer; None where a factory that picks parameters by name finds none of them on this rank."""
+    def _made(
+        factory: OptimizerFactory, trainable: Sequence[tuple[str, torch.nn.Parameter]], ranks: Ranks
+    ) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None where a factory that picks parameters by name finds none of
+        them on this rank.
+        """
         try:
             made = factory(iter(trainable))
         except ValueError as error:
@@ -99,15 +122,30 @@ class Updater:
                 return None
             raise
         if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"the function given as optimizer= returned {type(made).__name__}: it must return a torch.optim.Optimizer")
+            raise ValueError(
+                f"the function given as optimizer= returned {type(made).__name__}: it must return "
+                "a torch.optim.Optimizer"
+            )
         return made
 
     @property
     def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None and self.optimizer.param_groups else 0.0
+        return (
+            float(self.optimizer.param_groups[0]["lr"])
+            if self.optimizer is not None and self.optimizer.param_groups
+            else 0.0
+        )
 
-    def apply(self, held: Sequence[Held], totals: Totals, step: int, counts_nothing: Callable[[], bool] = lambda: False) -> Update:
-        """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a denominator of the loss is zero."""
+    def apply(
+        self,
+        held: Sequence[Held],
+        totals: Totals,
+        step: int,
+        counts_nothing: Callable[[], bool] = lambda: False,
+    ) -> Update:
+        """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a
+        denominator of the loss is zero.
+        """
         config = self._config
         factor, waited_s = 1.0, 0.0
         if config.needs_all_gradients is not None:
@@ -118,8 +156,12 @@ class Updater:
                 factor = 1.0 / self.loss_scale.scale
                 self.loss_scale.update(math.isfinite(norm))
                 if not math.isfinite(norm) and math.isfinite(loss):
-                    return Update(0.0, True, waited_s)  # an overflow, which the smaller scale will mend
-            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(held, loss, norm, step, counts_nothing):
+                    return Update(
+                        0.0, True, waited_s
+                    )  # an overflow, which the smaller scale will mend
+            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(
+                held, loss, norm, step, counts_nothing
+            ):
                 return Update(0.0, True, waited_s)
             if config.clip_grad_norm is not None:
                 factor *= min(1.0, config.clip_grad_norm / (norm + CLIP_EPSILON))
@@ -136,23 +178,46 @@ class Updater:
             self.scheduler.step()
         return Update(time.perf_counter() - start, False, waited_s)
 
-    def _skips(self, held: Sequence[Held], loss: float, norm: float, step: int, counts_nothing: Callable[[], bool]) -> bool:
+    def _skips(
+        self,
+        held: Sequence[Held],
+        loss: float,
+        norm: float,
+        step: int,
+        counts_nothing: Callable[[], bool],
+    ) -> bool:
         """Whether a step with a non-finite number is left out; `stop` raises on every rank."""
         if self._config.on_nonfinite == "continue":
             return False
-        bad = next((p.name for p in held if p.tensor.grad is not None and not bool(p.tensor.grad.isfinite().all())), None)
+        bad = next(
+            (
+                p.name
+                for p in held
+                if p.tensor.grad is not None and not bool(p.tensor.grad.isfinite().all())
+            ),
+            None,
+        )
         found = self._ranks.gather((bad, counts_nothing()))
         places = {rank: name for rank, (name, _) in enumerate(found) if name is not None}
         is_empty = any(empty for _, empty in found)
-        where = ", ".join(f"{name} on rank {rank}" for rank, name in list(places.items())[:4]) or "no gradient, only the loss"
-        text = f"step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}; not finite: {where}"
+        where = (
+            ", ".join(f"{name} on rank {rank}" for rank, name in list(places.items())[:4])
+            or "no gradient, only the loss"
+        )
+        text = (
+            f"step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}; not finite: "
+            f"{where}"
+        )
         if self._config.on_nonfinite == "skip":
             logger.warning("%s. The step is skipped on all ranks", text)
             return True
         advice = (
-            "The loss divides by the number of samples or labels that count, and none counts in this mini-batch (all labels ignored, or a "
+            "The loss divides by the number of samples or labels that count, and none counts in "
+            "this mini-batch (all labels ignored, or a "
             "mask of zeros): leave such batches out"
             if is_empty
             else 'Lower the learning rate, set "clip_grad_norm"'
         )
-        raise NonFiniteError(f'{text}. The weights are unchanged. {advice}, or go on with "on_nonfinite": "skip"')
+        raise NonFiniteError(
+            f'{text}. The weights are unchanged. {advice}, or go on with "on_nonfinite": "skip"'
+        )

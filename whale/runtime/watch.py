@@ -1,9 +1,11 @@
-"""Ranks watch each other, so that one that raises, is killed, hangs or loses its network ends the job everywhere, with one message.
+"""Ranks watch each other, so that one that raises, is killed, hangs or loses its network ends the
+job everywhere, with one message.
 
-Rank 0 runs a hub (`hub.py`). Every rank keeps a connection to it, says with each beat where it stands in its action list, and hears the
-hub's beat. The hub's verdict goes to all: the rank that raised raises on, so that its traceback is seen; the others end with EXIT_CODE.
-A hub that is silent or gone is a verdict too. A rank that ends normally says goodbye; what the others do after the hub's goodbye is left
-to the launcher.
+Rank 0 runs a hub (`hub.py`). Every rank keeps a connection to it, says with each beat where it
+stands in its action list, and hears the hub's beat. The hub's verdict goes to all: the rank that
+raised raises on, so that its traceback is seen; the others end with EXIT_CODE. A hub that is silent
+or gone is a verdict too. A rank that ends normally says goodbye; what the others do after the hub's
+goodbye is left to the launcher.
 """
 
 from __future__ import annotations
@@ -40,13 +42,24 @@ from whale.runtime.hub import (
     print_message,
 )
 
-LINGER_S = 1.5  # from the verdict to the end of the ranks that did not cause it: the launcher sees the cause end first
-CAUSE_S = 5.0  # the same for the rank that raised, which has a traceback to print and perhaps files to close
+# from the verdict to the end of the ranks that did not cause it: the launcher sees the cause end
+# first
+LINGER_S = 1.5
+# the same for the rank that raised, which has a traceback to print and perhaps files to close
+CAUSE_S = 5.0
 TERMINATED_S = 1.0  # from SIGTERM to the end of the process
 EXIT_CODE = 13  # of a rank that ends because of another one
 LONGEST_TEXT = 500
 
-FOLLOWING = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "nccl", "is gone or stuck")
+FOLLOWING = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "gloo",
+    "nccl",
+    "is gone or stuck",
+)
 """words in the messages of failed communication: the other side is the one to look at"""
 
 
@@ -58,11 +71,15 @@ class Watch:
     num_ranks: int
     timeout_s: float
     position: Any = "the start"  # str() of it is told
-    """where this rank stands: written by the executor at each action, told to the hub with each beat"""
+    """where this rank stands: written by the executor at each action, told to the hub with each
+    beat
+    """
     during: str | None = None
     """the step or evaluation of the position"""
     batch: tuple[int, Any] = (0, "")
-    """how many batches this rank was given so far, and the last one's shapes (str() of it is told): the hub compares them"""
+    """how many batches this rank was given so far, and the last one's shapes (str() of it is told):
+    the hub compares them
+    """
     hub: Hub | None = None
     """on rank 0"""
     hub_process: Process | None = None
@@ -84,24 +101,40 @@ class Watch:
         return str(self.position) if self.during is None else f"{self.during}, {self.position}"
 
     def note_batch(self, shapes: Any) -> None:
-        """A batch that the other ranks must have too. It is told with the next beat, so a step costs nothing."""
+        """A batch that the other ranks must have too. It is told with the next beat, so a step
+        costs nothing.
+        """
         self.batch = self.batch[0] + 1, shapes
 
     def is_for(self, rank: int, num_ranks: int) -> bool:
         """Whether this watch goes on, in this process, for the same job."""
-        return (self.rank, self.num_ranks, self._pid) == (rank, num_ranks, os.getpid()) and not self._has_left
+        return (self.rank, self.num_ranks, self._pid) == (
+            rank,
+            num_ranks,
+            os.getpid(),
+        ) and not self._has_left
 
     def connect(self, hosts: Iterable[str], port: int, token: str) -> None:
         """Joins the hub, trying its addresses in order, and starts watching."""
         self._connection = _connect(self.rank, list(dict.fromkeys(hosts)), port, self.timeout_s)
         process = Process.this()
-        self._say({"token": token, "rank": self.rank, "position": self.where, "host": process.host, "pid": process.pid})
+        self._say(
+            {
+                "token": token,
+                "rank": self.rank,
+                "position": self.where,
+                "host": process.host,
+                "pid": process.pid,
+            }
+        )
         self._hear_sigterm()
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
-        multiprocessing.util.Finalize(None, self._leave_after_threads, exitpriority=0)  # children of multiprocessing end without atexit
+        multiprocessing.util.Finalize(
+            None, self._leave_after_threads, exitpriority=0
+        )  # children of multiprocessing end without atexit
         before = sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -112,11 +145,15 @@ class Watch:
         sys.excepthook = report
 
     def report_failure(self, error: BaseException) -> None:
-        """Says that this rank raised. Returns when it may raise on; does not return when another rank is the cause and this one ends."""
+        """Says that this rank raised. Returns when it may raise on; does not return when another
+        rank is the cause and this one ends.
+        """
         if self._has_left or error is self._reported or os.getpid() != self._pid:
             return
         self._reported = error
-        if self._ends.is_set():  # decided already; a rank that is not the cause has nothing to say, and ends in a moment
+        if (
+            self._ends.is_set()
+        ):  # decided already; a rank that is not the cause has nothing to say, and ends in a moment
             self._may_raise.wait(LINGER_S + LONGEST_BEAT_S)
             return
         follows = follows_from_another(error)
@@ -141,7 +178,9 @@ class Watch:
     # ---- inside
 
     def _leave_after_threads(self) -> None:
-        """As the interpreter does it before `atexit`: a checkpoint that is being written may need the watch to end."""
+        """As the interpreter does it before `atexit`: a checkpoint that is being written may need
+        the watch to end.
+        """
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
@@ -153,7 +192,9 @@ class Watch:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _run(self) -> None:
-        """Says where this rank stands, hears what the hub says, and ends the process when it must."""
+        """Says where this rank stands, hears what the hub says, and ends the process when
+        it must.
+        """
         assert self._connection is not None
         unread, silent_s, last, next_beat, told = b"", 0.0, time.monotonic(), 0.0, 0
         with selectors.DefaultSelector() as selector:
@@ -175,7 +216,9 @@ class Watch:
                         if not self._obey(json.loads(line)):
                             return None
                 if silent_s > self.timeout_s:
-                    return self._lost_hub(f"has been silent for {silent_s:.0f} s: {SILENCE}", 0.0, self.hub_process)
+                    return self._lost_hub(
+                        f"has been silent for {silent_s:.0f} s: {SILENCE}", 0.0, self.hub_process
+                    )
                 if self._terminated_at is not None and now - self._terminated_at > TERMINATED_S:
                     _exit(128 + signal.SIGTERM)
                 if now >= next_beat:
@@ -193,7 +236,11 @@ class Watch:
             self._ends.set()
             verdict = message["verdict"]
             has_raised = verdict["cause"] == self.rank and self._reported is not None
-            self._end(verdict["text"], has_raised, Process(**verdict["standing"]) if verdict["standing"] else None)
+            self._end(
+                verdict["text"],
+                has_raised,
+                Process(**verdict["standing"]) if verdict["standing"] else None,
+            )
             return False
         if "alike" in message:
             self._may_raise.set()
@@ -203,14 +250,19 @@ class Watch:
         return True
 
     def _lost_hub(self, what: str, grace_s: float, standing: Process | None) -> None:
-        """A dead hub may be a job that ended everywhere: it counts when this rank is in trouble too, or still there after a while."""
+        """A dead hub may be a job that ended everywhere: it counts when this rank is in trouble
+        too, or still there after a while.
+        """
         self._wait(grace_s, self._hurry)
         if self._has_left:
             return
         self._ends.set()
         where = dict(enumerate(self._others)) | {self.rank: self.where}
         last = f" It was last heard of at {where.pop(0)}." if 0 in where else ""
-        text = f"rank 0 {what}.{last} The others stood: {positions(where)}. Look at the log of rank 0, and at the network between the hosts"
+        text = (
+            f"rank 0 {what}.{last} The others stood: {positions(where)}. Look at the log of rank "
+            "0, and at the network between the hosts"
+        )
         if self.rank == 1 or os.environ.get("LOCAL_RANK") == "0":  # one message for each host
             print_message(text)
         self._end(text, False, standing)
@@ -230,7 +282,12 @@ class Watch:
     def _wait(self, seconds: float, event: threading.Event | None) -> None:
         """Returns early when the event is set, this rank leaves, or SIGTERM comes."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._has_left and self._terminated_at is None and not (event and event.is_set()):
+        while (
+            time.monotonic() < deadline
+            and not self._has_left
+            and self._terminated_at is None
+            and not (event and event.is_set())
+        ):
             time.sleep(SHORTEST_BEAT_S / 4)
             self._look_for_sigterm()
 
@@ -241,11 +298,16 @@ class Watch:
             self._say({"terminated": True, "position": self.where})
 
     def _hear_sigterm(self) -> None:
-        """SIGTERM ends this process a moment later than usual: after it has heard why. A handler of the user's own stays as it is.
+        """SIGTERM ends this process a moment later than usual: after it has heard why. A handler of
+        the user's own stays as it is.
 
-        The main thread may stand inside C++, where no Python handler runs; the byte that Python's C handler writes is read by our thread.
+        The main thread may stand inside C++, where no Python handler runs; the byte that Python's C
+        handler writes is read by our thread.
         """
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
             return
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -272,7 +334,9 @@ class Watch:
             signal.set_wakeup_fd(-1)
 
     def _forget(self) -> None:
-        """In a forked child (a worker that loads data): its signals are not ours, and its copies of our sockets hide our end."""
+        """In a forked child (a worker that loads data): its signals are not ours, and its copies of
+        our sockets hide our end.
+        """
         self._give_back_sigterm()
         if self._connection is not None:
             self._connection.close()
@@ -284,7 +348,9 @@ _current: Watch | None = None
 
 
 def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[Any], Any]) -> Watch:
-    """Starts the watch on every rank; `share` gives rank 0's value to all (a collective). A second call gives the first one's watch."""
+    """Starts the watch on every rank; `share` gives rank 0's value to all (a collective). A second
+    call gives the first one's watch.
+    """
     global _current
     if _current is not None and _current.is_for(rank, num_ranks):
         _current.timeout_s = timeout_s
@@ -294,21 +360,27 @@ def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[An
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     is_local = master in ("127.0.0.1", "localhost", "::1")
     hub = Hub(num_ranks, timeout_s, is_local) if rank == 0 else None
-    port, token, name, process = share((hub.port, hub.token, socket.getfqdn(), Process.this()) if hub is not None else None)
+    port, token, name, process = share(
+        (hub.port, hub.token, socket.getfqdn(), Process.this()) if hub is not None else None
+    )
     _current = Watch(rank, num_ranks, timeout_s, hub=hub, hub_process=process)
     _current.connect(["127.0.0.1"] if rank == 0 or is_local else [master, name], port, token)
     return _current
 
 
 def report_failure(error: BaseException) -> None:
-    """For a launcher that catches what a script raises: the other ranks hear of it. Waits until this rank may end."""
+    """For a launcher that catches what a script raises: the other ranks hear of it. Waits until
+    this rank may end.
+    """
     if _current is not None:
         _current.report_failure(error)
 
 
 @contextlib.contextmanager
 def telling(watch: Watch | None, what: str) -> Iterator[None]:
-    """Around what all ranks do together, a step or an evaluation: the others hear at once what this rank raises there."""
+    """Around what all ranks do together, a step or an evaluation: the others hear at once what this
+    rank raises there.
+    """
     if watch is None:
         yield
         return
@@ -333,7 +405,8 @@ def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
     raise ConnectionError(
-        f"rank {rank} cannot reach rank 0 at {' or '.join(hosts)}, port {port} ({problem}): MASTER_ADDR must be the host of rank 0, and "
+        f"rank {rank} cannot reach rank 0 at {' or '.join(hosts)}, port {port} ({problem}): "
+        "MASTER_ADDR must be the host of rank 0, and "
         f"hosts must reach each other on all ports"
     )
 
@@ -357,13 +430,18 @@ def _write_down(text: str) -> None:
     if path is None or Path(path).exists():
         return
     now = time.time_ns()
-    record = {"message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}}, "time_ns": now}
+    record = {
+        "message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}},
+        "time_ns": now,
+    }
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps(record))
 
 
 def _exit(code: int) -> None:
-    """Ends the process at once; what was printed gets out unless the main thread stands in the middle of it."""
+    """Ends the process at once; what was printed gets out unless the main thread stands in the
+    middle of it.
+    """
     flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flush.start()
     flush.join(SHORTEST_BEAT_S)

@@ -1,9 +1,11 @@
-"""Schedules: what every device does, in order, as plain data made before anything runs. No torch here.
+"""Schedules: what every device does, in order, as plain data made before anything runs. No torch
+here.
 
-Reading order: `action` (the data), `placement` (which device holds what), `orders` and `chunk_orders` (published orders), `messages` (a
-pass that adds the rest), `check` (the proof), `costs` and `simulate` (how long it takes), `list_pass`, `exchanges` and `list_scheduler`
-(orders made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `choose` (placement and chunks by
-predicted time), `picture` (the schedule as text).
+Reading order: `action` (the data), `placement` (which device holds what), `orders` and
+`chunk_orders` (published orders), `messages` (a pass that adds the rest), `check` (the proof),
+`costs` and `simulate` (how long it takes), `list_pass`, `exchanges` and `list_scheduler` (orders
+made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `choose`
+(placement and chunks by predicted time), `picture` (the schedule as text).
 """
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action

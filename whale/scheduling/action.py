@@ -1,6 +1,8 @@
-"""The data of a schedule: actions, the stages that they work on, and one ordered list of actions for each device.
+"""The data of a schedule: actions, the stages that they work on, and one ordered list of actions
+for each device.
 
-A device here is a VirtualDevice of one model replica: all its ranks, in all replicas, do the same actions, each on its own samples.
+A device here is a VirtualDevice of one model replica: all its ranks, in all replicas, do the same
+actions, each on its own samples.
 
 Text form of an action, used in JSON plans and in errors:
 
@@ -88,7 +90,10 @@ class Action:
 
     def __str__(self) -> str:
         if self.is_message:
-            return f"{self.kind} {'B' if self.gradient else 'F'} {self.source}>{self.destination}.{self.micro_batch}"
+            return (
+                f"{self.kind} {'B' if self.gradient else 'F'} "
+                f"{self.source}>{self.destination}.{self.micro_batch}"
+            )
         if self.is_compute:
             return f"{self.kind}{self.stage}.{self.micro_batch}"
         if self.kind is Kind.SYNCHRONISE:
@@ -113,7 +118,9 @@ def weight_backward(stage: int, micro_batch: int) -> Action:
 
 
 def send(source: int, destination: int, micro_batch: int) -> Action:
-    """The sending half of a message; data only flows to later stages, so the direction says whether it is a gradient."""
+    """The sending half of a message; data only flows to later stages, so the direction says whether
+    it is a gradient.
+    """
     return Action(Kind.SEND, source, micro_batch, destination, gradient=source > destination)
 
 
@@ -138,7 +145,9 @@ def parse_action(text: str) -> Action:
         return Action(Kind.SYNCHRONISE, int(match[1]), int(match[2]))
     if text == Kind.UPDATE:
         return Action(Kind.UPDATE)
-    examples = "F2.0, B2.0, I2.0, W2.0, 'send F 2>3.0', 'receive B 3>2.0', 'synchronise 2.7' or 'update'"
+    examples = (
+        "F2.0, B2.0, I2.0, W2.0, 'send F 2>3.0', 'receive B 3>2.0', 'synchronise 2.7' or 'update'"
+    )
     raise ValueError(f"{text!r} is no action; write it like {examples}")
 
 
@@ -150,7 +159,9 @@ Orders = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Which device holds each stage, and what flows between stages. Edges may skip stages; a device may hold several stages (chunks)."""
+    """Which device holds each stage, and what flows between stages. Edges may skip stages; a device
+    may hold several stages (chunks).
+    """
 
     device_of_stage: tuple[int, ...]
     edges: tuple[Edge, ...]
@@ -161,25 +172,49 @@ class StageGraph:
         if not self.device_of_stage:
             raise ValueError("a stage graph needs at least one stage; device_of_stage is empty")
         if min(self.device_of_stage) < 0:
-            raise ValueError(f"device_of_stage {self.device_of_stage} holds a negative device; devices are numbered from 0")
+            raise ValueError(
+                f"device_of_stage {self.device_of_stage} holds a negative device; devices are "
+                "numbered from 0"
+            )
         if idle := sorted(set(range(self.num_devices)) - set(self.device_of_stage)):
-            raise ValueError(f"device {idle[0]} of {self.num_devices} holds no stage; number only the devices that hold stages, from 0")
+            raise ValueError(
+                f"device {idle[0]} of {self.num_devices} holds no stage; number only the devices "
+                "that hold stages, from 0"
+            )
         for name, edges in (("edges", self.edges), ("gradient_edges", self.gradient_edges)):
             if repeated := [edge for edge, count in Counter(edges).items() if count > 1]:
-                raise ValueError(f"{name} lists {_arrow(repeated[0])} twice; join the tensors of one edge into one message")
+                raise ValueError(
+                    f"{name} lists {_arrow(repeated[0])} twice; join the tensors of one edge into "
+                    "one message"
+                )
         for producer, consumer in self.edges:
             if not (0 <= producer < self.num_stages and 0 <= consumer < self.num_stages):
-                raise ValueError(f"edge {_arrow((producer, consumer))} names a stage outside 0..{self.num_stages - 1}")
+                raise ValueError(
+                    f"edge {_arrow((producer, consumer))} names a stage outside "
+                    f"0..{self.num_stages - 1}"
+                )
             if producer >= consumer:
-                raise ValueError(f"edge {_arrow((producer, consumer))} does not go to a later stage; number stages along the data")
+                raise ValueError(
+                    f"edge {_arrow((producer, consumer))} does not go to a later stage; number "
+                    "stages along the data"
+                )
         if foreign := sorted(set(self.gradient_edges) - set(self.edges)):
-            raise ValueError(f"gradient edge {_arrow(foreign[0])} is not among the edges; a gradient only returns where an activation went")
+            raise ValueError(
+                f"gradient edge {_arrow(foreign[0])} is not among the edges; a gradient only "
+                "returns where an activation went"
+            )
 
     @classmethod
     def chain(cls, num_stages: int, device_of_stage: Iterable[int] | None = None) -> StageGraph:
-        """Stages one after the other, every edge with its gradient; by default one stage for each device."""
+        """Stages one after the other, every edge with its gradient; by default one stage for each
+        device.
+        """
         edges = tuple((stage, stage + 1) for stage in range(num_stages - 1))
-        return cls(tuple(range(num_stages)) if device_of_stage is None else tuple(device_of_stage), edges, edges)
+        return cls(
+            tuple(range(num_stages)) if device_of_stage is None else tuple(device_of_stage),
+            edges,
+            edges,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -215,7 +250,9 @@ class StageGraph:
 
     @cached_property
     def _producers(self) -> tuple[tuple[int, ...], ...]:
-        return _neighbours(self.num_stages, ((consumer, producer) for producer, consumer in self.edges))
+        return _neighbours(
+            self.num_stages, ((consumer, producer) for producer, consumer in self.edges)
+        )
 
     @cached_property
     def _consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -223,7 +260,9 @@ class StageGraph:
 
     @cached_property
     def _gradient_producers(self) -> tuple[tuple[int, ...], ...]:
-        return _neighbours(self.num_stages, ((consumer, producer) for producer, consumer in self.gradient_edges))
+        return _neighbours(
+            self.num_stages, ((consumer, producer) for producer, consumer in self.gradient_edges)
+        )
 
     @cached_property
     def _gradient_consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -243,7 +282,9 @@ def _arrow(edge: Edge) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ordered actions of every device of a model replica: plain data, made and checked before anything runs."""
+    """The ordered actions of every device of a model replica: plain data, made and checked before
+    anything runs.
+    """
 
     name: str
     stage_graph: StageGraph
@@ -254,7 +295,10 @@ class Schedule:
         require_micro_batches(self.num_micro_batch)
         if len(self.orders) != self.stage_graph.num_devices:
             needed = self.stage_graph.num_devices
-            raise ValueError(f"schedule {self.name!r} has orders for {len(self.orders)} devices, but its stages lie on {needed}")
+            raise ValueError(
+                f"schedule {self.name!r} has orders for {len(self.orders)} devices, but its "
+                f"stages lie on {needed}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain lists, numbers and strings, for `json.dumps`."""
@@ -271,8 +315,12 @@ class Schedule:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
         """The schedule that `to_json` wrote. It is not checked again here: call `check`."""
-        edges, gradient_edges = (tuple((int(a), int(b)) for a, b in data[name]) for name in ("edges", "gradient_edges"))
-        graph = StageGraph(tuple(int(device) for device in data["device_of_stage"]), edges, gradient_edges)
+        edges, gradient_edges = (
+            tuple((int(a), int(b)) for a, b in data[name]) for name in ("edges", "gradient_edges")
+        )
+        graph = StageGraph(
+            tuple(int(device) for device in data["device_of_stage"]), edges, gradient_edges
+        )
         orders = tuple(tuple(parse_action(text) for text in order) for order in data["orders"])
         return cls(str(data["name"]), graph, int(data["num_micro_batch"]), orders)
 

@@ -24,20 +24,30 @@ FORWARD_ONLY = "forward only"
 """name of the schedule of an evaluation"""
 
 
-def build(name: str, stage_graph: StageGraph, num_micro_batch: int, costs: Costs | None = None, *, tries: int | None = None) -> Schedule:
-    """The training schedule of this name, with messages, checked; also against the memory cap, if the costs have one.
+def build(
+    name: str,
+    stage_graph: StageGraph,
+    num_micro_batch: int,
+    costs: Costs | None = None,
+    *,
+    tries: int | None = None,
+) -> Schedule:
+    """The training schedule of this name, with messages, checked; also against the memory cap, if
+    the costs have one.
 
     - `gpipe`, `1f1b`: any stage graph.
     - `interleaved`: stages placed in a loop. `wave`: stages placed in waves, in Hanayo's order.
     - `zero-bubble`: backwards split. ZB-H1 (in a loop of several chunks its interleaved form) when there are no costs, else list scheduled.
     - `auto`: list scheduled, backwards split where it helps.
 
-    Without costs, `zero-bubble` and `auto` take like devices, a backward twice as long as its forward, and 1F1B's memory. `tries` bounds
-    the search of the list scheduler.
+    Without costs, `zero-bubble` and `auto` take like devices, a backward twice as long as its
+    forward, and 1F1B's memory. `tries` bounds the search of the list scheduler.
     """
     require_name(name)
     orders = _orders(name, stage_graph, num_micro_batch, costs, tries)
-    schedule = Schedule(name, stage_graph, num_micro_batch, add_messages(stage_graph, num_micro_batch, orders))
+    schedule = Schedule(
+        name, stage_graph, num_micro_batch, add_messages(stage_graph, num_micro_batch, orders)
+    )
     check(schedule, costs=costs, require_channel_order=True)
     return schedule
 
@@ -54,10 +64,15 @@ def require_name(name: str) -> None:
     """Refuse a name that is no schedule, with the nearest one that is."""
     if name not in NAMES:
         nearest = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"there is no schedule {name!r}; did you mean {nearest!r}? There are: {', '.join(NAMES)}")
+        raise ValueError(
+            f"there is no schedule {name!r}; did you mean {nearest!r}? There are: "
+            f"{', '.join(NAMES)}"
+        )
 
 
-def _orders(name: str, graph: StageGraph, num_micro_batch: int, costs: Costs | None, tries: int | None) -> Orders:
+def _orders(
+    name: str, graph: StageGraph, num_micro_batch: int, costs: Costs | None, tries: int | None
+) -> Orders:
     if name in ORDERS:
         return ORDERS[name](graph, num_micro_batch)
     if name == "interleaved":
@@ -69,4 +84,6 @@ def _orders(name: str, graph: StageGraph, num_micro_batch: int, costs: Costs | N
         return zero_bubble_orders(graph, num_micro_batch, unsplit)
     if costs is None:
         costs = even_costs(graph, memory_cap=graph.num_devices, unsplit=unsplit)
-    return list_orders(graph, costs, num_micro_batch, split=True if name == "zero-bubble" else None, tries=tries)
+    return list_orders(
+        graph, costs, num_micro_batch, split=True if name == "zero-bubble" else None, tries=tries
+    )

@@ -1,12 +1,14 @@
-"""The proof that a schedule may run: complete, in dependency order, free of deadlock, within memory; and how much it keeps in flight.
+"""The proof that a schedule may run: complete, in dependency order, free of deadlock, within
+memory; and how much it keeps in flight.
 
-`check` goes from the small to the large, so that each error names one action on one device: first each action alone, then what is missing,
-then the order on each device, then all devices together.
+`check` goes from the small to the large, so that each error names one action on one device: first
+each action alone, then what is missing, then the order on each device, then all devices together.
 
-Deadlock. Sends are rendezvous: one is over when its receive was posted. No device waits for a send before its update, so devices can only
-wait for each other at receives, and walking all devices together finds out whether they do. Where a channel has no tags (NCCL), a message
-also waits for those before it in its channel: `require_channel_order` asks that both ends list them in the same order, so that the ones
-before were received before, and nothing new is waited for.
+Deadlock. Sends are rendezvous: one is over when its receive was posted. No device waits for a send
+before its update, so devices can only wait for each other at receives, and walking all devices
+together finds out whether they do. Where a channel has no tags (NCCL), a message also waits for
+those before it in its channel: `require_channel_order` asks that both ends list them in the same
+order, so that the ones before were received before, and nothing new is waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from whale.scheduling.action import ENDS_BACKWARD, GIVES_GRADIENT, NONE, Action, Kind, Schedule, StageGraph, forward, receive, send
+from whale.scheduling.action import (
+    ENDS_BACKWARD,
+    GIVES_GRADIENT,
+    NONE,
+    Action,
+    Kind,
+    Schedule,
+    StageGraph,
+    forward,
+    receive,
+    send,
+)
 from whale.scheduling.costs import Costs
 
 ROUNDING = 1e-9
@@ -31,18 +44,29 @@ class Proof:
     """What is known about a schedule that passed `check`."""
 
     peak_in_flight: tuple[int, ...]
-    """per stage: most micro-batches whose forward is done and whose backward (of a split one: weight part) is not, at any time;
-    0 when there is no backward"""
+    """per stage: most micro-batches whose forward is done and whose backward (of a split one:
+    weight part) is not, at any time; 0 when there is no backward"""
     peak_in_flight_of_device: tuple[int, ...]
     """per device: the same, summed over its stages"""
     peak_memory: tuple[float, ...]
-    """per device: most activation memory at any time, in the unit of the costs (without costs: micro-batches of a stage, as above)"""
+    """per device: most activation memory at any time, in the unit of the costs (without costs:
+    micro-batches of a stage, as above)
+    """
     channels_in_order: bool
-    """between any two devices, messages are received in the order in which they are sent: needed where messages have no tags (NCCL)"""
+    """between any two devices, messages are received in the order in which they are sent: needed
+    where messages have no tags (NCCL)
+    """
 
 
-def check(schedule: Schedule, *, forward_only: bool = False, costs: Costs | None = None, require_channel_order: bool = False) -> Proof:
-    """Prove the schedule, or raise `ScheduleError`. `forward_only`: an evaluation, without backward, synchronise and update.
+def check(
+    schedule: Schedule,
+    *,
+    forward_only: bool = False,
+    costs: Costs | None = None,
+    require_channel_order: bool = False,
+) -> Proof:
+    """Prove the schedule, or raise `ScheduleError`. `forward_only`: an evaluation, without
+    backward, synchronise and update.
 
     With costs that have a memory cap, also that no device exceeds it.
     """
@@ -57,11 +81,17 @@ def check(schedule: Schedule, *, forward_only: bool = False, costs: Costs | None
     in_flight = [_peaks(schedule, device) for device in devices]
     memory = tuple(map(float, (total for _, total in in_flight)))
     if costs is not None:
-        memory = tuple(0.0 if forward_only else peak_memory(schedule.orders[device], costs) for device in devices)
+        memory = tuple(
+            0.0 if forward_only else peak_memory(schedule.orders[device], costs)
+            for device in devices
+        )
         _check_memory(memory, costs)
     peak_of_stage = {stage: peak for peaks, _ in in_flight for stage, peak in peaks.items()}
     return Proof(
-        peak_in_flight=tuple(0 if forward_only else peak_of_stage[stage] for stage in range(schedule.stage_graph.num_stages)),
+        peak_in_flight=tuple(
+            0 if forward_only else peak_of_stage[stage]
+            for stage in range(schedule.stage_graph.num_stages)
+        ),
         peak_in_flight_of_device=tuple(0 if forward_only else total for _, total in in_flight),
         peak_memory=tuple(0.0 if forward_only else peak for peak in memory),
         channels_in_order=late is None,
@@ -71,7 +101,10 @@ def check(schedule: Schedule, *, forward_only: bool = False, costs: Costs | None
 def _check_memory(memory: tuple[float, ...], costs: Costs) -> None:
     for device, (peak, cap) in enumerate(zip(memory, costs.memory_cap or (), strict=False)):
         if peak > cap * (1 + ROUNDING):
-            raise ScheduleError(f"device {device} keeps activations of {peak:g} at its peak, but its memory cap is {cap:g}")
+            raise ScheduleError(
+                f"device {device} keeps activations of {peak:g} at its peak, but its memory cap "
+                f"is {cap:g}"
+            )
 
 
 # ---- complete: every action that there must be, once, on its device, and no other
@@ -94,32 +127,48 @@ def _check_complete(schedule: Schedule, forward_only: bool) -> None:
                 why = _why_foreign(schedule, device, action, forward_only)
                 raise ScheduleError(f"`{action}` on device {device} does not belong there: {why}")
             if counts[action] > 1:
-                raise ScheduleError(f"`{action}` stands {counts[action]} times on device {device}; it must stand there once")
+                raise ScheduleError(
+                    f"`{action}` stands {counts[action]} times on device {device}; it must stand "
+                    "there once"
+                )
         for action in expected:
             if action not in counts:
                 raise ScheduleError(f"`{action}` is missing on device {device}")
 
 
-def _expected_compute(schedule: Schedule, device: int, there: set[Action], forward_only: bool) -> Iterator[Action]:
+def _expected_compute(
+    schedule: Schedule, device: int, there: set[Action], forward_only: bool
+) -> Iterator[Action]:
     for stage in schedule.stage_graph.stages_of(device):
         for micro_batch in range(schedule.num_micro_batch):
             yield forward(stage, micro_batch)
             if not forward_only:
-                whole, first, second = (Action(kind, stage, micro_batch) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
+                whole, first, second = (
+                    Action(kind, stage, micro_batch)
+                    for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+                )
                 is_split = whole not in there and (first in there or second in there)
                 yield from (first, second) if is_split else (whole,)
 
 
-def _expected_rest(schedule: Schedule, device: int, order: tuple[Action, ...], forward_only: bool) -> Iterator[Action]:
+def _expected_rest(
+    schedule: Schedule, device: int, order: tuple[Action, ...], forward_only: bool
+) -> Iterator[Action]:
     graph = schedule.stage_graph
     for edges, back in ((graph.edges, False), (graph.gradient_edges, True)):
         for edge in edges:
             source, destination = reversed(edge) if back else edge
-            sends, receives = (graph.device_of_stage[stage] == device for stage in (source, destination))
+            sends, receives = (
+                graph.device_of_stage[stage] == device for stage in (source, destination)
+            )
             if sends == receives or (back and forward_only):
                 continue  # not of this device, or handed over without a message
             for micro_batch in range(schedule.num_micro_batch):
-                yield send(source, destination, micro_batch) if sends else receive(source, destination, micro_batch)
+                yield (
+                    send(source, destination, micro_batch)
+                    if sends
+                    else receive(source, destination, micro_batch)
+                )
     if not forward_only:
         for stage, micro_batch in _last_backwards(order).items():
             yield Action(Kind.SYNCHRONISE, stage, micro_batch)
@@ -133,7 +182,10 @@ def _last_backwards(order: tuple[Action, ...]) -> dict[int, int]:
 
 def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: bool) -> str:
     graph = schedule.stage_graph
-    if forward_only and (action.gradient or action.kind in (*GIVES_GRADIENT, *ENDS_BACKWARD, Kind.SYNCHRONISE, Kind.UPDATE)):
+    if forward_only and (
+        action.gradient
+        or action.kind in (*GIVES_GRADIENT, *ENDS_BACKWARD, Kind.SYNCHRONISE, Kind.UPDATE)
+    ):
         return "the schedule is forward only"
     if action.kind is Kind.UPDATE:
         return "an update has no stage, micro-batch or peer"
@@ -144,15 +196,30 @@ def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: 
     if not 0 <= action.micro_batch < schedule.num_micro_batch:
         return f"the micro-batches are 0..{schedule.num_micro_batch - 1}"
     if action.kind is Kind.SYNCHRONISE:
-        return f"the last backward is that of micro-batch {_last_backwards(schedule.orders[device])[action.stage]}"
+        return (
+            "the last backward is that of micro-batch "
+            f"{_last_backwards(schedule.orders[device])[action.stage]}"
+        )
     if action.kind in (Kind.INPUT, Kind.WEIGHT) and action.peer == NONE:
-        return f"`{Action(Kind.BACKWARD, action.stage, action.micro_batch)}`, the whole backward, is there too"
+        return (
+            f"`{Action(Kind.BACKWARD, action.stage, action.micro_batch)}`, the whole backward, is "
+            "there too"
+        )
     if not action.is_message:
         return "a forward or backward has no peer"
-    edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+    edge = (
+        (action.destination, action.source)
+        if action.gradient
+        else (action.source, action.destination)
+    )
     if edge not in (graph.gradient_edges if action.gradient else graph.edges):
-        return f"there is no {'gradient edge' if action.gradient else 'edge'} {edge[0]} -> {edge[1]}"
-    return f"stages {edge[0]} and {edge[1]} are both on device {device} and hand over without a message"
+        return (
+            f"there is no {'gradient edge' if action.gradient else 'edge'} {edge[0]} -> {edge[1]}"
+        )
+    return (
+        f"stages {edge[0]} and {edge[1]} are both on device {device} and hand over without a "
+        "message"
+    )
 
 
 # ---- ordered: what one device alone can get wrong
@@ -162,25 +229,39 @@ def _check_order(schedule: Schedule, device: int, order: tuple[Action, ...]) -> 
     position = {action: index for index, action in enumerate(order)}
     for index, action in enumerate(order):
         for earlier, why in _needs(schedule, action):
-            # what stands on another device is reached through a receive, which is checked by walking all devices together
+            # what stands on another device is reached through a receive, which is checked by
+            # walking all devices together
             if position.get(earlier, -1) > index:
-                raise ScheduleError(f"`{action}` on device {device} stands before `{earlier}`: {why}")
+                raise ScheduleError(
+                    f"`{action}` on device {device} stands before `{earlier}`: {why}"
+                )
     update = position.get(Action(Kind.UPDATE))
     if update is not None and update != len(order) - 1:
-        raise ScheduleError(f"`{order[update + 1]}` on device {device} stands after the update, which must be the last action")
+        raise ScheduleError(
+            f"`{order[update + 1]}` on device {device} stands after the update, which must be the "
+            "last action"
+        )
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
-    """Actions that must stand before this one if they are on the same device, each with the reason."""
+    """Actions that must stand before this one if they are on the same device, each with
+    the reason.
+    """
     graph, stage, micro_batch = schedule.stage_graph, action.stage, action.micro_batch
     if action.kind is Kind.FORWARD:
         if micro_batch > 0:
-            yield forward(stage, micro_batch - 1), "the micro-batches of a stage run in ascending order"
+            yield (
+                forward(stage, micro_batch - 1),
+                "the micro-batches of a stage run in ascending order",
+            )
         for producer in graph.producers(stage):
             if graph.crosses_devices((producer, stage)):
                 yield receive(producer, stage, micro_batch), "the activation has not arrived"
             else:
-                yield forward(producer, micro_batch), f"stage {stage} reads the activation of stage {producer}"
+                yield (
+                    forward(producer, micro_batch),
+                    f"stage {stage} reads the activation of stage {producer}",
+                )
     elif action.kind in GIVES_GRADIENT:
         yield forward(stage, micro_batch), "a backward follows its forward"
         for consumer in graph.gradient_consumers(stage):
@@ -188,7 +269,10 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
                 yield receive(consumer, stage, micro_batch), "the gradient has not arrived"
                 continue
             for kind in GIVES_GRADIENT:
-                yield Action(kind, consumer, micro_batch), f"the gradient of stage {stage} comes from stage {consumer}"
+                yield (
+                    Action(kind, consumer, micro_batch),
+                    f"the gradient of stage {stage} comes from stage {consumer}",
+                )
     elif action.kind is Kind.WEIGHT:
         yield Action(Kind.INPUT, stage, micro_batch), "the weight part follows the input part"
     elif action.kind is Kind.SEND:
@@ -202,11 +286,15 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
 # ---- free of deadlock: all devices together
 
 
-def start_times(schedule: Schedule, duration: Mapping[Kind, float]) -> tuple[tuple[float, ...], ...]:
-    """When each action starts, for each device, if every device does its actions as soon as it can; kinds without a duration take no time.
+def start_times(
+    schedule: Schedule, duration: Mapping[Kind, float]
+) -> tuple[tuple[float, ...], ...]:
+    """When each action starts, for each device, if every device does its actions as soon as it can;
+    kinds without a duration take no time.
 
-    A receive waits until its send was issued; a send never waits. Raises `ScheduleError` when the devices wait for each other.
-    Whether they do does not depend on the durations, so `check` calls this without any.
+    A receive waits until its send was issued; a send never waits. Raises `ScheduleError` when the
+    devices wait for each other. Whether they do does not depend on the durations, so `check` calls
+    this without any.
     """
     graph, orders = schedule.stage_graph, schedule.orders
     starts: list[list[float]] = [[] for _ in orders]
@@ -236,7 +324,9 @@ def _is_at(order: tuple[Action, ...], index: int, action: Action) -> bool:
     return index < len(order) and order[index] == action
 
 
-def _describe_deadlock(graph: StageGraph, orders: tuple[tuple[Action, ...], ...], done: list[int]) -> str:
+def _describe_deadlock(
+    graph: StageGraph, orders: tuple[tuple[Action, ...], ...], done: list[int]
+) -> str:
     """Follow who waits for whom until a device comes up again."""
     device = next(device for device, order in enumerate(orders) if done[device] < len(order))
     path: list[int] = []
@@ -245,14 +335,22 @@ def _describe_deadlock(graph: StageGraph, orders: tuple[tuple[Action, ...], ...]
         waiting = orders[device][done[device]]
         device = graph.device_of_stage[waiting.source]
         if waiting.counterpart not in orders[device]:
-            return f"deadlock: device {path[-1]} waits at `{waiting}`, which device {device} never sends"
+            return (
+                f"deadlock: device {path[-1]} waits at `{waiting}`, which device {device} never "
+                "sends"
+            )
     circle = path[path.index(device) :]
     waits = [f"device {here} waits at `{orders[here][done[here]]}`" for here in circle]
-    return f"deadlock: {', '.join(waits)}, and so on in a circle; each send stands behind the receive that its own device waits for"
+    return (
+        f"deadlock: {', '.join(waits)}, and so on in a circle; each send stands behind the "
+        "receive that its own device waits for"
+    )
 
 
 def _first_out_of_channel_order(schedule: Schedule) -> str | None:
-    """The first message that both ends of a channel do not see at the same place, told; None when there is none."""
+    """The first message that both ends of a channel do not see at the same place, told; None when
+    there is none.
+    """
     place = schedule.stage_graph.device_of_stage
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
@@ -260,13 +358,16 @@ def _first_out_of_channel_order(schedule: Schedule) -> str | None:
         for action in order:
             if action.is_message:
                 messages = sent if action.kind is Kind.SEND else received
-                messages.setdefault((place[action.source], place[action.destination]), []).append(action)
+                messages.setdefault((place[action.source], place[action.destination]), []).append(
+                    action
+                )
     for channel, sends in sent.items():
         for index, (one, other) in enumerate(zip(sends, received[channel], strict=True)):
             if one.counterpart != other:
                 source, destination = channel
                 return (
-                    f"message {index} from device {source} to device {destination} is sent as `{one}` but received as `{other}`; "
+                    f"message {index} from device {source} to device {destination} is sent as "
+                    f"`{one}` but received as `{other}`; "
                     "both ends of a channel must list its messages in the same order"
                 )
     return None
@@ -281,7 +382,9 @@ def peaks_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
-    """Peak in flight for each stage of this device, and for the device; exact, because a stage runs on one device only."""
+    """Peak in flight for each stage of this device, and for the device; exact, because a stage runs
+    on one device only.
+    """
     in_flight = dict.fromkeys(schedule.stage_graph.stages_of(device), 0)
     peaks, total, total_peak = dict(in_flight), 0, 0
     for action in schedule.orders[device]:
@@ -309,11 +412,14 @@ class Held:
 def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
     """Most activation memory of one device, from its order alone."""
     stages = {action.stage for action in order if action.is_compute}
-    return peak_of_order(order, {stage: Held(costs.activation[stage], costs.weight_part[stage]) for stage in stages})
+    return peak_of_order(
+        order, {stage: Held(costs.activation[stage], costs.weight_part[stage]) for stage in stages}
+    )
 
 
 def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> float:
-    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole backward or weight part frees all.
+    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole
+    backward or weight part frees all.
 
     What an input part works with is still there when what it leaves is.
     """

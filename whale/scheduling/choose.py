@@ -1,6 +1,7 @@
 """Placement, number of chunks, and split or whole backwards, picked by predicted time.
 
-Chunks cost: every cut adds messages and actions. So of several that take about the same time the simplest one is taken.
+Chunks cost: every cut adds messages and actions. So of several that take about the same time the
+simplest one is taken.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ CHUNKS = (1, 2, 4, 8)
 AS_GOOD = 1.005
 """a simpler candidate within this of the best time is taken instead"""
 SCREEN_TRIES, NUM_FINALISTS = 40, 3
-"""every candidate is searched with so few tries at first, and only so many of the best with all of them"""
+"""every candidate is searched with so few tries at first, and only so many of the best with all of
+them
+"""
 
 StagesFor = Callable[[Placement], tuple[StageGraph, Costs] | None]
-"""the stages of the model and their costs when they are cut for this placement; None when the model cannot be cut so"""
+"""the stages of the model and their costs when they are cut for this placement; None when the model
+cannot be cut so
+"""
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,42 @@ class Choice:
 
 
 def choose(
-    num_devices: int, num_micro_batch: int, stages_for: StagesFor, *, chunks: Sequence[int] = CHUNKS, tries: int | None = None
+    num_devices: int,
+    num_micro_batch: int,
+    stages_for: StagesFor,
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    tries: int | None = None,
 ) -> Choice:
-    """The best schedule among loops and waves of these chunk counts, with split and with whole backwards."""
+    """The best schedule among loops and waves of these chunk counts, with split and with whole
+    backwards.
+    """
     require_micro_batches(num_micro_batch)
     candidates = list(_candidates(num_devices, num_micro_batch, stages_for, chunks, tries))
     if not candidates:
-        raise ValueError(f"the model can be cut into stages for none of {list(chunks)} chunks on each of {num_devices} devices")
-    for finalist in sorted(candidates, key=lambda candidate: candidate.timeline.step_s)[:NUM_FINALISTS]:
+        raise ValueError(
+            f"the model can be cut into stages for none of {list(chunks)} chunks on each of "
+            f"{num_devices} devices"
+        )
+    for finalist in sorted(candidates, key=lambda candidate: candidate.timeline.step_s)[
+        :NUM_FINALISTS
+    ]:
         plain = finalist.timeline.schedule
-        searched = _candidate(finalist.placement, plain.stage_graph, finalist.costs, num_micro_batch, finalist.is_split, tries)
+        searched = _candidate(
+            finalist.placement,
+            plain.stage_graph,
+            finalist.costs,
+            num_micro_batch,
+            finalist.is_split,
+            tries,
+        )
         candidates[candidates.index(finalist)] = searched
     least = min(candidate.timeline.step_s for candidate in candidates)
     good = [candidate for candidate in candidates if candidate.timeline.step_s <= least * AS_GOOD]
-    best = min(good, key=lambda candidate: (candidate.num_chunks, candidate.is_split, candidate.timeline.step_s))
+    best = min(
+        good,
+        key=lambda candidate: (candidate.num_chunks, candidate.is_split, candidate.timeline.step_s),
+    )
     plain = best.timeline.schedule
     orders = add_messages(plain.stage_graph, num_micro_batch, plain.orders)
     schedule = Schedule("auto", plain.stage_graph, num_micro_batch, orders)
@@ -78,7 +105,11 @@ def choose(
 
 
 def _candidates(
-    num_devices: int, num_micro_batch: int, stages_for: StagesFor, chunks: Sequence[int], tries: int | None
+    num_devices: int,
+    num_micro_batch: int,
+    stages_for: StagesFor,
+    chunks: Sequence[int],
+    tries: int | None,
 ) -> Iterator[Candidate]:
     for count in chunks:
         placements = {"loop": loop(num_devices, count)}
@@ -94,7 +125,14 @@ def _candidates(
                 yield _candidate(name, graph, costs, num_micro_batch, is_split, screen)
 
 
-def _candidate(name: str, graph: StageGraph, costs: Costs, num_micro_batch: int, is_split: bool, tries: int | None) -> Candidate:
+def _candidate(
+    name: str,
+    graph: StageGraph,
+    costs: Costs,
+    num_micro_batch: int,
+    is_split: bool,
+    tries: int | None,
+) -> Candidate:
     orders = list_orders(graph, costs, num_micro_batch, split=is_split, tries=tries)
     timeline = simulate(Schedule(name, graph, num_micro_batch, orders), costs)
     return Candidate(name, len(graph.stages_of(0)), is_split, timeline, costs)
@@ -103,8 +141,16 @@ def _candidate(name: str, graph: StageGraph, costs: Costs, num_micro_batch: int,
 def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     from whale.report.units import human_seconds  # its package shows plans, which hold schedules
 
-    others = sorted((each for each in candidates if each is not best), key=lambda each: each.timeline.step_s)
-    reason = f"{best.name}: predicted {human_seconds(best.timeline.step_s)}, bubble {100 * best.timeline.bubble:.1f} %"
+    others = sorted(
+        (each for each in candidates if each is not best), key=lambda each: each.timeline.step_s
+    )
+    reason = (
+        f"{best.name}: predicted {human_seconds(best.timeline.step_s)}, bubble "
+        f"{100 * best.timeline.bubble:.1f} %"
+    )
     if others:
-        reason += f"; the best of {len(others)} others, {others[0].name}, would take {human_seconds(others[0].timeline.step_s)}"
+        reason += (
+            f"; the best of {len(others)} others, {others[0].name}, would take "
+            f"{human_seconds(others[0].timeline.step_s)}"
+        )
     return reason

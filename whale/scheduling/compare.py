@@ -1,7 +1,7 @@
 """All schedules side by side for like devices: what `whale schedule` shows.
 
-Times are those of one device for one micro-batch; a device with C chunks does each in 1 / C of them. The unit of memory is what one
-micro-batch keeps on one device.
+Times are those of one device for one micro-batch; a device with C chunks does each in 1 / C of
+them. The unit of memory is what one micro-batch keeps on one device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Question:
     message_s: float = 0.0
     action_s: float = 0.0
     memory: float | None = None
-    """cap of the list-scheduled rows, in micro-batches on a device; default as many as there are devices, which is what 1F1B needs"""
+    """cap of the list-scheduled rows, in micro-batches on a device; default as many as there are
+    devices, which is what 1F1B needs
+    """
     tries: int | None = None
     """size of the list scheduler's search"""
 
@@ -46,16 +48,26 @@ class Question:
         for name, value in (("devices", self.num_devices), ("waves", self.num_waves)):
             if value < 1:
                 raise ValueError(f"{value} {name}: at least 1 is needed")
-        times = {"forward": self.forward_s, "backward": self.backward_s, "latency": self.message_s, "action cost": self.action_s}
+        times = {
+            "forward": self.forward_s,
+            "backward": self.backward_s,
+            "latency": self.message_s,
+            "action cost": self.action_s,
+        }
         for name, number in times.items():
             if not math.isfinite(number):
                 raise ValueError(f"{name} is {number}; a finite number is needed")
         if math.isnan(self.cap):
             raise ValueError("memory is nan; a number is needed")
         if not 0 <= self.input_share <= 1:
-            raise ValueError(f"input_share is {self.input_share}; the input part is between 0 and 1 of a backward")
+            raise ValueError(
+                f"input_share is {self.input_share}; the input part is between 0 and 1 of a "
+                "backward"
+            )
         if self.forward_s <= 0 or self.backward_s <= 0:
-            raise ValueError(f"forward and backward must take time, got {self.forward_s} and {self.backward_s}")
+            raise ValueError(
+                f"forward and backward must take time, got {self.forward_s} and {self.backward_s}"
+            )
 
     @property
     def cap(self) -> float:
@@ -93,7 +105,11 @@ def compare(question: Question) -> tuple[Row, ...]:
 
 
 def _rows(question: Question) -> Iterator[Row]:
-    num_devices, count, chunks = question.num_devices, question.num_micro_batch, 2 * question.num_waves
+    num_devices, count, chunks = (
+        question.num_devices,
+        question.num_micro_batch,
+        2 * question.num_waves,
+    )
     one = StageGraph.chain(num_devices)
     looped = _chain(loop(num_devices, chunks))
     waved = _chain(wave(num_devices, question.num_waves))
@@ -104,7 +120,12 @@ def _rows(question: Question) -> Iterator[Row]:
     yield _row(question, "wave (Hanayo)", waved, wave_orders(waved, count))
     for name, graph in (("auto, loop", looped), ("auto, wave", waved)):
         costs = replace(question.costs(graph), memory_cap=(question.cap,) * num_devices)
-        yield _row(question, name, graph, list_orders(graph, costs, count, split=True, tries=question.tries))
+        yield _row(
+            question,
+            name,
+            graph,
+            list_orders(graph, costs, count, split=True, tries=question.tries),
+        )
     if count % 2 == 0:
         yield chimera(question)
 
@@ -114,20 +135,27 @@ def _chain(placement: Placement) -> StageGraph:
 
 
 def _row(question: Question, name: str, graph: StageGraph, orders: Orders) -> Row:
-    schedule = Schedule(name, graph, question.num_micro_batch, add_messages(graph, question.num_micro_batch, orders))
+    schedule = Schedule(
+        name, graph, question.num_micro_batch, add_messages(graph, question.num_micro_batch, orders)
+    )
     check(schedule, require_channel_order=True)
     return Row(name, len(graph.stages_of(0)), simulate(schedule, question.costs(graph)))
 
 
 def chimera(question: Question) -> Row:
-    """Chimera: two replicas of the model, one pipeline down and one up, list scheduled, whole backwards.
+    """Chimera: two replicas of the model, one pipeline down and one up, list scheduled, whole
+    backwards.
 
-    One micro-batch of its graph is two of the question's. Summing the gradients of the two replicas is not counted.
+    One micro-batch of its graph is two of the question's. Summing the gradients of the two replicas
+    is not counted.
     """
     if question.num_micro_batch % 2:
-        raise ValueError(f"Chimera needs an even number of micro-batches, got {question.num_micro_batch}")
+        raise ValueError(
+            f"Chimera needs an even number of micro-batches, got {question.num_micro_batch}"
+        )
     graph = two_pipelines(question.num_devices)
-    # both stages of a device have the work of a device for one micro-batch; `even_costs` halves what it is given
+    # both stages of a device have the work of a device for one micro-batch; `even_costs` halves
+    # what it is given
     costs = question.costs(graph)
     costs = replace(
         costs,

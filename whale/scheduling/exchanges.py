@@ -1,9 +1,10 @@
 """Local search: exchange neighbours on a device, along the critical path.
 
-A step is as long as its longest chain of jobs, each of which waits for the one before: for its result, or only for the device. Orders get
-shorter only where such a chain is broken, and only links of the second kind can be. A try exchanges the two jobs of one such link, chosen
-at random with a fixed seed, and simulates. A result that is not longer is kept; sometimes also one that is a little longer, ever more
-seldom.
+A step is as long as its longest chain of jobs, each of which waits for the one before: for its
+result, or only for the device. Orders get shorter only where such a chain is broken, and only links
+of the second kind can be. A try exchanges the two jobs of one such link, chosen at random with a
+fixed seed, and simulates. A result that is not longer is kept; sometimes also one that is a little
+longer, ever more seldom.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ SEED = 2308
 NEAR = 1e-9
 
 
-def latest_starts(problem: Problem, jobs: Jobs, durations: Sequence[float], needs: Needs) -> list[float]:
-    """For every job, the latest start that does not make the step longer when all orders stay as they are."""
+def latest_starts(
+    problem: Problem, jobs: Jobs, durations: Sequence[float], needs: Needs
+) -> list[float]:
+    """For every job, the latest start that does not make the step longer when all orders stay as
+    they are.
+    """
     ends, sequence = problem.run(jobs, durations, needs)
     latest_ends = [max(ends)] * len(ends)
     before: list[int] = [-1] * len(ends)
@@ -41,7 +46,9 @@ def latest_starts(problem: Problem, jobs: Jobs, durations: Sequence[float], need
     return starts
 
 
-def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries: int, bound: float) -> Jobs:
+def improve(
+    problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries: int, bound: float
+) -> Jobs:
     """The best orders found, at most as long as `jobs`."""
     durations = problem.durations(whole)
     draw = random.Random(SEED)
@@ -64,9 +71,13 @@ def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries:
         try:
             if problem.peak(row, whole) > problem.caps[device]:
                 raise StuckError
-            new_ends, new_sequence = _run_again(problem, rows, durations, needs, ends, sequence, row[place + 1])
+            new_ends, new_sequence = _run_again(
+                problem, rows, durations, needs, ends, sequence, row[place + 1]
+            )
             new_time = max(new_ends)
-            accepted = new_time <= time or (heat > 0 and draw.random() < math.exp((time - new_time) / heat))
+            accepted = new_time <= time or (
+                heat > 0 and draw.random() < math.exp((time - new_time) / heat)
+            )
         except StuckError:
             accepted = False
         if not accepted:
@@ -81,9 +92,17 @@ def improve(problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries:
 
 
 def _run_again(
-    problem: Problem, rows: Jobs, durations: Sequence[float], needs: Needs, ends: list[float], sequence: list[int], first: int
+    problem: Problem,
+    rows: Jobs,
+    durations: Sequence[float],
+    needs: Needs,
+    ends: list[float],
+    sequence: list[int],
+    first: int,
 ) -> tuple[list[float], list[int]]:
-    """As `Problem.run`, when two neighbours were exchanged: what was done before the `first` of them stays as it was."""
+    """As `Problem.run`, when two neighbours were exchanged: what was done before the `first` of
+    them stays as it was.
+    """
     done = sequence.index(first)
     new_ends = list(ends)
     for job in sequence[done:]:
@@ -92,14 +111,26 @@ def _run_again(
 
 
 def critical_links(
-    problem: Problem, rows: Jobs, places: Sequence[int], ends: Sequence[float], durations: Sequence[float], needs: Needs
+    problem: Problem,
+    rows: Jobs,
+    places: Sequence[int],
+    ends: Sequence[float],
+    durations: Sequence[float],
+    needs: Needs,
 ) -> list[tuple[int, int]]:
-    """(device, place of the first) of neighbours on one critical path whose second only waits for the device.
+    """(device, place of the first) of neighbours on one critical path whose second only waits for
+    the device.
 
     `places`: of every job, in the row of its device.
     """
     last_end = max(ends)
-    job = next(job for row in rows if row and ends[row[-1]] == last_end for job in row if ends[job] == last_end)
+    job = next(
+        job
+        for row in rows
+        if row and ends[row[-1]] == last_end
+        for job in row
+        if ends[job] == last_end
+    )
     links: list[tuple[int, int]] = []
     size, count, device_of_place = problem.size, problem.num_micro_batch, problem.device_of_place
     while True:
@@ -115,7 +146,9 @@ def critical_links(
             if needed < 0 and ends[need] + time >= start - slip:
                 needed = need
         if place > 0:
-            in_order = job < size and earlier == job - 1 and job % count != 0  # forwards of a stage stay ascending
+            in_order = (
+                job < size and earlier == job - 1 and job % count != 0
+            )  # forwards of a stage stay ascending
             if ends[earlier] >= start - slip and not depends and not in_order:
                 links.append((device, place - 1))
                 if needed < 0:

@@ -1,4 +1,5 @@
-"""One pass of list scheduling: time goes on, and a device that is free takes the best of what it may do now.
+"""One pass of list scheduling: time goes on, and a device that is free takes the best of what it
+may do now.
 
 What decides:
 
@@ -9,10 +10,12 @@ What decides:
     memory    a forward needs room for itself and for the later chunks of its micro-batch on this device
     admit     at most so many micro-batches are between the first forward and the last backward of a first stage
 
-Memory never stops a pass on a chain. Let m be the micro-batch that is stopped furthest along, at stage s on device d. Micro-batches beyond
-it are through their forward and need no room, so they finish and free theirs. What is left on d was started by chunks before s, the last
-of them with room for all later chunks. Where branches of a graph make this untrue, a pass can get stuck; `in_turn` then admits
-micro-batches to a device one after the other, each with room for all that it will ever keep there: the oldest one can always go on.
+Memory never stops a pass on a chain. Let m be the micro-batch that is stopped furthest along, at
+stage s on device d. Micro-batches beyond it are through their forward and need no room, so they
+finish and free theirs. What is left on d was started by chunks before s, the last of them with room
+for all later chunks. Where branches of a graph make this untrue, a pass can get stuck; `in_turn`
+then admits micro-batches to a device one after the other, each with room for all that it will ever
+keep there: the oldest one can always go on.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from whale.scheduling.problem import Jobs, Problem
 
 NEVER = float("inf")
 NEAR = 1e-10
-"""sums of times that should be equal differ by rounding: what arrives within this part of the time is there"""
+"""sums of times that should be equal differ by rounding: what arrives within this part of the time
+is there
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Policy:
 def list_pass(
     problem: Problem, keys: list[float], whole: bytearray, policy: Policy, limit_s: float = NEVER
 ) -> tuple[Jobs, float] | None:
-    """Orders and the time that they take; None when the pass got stuck, or is given up because it will take longer than `limit_s`.
+    """Orders and the time that they take; None when the pass got stuck, or is given up because it
+    will take longer than `limit_s`.
 
     `whole` is changed where a split has no room.
     """
@@ -49,15 +55,21 @@ def list_pass(
 
 
 class _Pass:
-    def __init__(self, problem: Problem, keys: list[float], whole: bytearray, policy: Policy) -> None:
+    def __init__(
+        self, problem: Problem, keys: list[float], whole: bytearray, policy: Policy
+    ) -> None:
         self.problem, self.keys, self.whole, self.policy = problem, keys, whole, policy
         graph, count, size = problem.graph, problem.num_micro_batch, problem.size
         stages = range(graph.num_stages)
         self.device = graph.device_of_stage
         self.missing = [len(problem.producers[s]) for s in stages for _ in range(count)]
-        self.missing += [len(problem.gradient_consumers[s]) + 1 for s in stages for _ in range(count)]
+        self.missing += [
+            len(problem.gradient_consumers[s]) + 1 for s in stages for _ in range(count)
+        ]
         self.arrival = [0.0] * (2 * size)
-        self.next_forward, self.next_backward, self.next_weight = ([0] * graph.num_stages for _ in range(3))
+        self.next_forward, self.next_backward, self.next_weight = (
+            [0] * graph.num_stages for _ in range(3)
+        )
         self.waiting_weights: list[list[int]] = [[] for _ in stages]
         self.live = [0.0] * graph.num_devices
         self.room = [0.0] * graph.num_stages
@@ -69,9 +81,14 @@ class _Pass:
         self.is_first = [not problem.producers[s] for s in stages]
         self.free = [0.0] * graph.num_devices
         self.jobs: Jobs = [[] for _ in range(graph.num_devices)]
-        self.rest_s = [count * sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks) for chunks in problem.chunks]
+        self.rest_s = [
+            count * sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks)
+            for chunks in problem.chunks
+        ]
         """for each device, least time of what it has not begun"""
-        self.events: list[tuple[float, int]] = [(0.0, device) for device in range(graph.num_devices)]
+        self.events: list[tuple[float, int]] = [
+            (0.0, device) for device in range(graph.num_devices)
+        ]
         self.admitted = [0] * graph.num_devices
         self.finished = [[0] * count for _ in range(graph.num_devices)] if policy.in_turn else []
         self.num_finished = [0] * graph.num_devices
@@ -115,7 +132,9 @@ class _Pass:
             if micro_batch < count:
                 job = stage * count + micro_batch
                 if not missing[job]:
-                    if room[stage] > room_left or (is_limited and not self.is_admitted(device, stage, micro_batch)):
+                    if room[stage] > room_left or (
+                        is_limited and not self.is_admitted(device, stage, micro_batch)
+                    ):
                         is_full = is_full or arrival[job] <= now
                         continue
                     key = keys[job]
@@ -140,13 +159,19 @@ class _Pass:
 
     def is_admitted(self, device: int, stage: int, micro_batch: int) -> bool:
         policy = self.policy
-        if policy.admit is not None and self.is_first[stage] and micro_batch - self.next_backward[stage] >= policy.admit:
+        if (
+            policy.admit is not None
+            and self.is_first[stage]
+            and micro_batch - self.next_backward[stage] >= policy.admit
+        ):
             return False
         if not policy.in_turn or micro_batch < self.admitted[device]:
             return True
         in_flight = self.admitted[device] - self.num_finished[device] + 1
         share = self.room[self.problem.chunks[device][0]]
-        return micro_batch == self.admitted[device] and in_flight * share <= self.problem.caps[device]
+        return (
+            micro_batch == self.admitted[device] and in_flight * share <= self.problem.caps[device]
+        )
 
     def fill(self, device: int, now: float, until: float, is_full: bool) -> None:
         """Start the weight part that fits best before `until`."""
@@ -163,16 +188,30 @@ class _Pass:
                     best, shortest = stage, length
         if best < 0:
             return
-        if longest < 0 and not is_full and shortest - gap > self.policy.delay * shortest * (1 + 1e-9):
+        if (
+            longest < 0
+            and not is_full
+            and shortest - gap > self.policy.delay * shortest * (1 + 1e-9)
+        ):
             return
-        self.start(device, 2 * problem.size + best * problem.num_micro_batch + self.waiting_weights[best][0], now)
+        self.start(
+            device,
+            2 * problem.size + best * problem.num_micro_batch + self.waiting_weights[best][0],
+            now,
+        )
 
-    def by_key(self, device: int, now: float, best: int, best_key: float, coming: list[tuple[float, float]]) -> None:
+    def by_key(
+        self, device: int, now: float, best: int, best_key: float, coming: list[tuple[float, float]]
+    ) -> None:
         """Weight parts stand in line with everything else."""
         problem = self.problem
         for stage in problem.chunks[device]:
             if self.waiting_weights[stage]:
-                job = 2 * problem.size + stage * problem.num_micro_batch + self.waiting_weights[stage][0]
+                job = (
+                    2 * problem.size
+                    + stage * problem.num_micro_batch
+                    + self.waiting_weights[stage][0]
+                )
                 if self.keys[job] < best_key:
                     best, best_key = job, self.keys[job]
         if best < 0:
@@ -202,7 +241,9 @@ class _Pass:
                 pending = [s for s in problem.chunks[device] if self.waiting_weights[s]]
                 if pending:
                     freed = max(pending, key=lambda s: problem.weight_part[s])
-                    self.start(device, 2 * size + freed * count + self.waiting_weights[freed][0], now)
+                    self.start(
+                        device, 2 * size + freed * count + self.waiting_weights[freed][0], now
+                    )
                     return
                 self.whole[place] = 1
         seconds = self.duration(job)
@@ -210,7 +251,9 @@ class _Pass:
         self.jobs[device].append(job)
         self.free[device] = end
         # a weight part counts without what the runtime adds: the backward might have been whole
-        self.rest_s[device] -= seconds if lane < 2 else problem.whole_s[stage] - problem.input_s[stage]
+        self.rest_s[device] -= (
+            seconds if lane < 2 else problem.whole_s[stage] - problem.input_s[stage]
+        )
         heappush(self.events, (end, device))
         if lane == 0:
             self.next_forward[stage] += 1

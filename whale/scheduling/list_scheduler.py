@@ -1,4 +1,5 @@
-"""Orders made for given costs: many passes of list scheduling, then changes along the critical path, within a budget that is counted.
+"""Orders made for given costs: many passes of list scheduling, then changes along the critical
+path, within a budget that is counted.
 
 1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as memory allows: never worse than these.
 2. Passes (`list_pass`) with different keys and policies (`policies`), and the best of these again with weight parts taken to be shorter
@@ -9,7 +10,8 @@
 4. Exchanges of neighbours on a device, along the critical path (`exchanges`).
 5. An input part with its weight part right behind it becomes a whole backward again where that delays nothing.
 
-The budget is a number of tries: one pass or one simulation is one try. The same input gives the same orders, on every machine.
+The budget is a number of tries: one pass or one simulation is one try. The same input gives the
+same orders, on every machine.
 """
 
 from __future__ import annotations
@@ -28,16 +30,24 @@ from whale.scheduling.policies import Keys, policies
 from whale.scheduling.problem import Jobs, Problem, StuckError
 
 BUDGET = 300_000
-"""job visits of a search, one or two microseconds each: divided by the number of jobs, the tries when none are given"""
+"""job visits of a search, one or two microseconds each: divided by the number of jobs, the tries
+when none are given
+"""
 PASS_SHARE, PASS_VISITS = 0.65, 5
-"""this part of the budget goes to passes; one takes about as long as so many simulations of the same jobs"""
+"""this part of the budget goes to passes; one takes about as long as so many simulations of the
+same jobs
+"""
 LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 5, 120, 6, 3000
 NUM_STARTS, MANY_EXCHANGES = 4, 600
 LIGHT, NUM_LIGHT, LIGHT_SHARE = (0.75, 0.6, 0.5), 3, 12
-"""parts of their time that weight parts are taken for, and how many of the best policies are tried so: at most one in so many"""
+"""parts of their time that weight parts are taken for, and how many of the best policies are tried
+so: at most one in so many
+"""
 NEAR = 1e-9
 ROUNDING = 1e-6
-"""a pass takes what arrives a little later as if it were there, which adds up: far less than this part of its time"""
+"""a pass takes what arrives a little later as if it were there, which adds up: far less than this
+part of its time
+"""
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """of passes that start from known orders: their keys are good enough to place weight parts too"""
 
@@ -58,8 +68,17 @@ class Found:
         return self.time * (1 - NEAR), self.peak
 
 
-def list_orders(graph: StageGraph, costs: Costs, num_micro_batch: int, *, split: bool | None = None, tries: int | None = None) -> Orders:
-    """Compute orders for these costs. `split`: whether backwards are split (None: where it helps). `tries`: size of the search."""
+def list_orders(
+    graph: StageGraph,
+    costs: Costs,
+    num_micro_batch: int,
+    *,
+    split: bool | None = None,
+    tries: int | None = None,
+) -> Orders:
+    """Compute orders for these costs. `split`: whether backwards are split (None: where it helps).
+    `tries`: size of the search.
+    """
     problem = Problem(graph, costs, num_micro_batch)
     found = Search(problem, split, tries).run()
     return problem.orders(found.jobs, found.whole)
@@ -75,7 +94,9 @@ class Search:
         self.num_light = min(NUM_LIGHT, self.num_passes // LIGHT_SHARE)
         self.num_starts = NUM_STARTS if self.num_exchanges >= MANY_EXCHANGES else 1
         """of exchanges"""
-        self.bound = lower_bound(problem.graph, problem.costs, problem.num_micro_batch, split=split is not False)
+        self.bound = lower_bound(
+            problem.graph, problem.costs, problem.num_micro_batch, split=split is not False
+        )
         self.needs = problem.needs()
         self.found: list[Found] = []
         self.split_passes: list[tuple[float, int, Keys, Policy]] = []
@@ -88,7 +109,10 @@ class Search:
         self.light_passes()
         self.justify()
         if not self.found:
-            raise ValueError("no order was found that stays within the memory caps; raise them or take more micro-batches")
+            raise ValueError(
+                "no order was found that stays within the memory caps; raise them or take more "
+                "micro-batches"
+            )
         self.exchange()
         return self.join(min(self.found, key=lambda found: found.rank))
 
@@ -127,7 +151,13 @@ class Search:
             if self.is_at_bound():
                 break
             whole, before = kinds[index % len(kinds)], len(self.found)
-            self.try_pass("list", keys.of(problem), whole, policy, limit_s=self.limit(whole is problem.as_split_as_possible))
+            self.try_pass(
+                "list",
+                keys.of(problem),
+                whole,
+                policy,
+                limit_s=self.limit(whole is problem.as_split_as_possible),
+            )
             if whole is problem.as_split_as_possible and len(self.found) > before:
                 self.split_passes.append((self.found[-1].time, index, keys, policy))
         if not self.found:
@@ -139,23 +169,43 @@ class Search:
         problem, costs = self.problem, self.problem.costs
         best = sorted(self.split_passes, key=lambda each: each[:2])[: self.num_light]
         for part in LIGHT:
-            light = replace(costs, weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s))
+            light = replace(
+                costs,
+                weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s),
+            )
             shorter = Problem(problem.graph, light, problem.num_micro_batch)
             for _, _, keys, policy in best:
                 if self.is_at_bound():
                     return
-                self.try_pass("list, light", keys.of(problem), problem.as_split_as_possible, policy, shorter)
+                self.try_pass(
+                    "list, light", keys.of(problem), problem.as_split_as_possible, policy, shorter
+                )
 
     def limit(self, is_split: bool) -> float:
-        """Of the next pass: one that takes longer is none of those from which the search goes on, so it need not be finished."""
-        going_on = [(sorted({found.time for found in self.found}), max(self.num_starts, MOST_AGAIN // len(AGAIN)))]
+        """Of the next pass: one that takes longer is none of those from which the search goes on,
+        so it need not be finished.
+        """
+        going_on = [
+            (
+                sorted({found.time for found in self.found}),
+                max(self.num_starts, MOST_AGAIN // len(AGAIN)),
+            )
+        ]
         if is_split and self.num_light:
             going_on.append((sorted(time for time, *_ in self.split_passes), self.num_light))
-        longest = (times[number - 1] if len(times) >= number else NEVER for times, number in going_on)
+        longest = (
+            times[number - 1] if len(times) >= number else NEVER for times, number in going_on
+        )
         return max(longest) * (1 + ROUNDING)
 
     def try_pass(
-        self, name: str, keys: list[float], whole: bytearray, policy: Policy, problem: Problem | None = None, limit_s: float = NEVER
+        self,
+        name: str,
+        keys: list[float],
+        whole: bytearray,
+        policy: Policy,
+        problem: Problem | None = None,
+        limit_s: float = NEVER,
     ) -> None:
         """`problem`: where the pass takes its times from, if they are not the real ones."""
         own = bytearray(whole)
@@ -173,13 +223,17 @@ class Search:
                 return
             best = min(fresh, key=lambda found: found.rank)
             seen.add(best.time)
-            keys = latest_starts(self.problem, best.jobs, self.problem.durations(best.whole), self.needs)
+            keys = latest_starts(
+                self.problem, best.jobs, self.problem.durations(best.whole), self.needs
+            )
             num_left -= len(AGAIN)
             for policy in AGAIN:
                 self.try_pass(f"{best.name}, again", keys, best.whole, policy)
 
     def exchange(self) -> None:
-        """Exchanges from the best orders; where tries are many, also from others of the best, which may lie nearer to better ones."""
+        """Exchanges from the best orders; where tries are many, also from others of the best, which
+        may lie nearer to better ones.
+        """
         starts: list[Found] = []
         for found in sorted(self.found, key=lambda found: found.rank):
             if all(found.time != other.time or found.name != other.name for other in starts):
@@ -187,13 +241,21 @@ class Search:
         starts = starts[: self.num_starts]
         for found in starts:
             if not self.is_at_bound():
-                jobs = improve(self.problem, found.jobs, found.whole, self.needs, self.num_exchanges // len(starts), self.bound)
+                jobs = improve(
+                    self.problem,
+                    found.jobs,
+                    found.whole,
+                    self.needs,
+                    self.num_exchanges // len(starts),
+                    self.bound,
+                )
                 self.add(f"{found.name}, exchanged", jobs, found.whole)
 
     def join(self, best: Found) -> Found:
         """Whole backwards where the weight part follows at once and that delays nothing.
 
-        A gradient that leaves later than it could makes a run less robust, so stages that send one are only joined where actions cost.
+        A gradient that leaves later than it could makes a run less robust, so stages that send one
+        are only joined where actions cost.
         """
         problem, size = self.problem, self.problem.size
         durations = problem.durations(best.whole)
@@ -208,7 +270,9 @@ class Search:
                 if place >= 0 and joined and joined[-1] == job - size:
                     stage = place // problem.num_micro_batch
                     slack = latest[job - size] + durations[job - size] - ends[job - size]
-                    has_slack = problem.costs.action_s > 0 and slack >= problem.weight_s[stage] * (1 - NEAR)
+                    has_slack = problem.costs.action_s > 0 and slack >= problem.weight_s[stage] * (
+                        1 - NEAR
+                    )
                     if has_slack or not problem.gradient_producers[stage]:
                         whole[place] = 1
                         continue

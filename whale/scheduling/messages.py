@@ -1,8 +1,19 @@
-"""From compute orders to everything that devices do: messages, synchronise and update are added by a pass."""
+"""From compute orders to everything that devices do: messages, synchronise and update are added by
+a pass.
+"""
 
 from __future__ import annotations
 
-from whale.scheduling.action import ENDS_BACKWARD, GIVES_GRADIENT, Action, Kind, Orders, StageGraph, receive, send
+from whale.scheduling.action import (
+    ENDS_BACKWARD,
+    GIVES_GRADIENT,
+    Action,
+    Kind,
+    Orders,
+    StageGraph,
+    receive,
+    send,
+)
 
 
 def add_messages(stage_graph: StageGraph, num_micro_batch: int, orders: Orders) -> Orders:
@@ -14,13 +25,17 @@ def add_messages(stage_graph: StageGraph, num_micro_batch: int, orders: Orders) 
       it names the micro-batch of that backward, which need not be the highest one;
     - one update at the end, where there was a backward.
 
-    A receive stands right before its compute action, or further ahead when the same device sends something later that is needed earlier:
-    so both ends of every channel see the messages in the same order, whatever the compute orders are. This never adds waiting: when the
-    later message was sent, the earlier one was too.
+    A receive stands right before its compute action, or further ahead when the same device sends
+    something later that is needed earlier: so both ends of every channel see the messages in the
+    same order, whatever the compute orders are. This never adds waiting: when the later message was
+    sent, the earlier one was too.
     """
     with_sends = tuple(_add_sends(stage_graph, order) for order in orders)
     arriving = _arriving(stage_graph, with_sends)
-    return tuple(_add_receives(stage_graph, order, arriving[device]) for device, order in enumerate(with_sends))
+    return tuple(
+        _add_receives(stage_graph, order, arriving[device])
+        for device, order in enumerate(with_sends)
+    )
 
 
 def _add_sends(stage_graph: StageGraph, order: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -57,7 +72,9 @@ def _sources(stage_graph: StageGraph, action: Action) -> tuple[int, ...]:
 
 
 def _arriving(stage_graph: StageGraph, orders: Orders) -> list[dict[int, list[Action]]]:
-    """For each device: sender device -> the receives of its messages, in the order in which they are sent."""
+    """For each device: sender device -> the receives of its messages, in the order in which they
+    are sent.
+    """
     arriving: list[dict[int, list[Action]]] = [{} for _ in orders]
     for sender, order in enumerate(orders):
         for action in order:
@@ -67,7 +84,9 @@ def _arriving(stage_graph: StageGraph, orders: Orders) -> list[dict[int, list[Ac
     return arriving
 
 
-def _add_receives(stage_graph: StageGraph, order: tuple[Action, ...], arriving: dict[int, list[Action]]) -> tuple[Action, ...]:
+def _add_receives(
+    stage_graph: StageGraph, order: tuple[Action, ...], arriving: dict[int, list[Action]]
+) -> tuple[Action, ...]:
     needed_at: dict[Action, int] = {}
     for index, action in enumerate(order):
         for other in _sources(stage_graph, action):
@@ -90,11 +109,14 @@ def _add_receives(stage_graph: StageGraph, order: tuple[Action, ...], arriving: 
     return tuple(result)
 
 
-def arrived_by(stage_graph: StageGraph, orders: Orders, device: int) -> dict[Action, tuple[Action, ...]]:
-    """For each receive of a device: its own sends that must have arrived before this message was sent, and were not named earlier.
+def arrived_by(
+    stage_graph: StageGraph, orders: Orders, device: int
+) -> dict[Action, tuple[Action, ...]]:
+    """For each receive of a device: its own sends that must have arrived before this message was
+    sent, and were not named earlier.
 
-    A device that sends something has done all receives that stand before. So a sender knows from the schedule alone when it may let go
-    of what it sent, without asking: gloo cannot tell.
+    A device that sends something has done all receives that stand before. So a sender knows from
+    the schedule alone when it may let go of what it sent, without asking: gloo cannot tell.
     """
     found: dict[Action, tuple[Action, ...]] = {}
     holder = stage_graph.device_of_stage

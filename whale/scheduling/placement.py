@@ -9,7 +9,8 @@ P devices, C chunks on each, S = P C stages. Stage s is chunk c = s // P of its 
 
     P = 4, 2 waves    device 0: 0 7 8 15   device 1: 1 6 9 14   device 2: 2 5 10 13   device 3: 3 4 11 12
 
-Any other map is as good to everything that does not ask for one of these: it is a tuple with the device of each stage.
+Any other map is as good to everything that does not ask for one of these: it is a tuple with the
+device of each stage.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def zigzag(num_devices: int, num_chunks: int) -> Placement:
     """Even chunks go down the devices, odd ones come back up."""
     _require(num_devices, num_chunks, "chunk")
     down = tuple(range(num_devices))
-    return tuple(device for chunk in range(num_chunks) for device in (down if chunk % 2 == 0 else down[::-1]))
+    return tuple(
+        device for chunk in range(num_chunks) for device in (down if chunk % 2 == 0 else down[::-1])
+    )
 
 
 def wave(num_devices: int, num_waves: int) -> Placement:
@@ -40,12 +43,16 @@ def wave(num_devices: int, num_waves: int) -> Placement:
 
 
 def two_pipelines(num_devices: int) -> StageGraph:
-    """Chimera's two replicas of a model, one down the devices and one up: stages 0..P-1 and P..2P-1, joined by nothing.
+    """Chimera's two replicas of a model, one down the devices and one up: stages 0..P-1 and
+    P..2P-1, joined by nothing.
 
-    A micro-batch of this graph is two of the user's, one for each replica. Only for comparisons: Whale does not run it.
+    A micro-batch of this graph is two of the user's, one for each replica. Only for comparisons:
+    Whale does not run it.
     """
     _require(num_devices, 1, "chunk")
-    edges = tuple((stage, stage + 1) for stage in range(2 * num_devices - 1) if stage != num_devices - 1)
+    edges = tuple(
+        (stage, stage + 1) for stage in range(2 * num_devices - 1) if stage != num_devices - 1
+    )
     return StageGraph(zigzag(num_devices, 2), edges, edges)
 
 
@@ -53,7 +60,9 @@ def num_waves_of(placement: Placement) -> int | None:
     """How many waves this placement has; None when it is no wave."""
     num_devices = max(placement) + 1
     num_waves, rest = divmod(len(placement), 2 * num_devices)
-    return num_waves if not rest and num_waves and placement == wave(num_devices, num_waves) else None
+    return (
+        num_waves if not rest and num_waves and placement == wave(num_devices, num_waves) else None
+    )
 
 
 def num_loops_of(placement: Placement) -> int | None:

@@ -1,15 +1,18 @@
 """Which keys and policies the passes of a search try.
 
-The key of a job is about the time at which it would run in a pipeline that takes a new micro-batch every so often:
+The key of a job is about the time at which it would run in a pipeline that takes a new micro-batch
+every so often:
 
     forward    slope T m + forward h(s)
     backward   slope T m + back (b(s) - b_end) + b_end + offset T
 
-T is the work of the busiest device for one micro-batch; h(s), b(s) are the earliest starts of forward and backward of stage s for a
-micro-batch that is alone, messages included, and b_end that of the last stage. A high slope finishes old micro-batches first, a low one
-takes them together; a low offset puts backwards first, a high one forwards; a negative `forward` prefers later stages.
+T is the work of the busiest device for one micro-batch; h(s), b(s) are the earliest starts of
+forward and backward of stage s for a micro-batch that is alone, messages included, and b_end that
+of the last stage. A high slope finishes old micro-batches first, a low one takes them together; a
+low offset puts backwards first, a high one forwards; a negative `forward` prefers later stages.
 
-No single choice is good for all costs. So the first few are those that won most often, and then they are drawn with a fixed seed.
+No single choice is good for all costs. So the first few are those that won most often, and then
+they are drawn with a fixed seed.
 """
 
 from __future__ import annotations
@@ -38,11 +41,18 @@ class Keys:
     def of(self, problem: Problem) -> list[float]:
         """The key of every job. Weight parts get 0: these passes take them as fillers."""
         heads, backs = _alone(problem)
-        interval = max(sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks) for chunks in problem.chunks)
+        interval = max(
+            sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks)
+            for chunks in problem.chunks
+        )
         stages, many = range(problem.graph.num_stages), range(problem.num_micro_batch)
         step, end = self.slope * interval, min(backs)
         forwards = [step * m + self.forward * heads[s] for s in stages for m in many]
-        backwards = [step * m + self.back * (backs[s] - end) + end + self.offset * interval for s in stages for m in many]
+        backwards = [
+            step * m + self.back * (backs[s] - end) + end + self.offset * interval
+            for s in stages
+            for m in many
+        ]
         return forwards + backwards + [0.0] * problem.size
 
 
@@ -76,7 +86,10 @@ def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
             offset=draw.choice((-ALWAYS, -2.0, -1.0, 0.0, 1.0, ALWAYS)),
         )
         admit = draw.choice((None, num, num + 1, quarter, half, 2 * num))
-        yield keys, Policy(admit=admit, delay=draw.choice((0.25, 0.5, 1.0)), wait=draw.choice((0.0, 0.5)))
+        yield (
+            keys,
+            Policy(admit=admit, delay=draw.choice((0.25, 0.5, 1.0)), wait=draw.choice((0.0, 0.5))),
+        )
 
 
 def _alone(problem: Problem) -> tuple[list[float], list[float]]:

@@ -1,7 +1,8 @@
 """When every action of a schedule starts and ends, from costs alone.
 
-Each device does its compute actions in order, each as soon as the device is free and what it needs has arrived. Messages take their time
-beside the compute: a send is issued at once, a receive delays nothing but the action that needs it. Synchronise and update take no time.
+Each device does its compute actions in order, each as soon as the device is free and what it needs
+has arrived. Messages take their time beside the compute: a send is issued at once, a receive delays
+nothing but the action that needs it. Synchronise and update take no time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Timeline:
     peak_memory: tuple[float, ...]
     """for each device, most activation memory"""
     lower_bound_s: float
-    """no order of these stages takes less, with these costs and with backwards split where this schedule splits any"""
+    """no order of these stages takes less, with these costs and with backwards split where this
+    schedule splits any
+    """
 
     @property
     def step_s(self) -> float:
@@ -42,15 +45,23 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Times of every action. Takes schedules with messages and plain compute orders; raises `ScheduleError` on a deadlock."""
+    """Times of every action. Takes schedules with messages and plain compute orders; raises
+    `ScheduleError` on a deadlock.
+    """
     problem = Problem(schedule.stage_graph, costs, schedule.num_micro_batch)
     jobs, whole = problem.jobs(schedule.orders)
     durations = problem.durations(whole)
     try:
         ends, _ = problem.run(jobs, durations, problem.needs())
     except StuckError:
-        raise ScheduleError("deadlock: the devices wait for each other, or for an action that is missing; `check` tells where") from None
-    rows = [_times(problem, order, row, durations, ends) for order, row in zip(schedule.orders, jobs, strict=True)]
+        raise ScheduleError(
+            "deadlock: the devices wait for each other, or for an action that is missing; `check` "
+            "tells where"
+        ) from None
+    rows = [
+        _times(problem, order, row, durations, ends)
+        for order, row in zip(schedule.orders, jobs, strict=True)
+    ]
     split = any(not is_whole for is_whole in whole)
     return Timeline(
         schedule=schedule,
@@ -58,12 +69,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ends=tuple(tuple(end for _, end in row) for row in rows),
         busy_s=tuple(sum(durations[job] for job in row) for row in jobs),
         peak_memory=tuple(peak_memory(order, costs) for order in schedule.orders),
-        lower_bound_s=lower_bound(schedule.stage_graph, costs, schedule.num_micro_batch, split=split),
+        lower_bound_s=lower_bound(
+            schedule.stage_graph, costs, schedule.num_micro_batch, split=split
+        ),
     )
 
 
 def _times(
-    problem: Problem, order: tuple[Action, ...], row: list[int], durations: list[float], ends: list[float]
+    problem: Problem,
+    order: tuple[Action, ...],
+    row: list[int],
+    durations: list[float],
+    ends: list[float],
 ) -> list[tuple[float, float]]:
     """(start, end) of every action of one device."""
     result: list[tuple[float, float]] = []
@@ -74,8 +91,16 @@ def _times(
             clock = ends[job]
             result.append((clock - durations[job], clock))
         elif action.is_message:
-            producer = (problem.size if action.gradient else 0) + action.source * problem.num_micro_batch + action.micro_batch
-            edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+            producer = (
+                (problem.size if action.gradient else 0)
+                + action.source * problem.num_micro_batch
+                + action.micro_batch
+            )
+            edge = (
+                (action.destination, action.source)
+                if action.gradient
+                else (action.source, action.destination)
+            )
             sent = ends[producer]
             arrived = sent + problem.costs.transfer_s(problem.graph, edge, action.gradient)
             result.append((sent, sent if action.kind is Kind.SEND else arrived))

@@ -1,8 +1,10 @@
-"""Numbered slots for what a device holds between its actions; a slot is used again as soon as what it held is not wanted any more.
+"""Numbered slots for what a device holds between its actions; a slot is used again as soon as what
+it held is not wanted any more.
 
-A thing lives from the first action that mentions it to the last one. Going through the things in the order of their beginnings, each takes
-the lowest slot that is free. So there are as many slots as things live at the same time, never more: when a new slot is opened, all
-others are taken by things that live right then.
+A thing lives from the first action that mentions it to the last one. Going through the things in
+the order of their beginnings, each takes the lowest slot that is free. So there are as many slots
+as things live at the same time, never more: when a new slot is opened, all others are taken by
+things that live right then.
 """
 
 from __future__ import annotations

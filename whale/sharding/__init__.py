@@ -1,1 +1,3 @@
-"""`split`: how every tensor of a TaskGraph lies on a grid of devices, chosen for the least time. Design: docs/split.md."""
+"""`split`: how every tensor of a TaskGraph lies on a grid of devices, chosen for the least time.
+Design: docs/split.md.
+"""

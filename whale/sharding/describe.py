@@ -37,7 +37,9 @@ WORDS = {
 }
 """options in words; others are named by their dim"""
 LISTED = (embedding, class_loss, pointwise_loss)
-"""rules of operations that the plan lists although they neither multiply nor, often, send: whether they are cut is what a user asks"""
+"""rules of operations that the plan lists although they neither multiply nor, often, send: whether
+they are cut is what a user asks
+"""
 
 
 def describe(solver: Solver, seconds: float) -> Sharding:
@@ -54,8 +56,16 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         cost = solver.terms.node_costs[node]
         told = solver.terms.told_bytes(node, chosen)
         if cost.flop or sent.get(node) or told or RULES.get(op_name(node)) in LISTED:
-            operations.append(ShardedOperation(index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told))
-        if cost.output_bytes > _itemsize(node) and not any(option.is_cut for option in space.options[node]) and grid.axes:
+            operations.append(
+                ShardedOperation(
+                    index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told
+                )
+            )
+        if (
+            cost.output_bytes > _itemsize(node)
+            and not any(option.is_cut for option in space.options[node])
+            and grid.axes
+        ):
             replicated.append(what)
     stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
     return Sharding(
@@ -81,7 +91,9 @@ def _itemsize(node: Node) -> int:
 
 
 def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
-    """Of the gradients of all parameters over the devices that hold the same parts, for one micro-batch."""
+    """Of the gradients of all parameters over the devices that hold the same parts, for one
+    micro-batch.
+    """
     grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
     trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
     alike = Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained)
@@ -93,7 +105,9 @@ def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
 
 
 def _work(solver: Solver) -> tuple[float, ...]:
-    """By place, its part of the FLOP of all operations: a device without a head, say, does nothing of the attention."""
+    """By place, its part of the FLOP of all operations: a device without a head, say, does nothing
+    of the attention.
+    """
     space, grid = solver.space, solver.grid
     flop: dict[tuple[tuple[Cut, tuple[str, ...]], ...], float] = {}
     for node in space.operations:
@@ -109,8 +123,17 @@ def _work(solver: Solver) -> tuple[float, ...]:
     total = sum(flop.values())
     by_place = []
     for place in range(grid.num_devices) if total else ():
-        parts = ((Layout(tuple(cut for cut, _ in key), tuple(axes for _, axes in key)), number) for key, number in flop.items())
-        by_place.append(sum(number * part.local_count(grid, place) / max(1, prod(part.shape)) for part, number in parts) / total)
+        parts = (
+            (Layout(tuple(cut for cut, _ in key), tuple(axes for _, axes in key)), number)
+            for key, number in flop.items()
+        )
+        by_place.append(
+            sum(
+                number * part.local_count(grid, place) / max(1, prod(part.shape))
+                for part, number in parts
+            )
+            / total
+        )
     return tuple(by_place)
 
 
@@ -119,7 +142,13 @@ def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:
     state = solver.space.program.captured.state
     alike = Counter((layout, state[name].dtype.itemsize) for name, layout in stored.items())
     places = range(solver.grid.num_devices)
-    return max(sum(number * size * layout.local_count(solver.grid, p) for (layout, size), number in alike.items()) for p in places)
+    return max(
+        sum(
+            number * size * layout.local_count(solver.grid, p)
+            for (layout, size), number in alike.items()
+        )
+        for p in places
+    )
 
 
 def _stored_layout(solver: Solver, node: Node) -> Layout:
@@ -129,10 +158,20 @@ def _stored_layout(solver: Solver, node: Node) -> Layout:
         return fixed
     placements = solver.lies((node, 0))
     readers = [
-        (reader, slot) for reader in node.users if reader in solver.space.operations for slot in _slots(solver.space, reader, (node, 0))
+        (reader, slot)
+        for reader in node.users
+        if reader in solver.space.operations
+        for slot in _slots(solver.space, reader, (node, 0))
     ]
-    used = {axis for axis, placement in placements.items() for reader, slot in readers if solver.needed(reader, slot)[axis] == placement}
-    stored = frozenset(axis for axis, placement in placements.items() if placement != SAME and axis not in used)
+    used = {
+        axis
+        for axis, placement in placements.items()
+        for reader, slot in readers
+        if solver.needed(reader, slot)[axis] == placement
+    }
+    stored = frozenset(
+        axis for axis, placement in placements.items() if placement != SAME and axis not in used
+    )
     return layout_of(solver.space.granules.cuts((node, 0), solver.num_samples), placements, stored)
 
 
@@ -140,15 +179,29 @@ def _slots(space: Space, reader: Node, value: Value) -> list[int]:
     return [slot for slot, each in enumerate(space.inputs_of(reader)) if each == value]
 
 
-def layout_of(cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()) -> Layout:
-    """A layout from its placement on each axis: axes in the order z, y, x, and last those that only store."""
-    order = [*(axis for axis in ORDER if axis not in stored), *(axis for axis in ORDER if axis in stored)]
-    axes = tuple(tuple(axis for axis in order if placements.get(axis, SAME) == dim) for dim in range(len(cuts)))
-    return Layout(cuts, axes, frozenset(axis for axis in order if placements.get(axis) == PARTIAL), stored)
+def layout_of(
+    cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()
+) -> Layout:
+    """A layout from its placement on each axis: axes in the order z, y, x, and last those that only
+    store.
+    """
+    order = [
+        *(axis for axis in ORDER if axis not in stored),
+        *(axis for axis in ORDER if axis in stored),
+    ]
+    axes = tuple(
+        tuple(axis for axis in order if placements.get(axis, SAME) == dim)
+        for dim in range(len(cuts))
+    )
+    return Layout(
+        cuts, axes, frozenset(axis for axis in order if placements.get(axis) == PARTIAL), stored
+    )
 
 
 def _sent_by_reader(solver: Solver) -> dict[Node, float]:
-    """Bytes of the exchanges that each operation is the first to need; those of a result, and panels, belong to its own operation."""
+    """Bytes of the exchanges that each operation is the first to need; those of a result, and
+    panels, belong to its own operation.
+    """
     axes = solver.grid.axes
     sizes = [solver.grid.size(axis) for axis in axes]
     total: dict[Node, float] = {
@@ -161,14 +214,19 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
         source = [lies[axis] for axis in axes]
         num_bytes = numel_bytes(read.value, solver.terms.shapes)
         kind = read.producer in solver.space.program.gradients, read.producer.op == "get_attr"
-        needed = [(read.readers[reader], solver.needed(read.readers[reader], slot)) for reader, slot in read.slots]
+        needed = [
+            (read.readers[reader], solver.needed(read.readers[reader], slot))
+            for reader, slot in read.slots
+        ]
         targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
         targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
         seen: list[list[Placement]] = [source]
         for node, target in targets:
             if target not in seen:
                 seen.append(target)
-                total[node] = total.get(node, 0.0) + sum(sent_bytes(num_bytes, source, target, sizes, *kind))
+                total[node] = total.get(node, 0.0) + sum(
+                    sent_bytes(num_bytes, source, target, sizes, *kind)
+                )
     for node in solver.space.operations:
         for number in solver.terms.travelling_bytes(node, solver.chosen[node]).values():  # type: ignore[arg-type]
             total[node] = total.get(node, 0.0) + number
@@ -176,27 +234,42 @@ def _sent_by_reader(solver: Solver) -> dict[Node, float]:
 
 
 def _gathered(solver: Solver) -> Gathered:
-    """Values that are cut along an axis where an operation with a gradient needs them the same: it keeps the gathered copy."""
+    """Values that are cut along an axis where an operation with a gradient needs them the same: it
+    keeps the gathered copy.
+    """
     axes, costs = solver.grid.axes, solver.terms.costs
     sizes = [solver.grid.size(axis) for axis in axes]
     per_sample = fixed = seconds = 0.0
     for read in solver.reads:
         lies = solver.lies(read.value)
         source = [lies[axis] for axis in axes]
-        num_bytes, is_parameter = numel_bytes(read.value, solver.terms.shapes), read.producer.op == "get_attr"
+        num_bytes, is_parameter = (
+            numel_bytes(read.value, solver.terms.shapes),
+            read.producer.op == "get_attr",
+        )
         seen: list[list[Placement]] = []
         for reader, slot in read.slots:
             node = read.readers[reader]
             needed = solver.needed(node, slot)
             target = [needed[axis] for axis in axes]
-            grows = any(isinstance(before, int) and after == SAME for before, after in zip(source, target))
+            grows = any(
+                isinstance(before, int) and after == SAME for before, after in zip(source, target)
+            )
             if target in seen or not grows or node not in solver.space.program.gradients:
                 continue
             seen.append(target)
-            held = num_bytes * prod(1 / size for size, placement in zip(sizes, target) if isinstance(placement, int))
-            per_sample, fixed = (per_sample, fixed + held) if is_parameter else (per_sample + held / solver.num_samples, fixed)
+            held = num_bytes * prod(
+                1 / size for size, placement in zip(sizes, target) if isinstance(placement, int)
+            )
+            per_sample, fixed = (
+                (per_sample, fixed + held)
+                if is_parameter
+                else (per_sample + held / solver.num_samples, fixed)
+            )
             sent = sent_bytes(num_bytes, source, target, sizes, False, is_parameter)
-            seconds += costs.latency_s + sum(number / costs.rate(axis) for axis, number in zip(axes, sent))
+            seconds += costs.latency_s + sum(
+                number / costs.rate(axis) for axis, number in zip(axes, sent)
+            )
     return Gathered(per_sample, fixed, seconds)
 
 
@@ -216,4 +289,8 @@ def _word(space: Space, node: Node, option: Option) -> str:
         return "whole" if option.name == "whole" else "partial sums"
     if option.apart:
         return WORDS[option.name]
-    return "by samples" if space.cuts_samples(node, option) else WORDS.get(option.name, f"dim {option.name}")
+    return (
+        "by samples"
+        if space.cuts_samples(node, option)
+        else WORDS.get(option.name, f"dim {option.name}")
+    )

@@ -1,12 +1,14 @@
 """Which dims of which values are cut together, and in which granules.
 
-Dims that an option cuts together form a class. All members have the same number of granules, so that the same granules are on the same
-device whatever the tensor: the width of a projection and the heads it is viewed as, tokens [samples x length] and samples.
+Dims that an option cuts together form a class. All members have the same number of granules, so
+that the same granules are on the same device whatever the tensor: the width of a projection and the
+heads it is viewed as, tokens [samples x length] and samples.
 
     size of a dim = segments * count * unit         count = greatest common divisor of size / segments over the class        (1)
 
-Segments differ inside a class by constant ratios: a fused [q k v] has three for one of its parts. A class whose ratios contradict each
-other, or whose sizes are not multiples of them, is never cut. In a class of samples a granule is one sample.
+Segments differ inside a class by constant ratios: a fused [q k v] has three for one of its parts. A
+class whose ratios contradict each other, or whose sizes are not multiples of them, is never cut. In
+a class of samples a granule is one sample.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Dim = tuple[Value, int]
 
 
 def value_of(node: Node) -> Value:
-    """The tensor that a node holds; `getitem` is another name for a result of the node that it takes apart."""
+    """The tensor that a node holds; `getitem` is another name for a result of the node that it
+    takes apart.
+    """
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         return node.args[0], int(node.args[1])  # type: ignore[return-value,arg-type]
     return node, 0
@@ -66,7 +70,9 @@ class Granules:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._parent: dict[Dim, tuple[Dim, Fraction]] = {}
-        """a member of the same class nearer to its root, and the segments of this dim for one of that member's"""
+        """a member of the same class nearer to its root, and the segments of this dim for one of
+        that member's
+        """
         self._torn: set[Dim] = set()
         self._found: dict[Dim, _Found] = {}
         self._cuts: dict[tuple[Value, int], tuple[Cut, ...]] = {}
@@ -77,7 +83,9 @@ class Granules:
         segments = option.segments or (1,) * len(values)
         found = [
             ((value, placement), Fraction(number))
-            for value, placement, number in zip(values, (*option.inputs, *option.outputs), segments, strict=True)
+            for value, placement, number in zip(
+                values, (*option.inputs, *option.outputs), segments, strict=True
+            )
             if isinstance(placement, int)
         ]
         for dim, _ in found:
@@ -128,14 +136,24 @@ class Granules:
                 each.count = gcd(each.count, size // int(segments))
             samples = not each.torn and each.count % PRIME == 0
             for dim, ratio in each.members:
-                self._found[dim] = _Found(root, 0 if each.torn else each.count, 1 if each.torn else int(ratio / least), samples)
+                self._found[dim] = _Found(
+                    root,
+                    0 if each.torn else each.count,
+                    1 if each.torn else int(ratio / least),
+                    samples,
+                )
 
     def _size(self, dim: Dim) -> int | None:
         """None where it is neither constant nor a multiple of the samples."""
         value, place = dim
         given = tensor_of(value).shape[place]
         size = self._shapes.size(given)
-        return size if isinstance(given, int) or (given.node.expr.free_symbols == {self._shapes.symbol} and size % PRIME == 0) else None
+        return (
+            size
+            if isinstance(given, int)
+            or (given.node.expr.free_symbols == {self._shapes.symbol} and size % PRIME == 0)
+            else None
+        )
 
     def is_samples(self, value: Value, dim: int) -> bool:
         found = self._found.get((value, dim))
@@ -151,7 +169,9 @@ class Granules:
         known = self._cuts.get((value, num_samples))
         if known is None:
             sizes = Shapes(self._shapes.symbol, num_samples).of(tensor_of(value))
-            known = self._cuts[value, num_samples] = tuple(self._cut(value, dim, size) for dim, size in enumerate(sizes))
+            known = self._cuts[value, num_samples] = tuple(
+                self._cut(value, dim, size) for dim, size in enumerate(sizes)
+            )
         return known
 
     def _cut(self, value: Value, dim: int, size: int) -> Cut:

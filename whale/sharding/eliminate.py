@@ -2,9 +2,10 @@
 
     minimise  sum over tables t of  t[choices of its variables]
 
-Variables are eliminated one after the other: all tables of a variable are added up, the smallest entry along it stays and its place is
-kept. The next variable is always the one that leaves the smallest table. Walking back gives every choice: the result is the optimum. Equal
-layers of a model give equal tables; each is computed once.
+Variables are eliminated one after the other: all tables of a variable are added up, the smallest
+entry along it stays and its place is kept. The next variable is always the one that leaves the
+smallest table. Walking back gives every choice: the result is the optimum. Equal layers of a model
+give equal tables; each is computed once.
 """
 
 from __future__ import annotations
@@ -44,13 +45,18 @@ class Tables:
 
     def add(self, variables: Sequence[int], costs: Array) -> None:
         """Adds a table; a variable may not stand twice in it."""
-        assert costs.shape == tuple(self.num_choices[variable] for variable in variables), (costs.shape, variables)
+        assert costs.shape == tuple(self.num_choices[variable] for variable in variables), (
+            costs.shape,
+            variables,
+        )
         key = (costs.shape, costs.tobytes())
         self.tables.append(Table(tuple(variables), self._known.setdefault(key, costs)))
 
     def solve(self) -> tuple[list[int], float]:
         """(choice of each variable, total cost)."""
-        of: dict[int, dict[int, Table]] = {variable: {} for variable in range(len(self.num_choices))}
+        of: dict[int, dict[int, Table]] = {
+            variable: {} for variable in range(len(self.num_choices))
+        }
         for table in self.tables:
             for variable in table.variables:
                 of[variable][id(table)] = table
@@ -83,19 +89,30 @@ class Tables:
         return chosen, constant
 
     def _size_without(self, variable: int, of: Mapping[int, Mapping[int, Table]]) -> int:
-        around = {other for table in of[variable].values() for other in table.variables} - {variable}
+        around = {other for table in of[variable].values() for other in table.variables} - {
+            variable
+        }
         return prod(self.num_choices[other] for other in around)
 
     def _eliminate(
         self, variable: int, tables: list[Table], of: Mapping[int, dict[int, Table]]
     ) -> tuple[tuple[int, ...], Array, npt.NDArray[np.intp]]:
-        rest = tuple(dict.fromkeys(other for table in tables for other in table.variables if other != variable))
+        rest = tuple(
+            dict.fromkeys(
+                other for table in tables for other in table.variables if other != variable
+            )
+        )
         place = {other: number for number, other in enumerate((*rest, variable))}
         for table in tables:
             for other in table.variables:
                 if other != variable:
                     del of[other][id(table)]
-        key = tuple(sorted((tuple(place[other] for other in table.variables), id(table.costs)) for table in tables))
+        key = tuple(
+            sorted(
+                (tuple(place[other] for other in table.variables), id(table.costs))
+                for table in tables
+            )
+        )
         shape = tuple(self.num_choices[other] for other in (*rest, variable))
         found = self._results.get((shape, key))
         if found is None:
@@ -105,7 +122,10 @@ class Tables:
             for table in tables:
                 total = total + _spread(table, place, len(shape))
             costs = total.min(axis=-1)
-            found = self._results[shape, key] = (self._known.setdefault((costs.shape, costs.tobytes()), costs), total.argmin(axis=-1))
+            found = self._results[shape, key] = (
+                self._known.setdefault((costs.shape, costs.tobytes()), costs),
+                total.argmin(axis=-1),
+            )
         return rest, *found
 
 

@@ -1,7 +1,8 @@
-"""The graph that one device of a grid runs for one stage and one number of samples: local operations with constant sizes, and exchanges.
+"""The graph that one device of a grid runs for one stage and one number of samples: local
+operations with constant sizes, and exchanges.
 
-All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A value is brought into another layout
-once, whoever needs it there, when the first one does.
+All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A
+value is brought into another layout once, whoever needs it there, when the first one does.
 """
 
 from __future__ import annotations
@@ -31,15 +32,30 @@ from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nod
 from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
-SPECIAL = ("summa", "norm", "softmax", "argmax", "class loss", "embedding", "experts", "batch norm", "random", "replicas")
-"""operations that talk to other devices, or draw random numbers; `replicas` adds up a value over the model replicas"""
+SPECIAL = (
+    "summa",
+    "norm",
+    "softmax",
+    "argmax",
+    "class loss",
+    "embedding",
+    "experts",
+    "batch norm",
+    "random",
+    "replicas",
+)
+"""operations that talk to other devices, or draw random numbers; `replicas` adds up a value over
+the model replicas
+"""
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
 
 
 @dataclass(frozen=True)
 class Special:
-    """An operation that talks to other devices: everything that its implementation may want to know."""
+    """An operation that talks to other devices: everything that its implementation may want to
+    know.
+    """
 
     kind: str
     """one of SPECIAL"""
@@ -58,7 +74,9 @@ class Communication(Protocol):
         """A module that brings its argument from one layout into another."""
 
     def operation(self, special: Special) -> nn.Module:
-        """A module that takes the tensors of the operation (after exchanges) and gives its results."""
+        """A module that takes the tensors of the operation (after exchanges) and gives its
+        results.
+        """
 
 
 def emit(
@@ -70,9 +88,10 @@ def emit(
     communication: Communication,
     regions: Mapping[Node, Hashable] | None = None,
 ) -> GraphModule:
-    """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum of the loss terms (if the stage has
-    any), new values of buffers. `weights`: this device's part of every parameter, buffers and constants whole, by name.
-    `regions`: operations that are computed again in backward, by region; what is gathered for them is gathered again there."""
+    """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum
+    of the loss terms (if the stage has any), new values of buffers. `weights`: this device's part
+    of every parameter, buffers and constants whole, by name. `regions`: operations that are
+    computed again in backward, by region; what is gathered for them is gathered again there."""
     return _Emitter(space, sharding, place, num_samples, weights, communication).emit(regions or {})
 
 
@@ -86,7 +105,12 @@ class _Emitter:
         weights: Mapping[str, torch.Tensor],
         communication: Communication,
     ) -> None:
-        self.space, self.sharding, self.place, self.num_samples = space, sharding, place, num_samples
+        self.space, self.sharding, self.place, self.num_samples = (
+            space,
+            sharding,
+            place,
+            num_samples,
+        )
         self.weights, self.communication = weights, communication
         self.grid = sharding.grid
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
@@ -102,24 +126,39 @@ class _Emitter:
         self.chosen: dict[Node, dict[str, Option]] = {}
         for index, by_axis in sharding.choices.items():
             known = {option.name: option for option in space.options[names[index]]}
-            self.chosen[names[index]] = {axis: known[name] for axis, name in zip(AXES, by_axis) if name}
+            self.chosen[names[index]] = {
+                axis: known[name] for axis, name in zip(AXES, by_axis) if name
+            }
 
-    # ------------------------------------------------------------------------------------------------------------- the graph
+    # -------------------------------------------------------------------------------------------------------------
+    # the graph
 
     def emit(self, regions: Mapping[Node, Hashable]) -> GraphModule:
         program = self.space.program
         for node in (*program.received, *program.inputs):
-            self._set((node, 0), self.graph.placeholder(node.name), dict.fromkeys(self.grid.axes, self.space.fixed_source(node)))
+            self._set(
+                (node, 0),
+                self.graph.placeholder(node.name),
+                dict.fromkeys(self.grid.axes, self.space.fixed_source(node)),
+            )
         for node in program.state:
             self._state(node)
         runs = self._operations(regions)
         wanted: dict[Node, list[Placement]] = {}
         for node, placement in self.space.wanted():
             wanted.setdefault(node, []).append(placement)
-        results = [self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][0])) for node in (*program.sent, *program.outputs)]
+        results = [
+            self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][0]))
+            for node in (*program.sent, *program.outputs)
+        ]
         if program.terms:
-            terms = [self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][-1])) for node in program.terms]
-            results.append(reduce(lambda a, b: self.graph.call_function(operator.add, (a, b)), terms))
+            terms = [
+                self.bring(node, dict.fromkeys(self.grid.axes, wanted[node][-1]))
+                for node in program.terms
+            ]
+            results.append(
+                reduce(lambda a, b: self.graph.call_function(operator.add, (a, b)), terms)
+            )
         results.extend(self.bring(node, {}) for node in program.updates.values())
         self.graph.output(tuple(results))
         for number, run in enumerate(runs):
@@ -130,7 +169,9 @@ class _Emitter:
         return GraphModule(self.root, self.graph)
 
     def _operations(self, regions: Mapping[Node, Hashable]) -> list[list[Node]]:
-        """Emits all operations, a region in one run when its last one comes; gives the nodes of each run."""
+        """Emits all operations, a region in one run when its last one comes; gives the nodes of
+        each run.
+        """
         members: dict[Hashable, list[Node]] = {}
         for node in self.space.program.operations:
             if node in regions:
@@ -160,7 +201,10 @@ class _Emitter:
         self.calls.add_module(name, Recomputed(GraphModule(self.root, body)))
         with self.graph.inserting_before(run[0]):
             call = self.graph.call_module(f"{CALLS}.{name}", tuple(entering))
-            parts = [self.graph.call_function(operator.getitem, (call, place)) for place in range(len(leaving))]
+            parts = [
+                self.graph.call_function(operator.getitem, (call, place))
+                for place in range(len(leaving))
+            ]
         for node, part in zip(leaving, parts, strict=True):
             node.replace_all_uses_with(part, delete_user_cb=lambda user: user not in own)
         for node in reversed(run):
@@ -203,14 +247,25 @@ class _Emitter:
 
     def _exchange(self, value: Value, copy: Node, source: Layout, target: Layout) -> Node:
         gradient = value[0] in self.space.program.gradients
-        call = self._call(self.communication.exchange(source, target, self.place, gradient), "exchange", (copy,))
+        call = self._call(
+            self.communication.exchange(source, target, self.place, gradient), "exchange", (copy,)
+        )
         call.meta["exchange"] = (source, target)
         return call
 
-    def _reduced_first(self, value: Value, source: Layout, placements: Mapping[str, Placement]) -> Layout | None:
-        """The layout between, where one axis adds up and another gathers: terms that are not yet added up would be sent to everyone."""
+    def _reduced_first(
+        self, value: Value, source: Layout, placements: Mapping[str, Placement]
+    ) -> Layout | None:
+        """The layout between, where one axis adds up and another gathers: terms that are not yet
+        added up would be sent to everyone.
+        """
         adds = [axis for axis in source.partial if isinstance(placements.get(axis, SAME), int)]
-        gathers = {axis: dim for dim, axes in enumerate(source.axes) for axis in axes if placements.get(axis, SAME) == SAME}
+        gathers = {
+            axis: dim
+            for dim, axes in enumerate(source.axes)
+            for axis in axes
+            if placements.get(axis, SAME) == SAME
+        }
         if not adds or not gathers or prod(source.shape) <= TWO_STEPS_FROM:
             return None
         return self.layout(value, {**placements, **gathers})
@@ -221,7 +276,8 @@ class _Emitter:
         self.calls.add_module(name, module)
         return self.graph.call_module(f"{CALLS}.{name}", arguments)
 
-    # -------------------------------------------------------------------------------------------------------- one operation
+    # --------------------------------------------------------------------------------------------------------
+    # one operation
 
     def _operation(self, node: Node) -> None:
         if op_name(node) == "getitem" and not isinstance(node.meta.get("val"), int):
@@ -229,9 +285,16 @@ class _Emitter:
         if self._is_known(node.meta.get("val")):
             return  # a size: a constant here
         chosen = self.chosen.get(node)
-        inputs = self.space.operations[node].inputs if node in self.space.operations else tensor_nodes((node.args, node.kwargs))
+        inputs = (
+            self.space.operations[node].inputs
+            if node in self.space.operations
+            else tensor_nodes((node.args, node.kwargs))
+        )
         sources = [
-            self.bring(source, {axis: option.inputs[slot] for axis, option in chosen.items()} if chosen else {})
+            self.bring(
+                source,
+                {axis: option.inputs[slot] for axis, option in chosen.items()} if chosen else {},
+            )
             for slot, source in enumerate(inputs)
         ]
         self._autocast(node.meta.get("autocast"))
@@ -241,7 +304,9 @@ class _Emitter:
         results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
         held = node.meta.get("val")
         if not isinstance(held, list | tuple):
-            placements = {axis: option.outputs[0] for axis, option in chosen.items()} if chosen else {}
+            placements = (
+                {axis: option.outputs[0] for axis, option in chosen.items()} if chosen else {}
+            )
             if isinstance(held, torch.Tensor):
                 self._set((node, 0), results, placements)
             else:
@@ -251,7 +316,13 @@ class _Emitter:
         for number in sorted(used):
             if isinstance(held[number], torch.Tensor):
                 part = self.graph.call_function(operator.getitem, (results, number))
-                self._set((node, number), part, {axis: option.outputs[number] for axis, option in chosen.items()} if chosen else {})
+                self._set(
+                    (node, number),
+                    part,
+                    {axis: option.outputs[number] for axis, option in chosen.items()}
+                    if chosen
+                    else {},
+                )
 
     def _is_known(self, value: Any) -> bool:
         """Whether a value is a number that follows from the number of samples."""
@@ -266,36 +337,60 @@ class _Emitter:
         for axis in self.grid.axes:
             if axis in chosen and chosen[axis].local:
                 kinds.setdefault(chosen[axis].local, []).append(axis)
-        values = [value_of(source) for source in self.space.operations[node].inputs] if chosen else []
+        values = (
+            [value_of(source) for source in self.space.operations[node].inputs] if chosen else []
+        )
         outputs = (
-            [self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()}) for value in self.space.outputs_of(node)]
+            [
+                self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()})
+                for value in self.space.outputs_of(node)
+            ]
             if chosen
             else []
         )
         if is_random(node):
             kinds.setdefault("random", [])
         if chosen and trains_batch_norm(node):
-            kinds.setdefault("batch norm", [])  # also where every device has all samples: other replicas have more
+            kinds.setdefault(
+                "batch norm", []
+            )  # also where every device has all samples: other replicas have more
         for kind in SPECIAL:
             if kind in kinds:
-                inputs = [self.layout(v, {a: o.inputs[slot] for a, o in chosen.items()}) for slot, v in enumerate(values)]
-                special = Special(kind, node, tuple(kinds[kind]), tuple(inputs), tuple(outputs), self.place)
-                call = self._call(self.communication.operation(special), kind.replace(" ", "_"), tuple(sources))
+                inputs = [
+                    self.layout(v, {a: o.inputs[slot] for a, o in chosen.items()})
+                    for slot, v in enumerate(values)
+                ]
+                special = Special(
+                    kind, node, tuple(kinds[kind]), tuple(inputs), tuple(outputs), self.place
+                )
+                call = self._call(
+                    self.communication.operation(special), kind.replace(" ", "_"), tuple(sources)
+                )
                 call.meta["special"] = special
                 return call
         shapes = [layout.local_shape(self.grid, self.place) for layout in outputs]
         is_mean = any(kind in kinds for kind in ("mean", "mean loss"))
-        return local_call(self.graph, node, self._arguments(node, sources), shapes if chosen else None, self.shapes if is_mean else None)
+        return local_call(
+            self.graph,
+            node,
+            self._arguments(node, sources),
+            shapes if chosen else None,
+            self.shapes if is_mean else None,
+        )
 
     def _over_replicas(self, node: Node, chosen: Mapping[str, Option], result: Node) -> Node:
         """A loss that is not additive: its batch sums are taken over all model replicas."""
-        layout = self.layout((node, 0), {axis: option.outputs[0] for axis, option in chosen.items()})
+        layout = self.layout(
+            (node, 0), {axis: option.outputs[0] for axis, option in chosen.items()}
+        )
         special = Special("replicas", node, (), (layout,), (layout,), self.place)
         call = self._call(self.communication.operation(special), "replicas", (result,))
         call.meta["special"] = special
         return call
 
-    def _arguments(self, node: Node, sources: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(
+        self, node: Node, sources: Sequence[Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The node's arguments with local tensors and constant sizes."""
         remaining = iter(sources)
 
@@ -304,7 +399,9 @@ class _Emitter:
             if isinstance(value, torch.Tensor):
                 return next(remaining, None)
             if self._is_known(value):
-                return value if isinstance(value, int | float | bool) else _number(value, self.shapes)
+                return (
+                    value if isinstance(value, int | float | bool) else _number(value, self.shapes)
+                )
             return self.copies[value_of(source)]
 
         return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)  # type: ignore[return-value]

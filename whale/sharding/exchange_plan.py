@@ -1,21 +1,24 @@
-"""Which part of a tensor goes from which device to which when its layout on a grid changes. Pure data: nothing is sent here.
+"""Which part of a tensor goes from which device to which when its layout on a grid changes. Pure
+data: nothing is sent here.
 
-The value of an element is the sum of what the devices along the partial axes hold. What an exchange does along one axis, by the
-tensor's role there before and after it:
+The value of an element is the sum of what the devices along the partial axes hold. What an exchange
+does along one axis, by the tensor's role there before and after it:
 
     from \\ to    cut                      same              partial
     cut          all-to-all (or nothing)  gather            pad with zeros, local
     same         slice, local             nothing           mask: coordinate 0 keeps it, local                          (1)
     partial      reduce-scatter           all-reduce        nothing
 
-For a receiver r the senders are the devices that agree with r on every axis where nothing has to move:
+For a receiver r the senders are the devices that agree with r on every axis where nothing has to
+move:
 
     senders(r) = { s : s_q = r_q on every axis q that is same before, or partial after, the exchange }                  (2)
 
-An element's coordinates on the axes that cut it are fixed, so along them exactly one sender has it; along the partial axes that are
-summed all have a term. Where a device already has what it needs it is its own sender, and of several equal holders the one on
-r's own line sends: nobody receives what it has, nobody receives anything twice. Terms are added in the order of the places, so all
-receivers of an element get the same bits.
+An element's coordinates on the axes that cut it are fixed, so along them exactly one sender has it;
+along the partial axes that are summed all have a term. Where a device already has what it needs it
+is its own sender, and of several equal holders the one on r's own line sends: nobody receives what
+it has, nobody receives anything twice. Terms are added in the order of the places, so all receivers
+of an element get the same bits.
 
 A large all-reduce is a reduce-scatter and a gather when these send less:
 
@@ -33,17 +36,32 @@ from whale.sharding.grid import Grid, Interval
 from whale.sharding.layout import Layout, whole
 
 TWO_STEPS_FROM = 65_536
-"""elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3 GB/s (research/tensor3d.md 4.3)"""
+"""elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3
+GB/s (research/tensor3d.md 4.3)
+"""
 
 _sent_cache: dict[tuple[object, ...], int] = {}
 _plan_cache: dict[tuple[object, ...], ExchangePlan] = {}
 """layers that are alike have the same exchanges"""
 
 
-def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, backend: str = "gloo", backward: bool = True) -> ExchangePlan:
-    """What the device at `place` does to turn one layout into another, and its gradient back. `backend`: gloo or nccl."""
+def plan_exchange(
+    source: Layout,
+    target: Layout,
+    grid: Grid,
+    place: int,
+    *,
+    backend: str = "gloo",
+    backward: bool = True,
+) -> ExchangePlan:
+    """What the device at `place` does to turn one layout into another, and its gradient back.
+    `backend`: gloo or nccl.
+    """
     if source.shape != target.shape:
-        raise ValueError(f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} after")
+        raise ValueError(
+            f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} "
+            "after"
+        )
     key = (source, target, *_of_grid(grid), place, backend, backward, TWO_STEPS_FROM)
     if key not in _plan_cache:
         _plan_cache[key] = _plan(source, target, grid, place, backend, backward)
@@ -51,10 +69,18 @@ def plan_exchange(source: Layout, target: Layout, grid: Grid, place: int, *, bac
 
 
 def _of_grid(grid: Grid) -> tuple[object, ...]:
-    return (grid.gx, grid.gy, grid.gz, tuple(sorted(grid.work.items())), tuple(sorted(grid.memory.items())))
+    return (
+        grid.gx,
+        grid.gy,
+        grid.gz,
+        tuple(sorted(grid.work.items())),
+        tuple(sorted(grid.memory.items())),
+    )
 
 
-def _plan(source: Layout, target: Layout, grid: Grid, place: int, backend: str, backward: bool) -> ExchangePlan:
+def _plan(
+    source: Layout, target: Layout, grid: Grid, place: int, backend: str, backward: bool
+) -> ExchangePlan:
     gradient = target.conjugate(grid), source.conjugate(grid)
     return ExchangePlan(
         source,
@@ -71,25 +97,37 @@ def plan_nothing() -> ExchangePlan:
     return ExchangePlan(whole(()), whole(()), (), ())
 
 
-def places_needed(source: Layout, target: Layout, grid: Grid, *, backend: str = "gloo", backward: bool = True) -> set[tuple[int, ...]]:
-    """The sets of places that exchange messages, over the whole grid: all ranks make a process group of each, in one (sorted) order."""
-    pairs = [(source, target)] + ([(target.conjugate(grid), source.conjugate(grid))] if backward else [])
+def places_needed(
+    source: Layout, target: Layout, grid: Grid, *, backend: str = "gloo", backward: bool = True
+) -> set[tuple[int, ...]]:
+    """The sets of places that exchange messages, over the whole grid: all ranks make a process
+    group of each, in one (sorted) order.
+    """
+    pairs = [(source, target)] + (
+        [(target.conjugate(grid), source.conjugate(grid))] if backward else []
+    )
     groups: set[tuple[int, ...]] = set()
     for a, b in pairs:
         hops = route(a, b, grid, backend)
         for first, second in zip(hops, hops[1:]):
             axes = _moving_axes(first, second, grid)
-            groups |= {grid.line(place, axes) for place in range(grid.num_devices)} if axes else set()
+            groups |= (
+                {grid.line(place, axes) for place in range(grid.num_devices)} if axes else set()
+            )
     return groups
 
 
 def groups_of(plans: Iterable[ExchangePlan]) -> set[tuple[int, ...]]:
     """The same for plans that are already made, of all places together."""
-    return {step.places for plan in plans for step in (*plan.forward, *plan.backward) if step.places}
+    return {
+        step.places for plan in plans for step in (*plan.forward, *plan.backward) if step.places
+    }
 
 
 def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
-    """The layouts one after the other; one in between where that sends less, as in line (3). The same on every device."""
+    """The layouts one after the other; one in between where that sends less, as in line (3). The
+    same on every device.
+    """
     summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
     if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
         return source, target
@@ -106,24 +144,31 @@ def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Lay
 
 
 def _between(source: Layout, target: Layout, grid: Grid, summed: Sequence[str]) -> Iterator[Layout]:
-    """Every element summed at one place first, in two ways: where it is needed, to be gathered there; or where it is, to be moved then."""
+    """Every element summed at one place first, in two ways: where it is needed, to be gathered
+    there; or where it is, to be moved then.
+    """
     gathered = [axis for axis in summed if axis in target.same_on(grid)]
     moves = any(axis not in summed for axis in _moving_axes(source, target, grid))
     for dim in range(len(target.cuts)):
         if gathered:
             yield replace(target, axes=_also_cut(target, dim, gathered))
         if moves:
-            yield replace(source, axes=_also_cut(source, dim, summed), partial=source.partial & target.partial)
+            yield replace(
+                source, axes=_also_cut(source, dim, summed), partial=source.partial & target.partial
+            )
 
 
 def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple((*own, *axes) if d == dim else own for d, own in enumerate(layout.axes))
 
 
-# ---- one step ---------------------------------------------------------------------------------------------------------
+# ---- one step
+# ---------------------------------------------------------------------------------------------------------
 
 
-def _steps(source: Layout, target: Layout, grid: Grid, place: int, backend: str) -> tuple[Step, ...]:
+def _steps(
+    source: Layout, target: Layout, grid: Grid, place: int, backend: str
+) -> tuple[Step, ...]:
     hops = route(source, target, grid, backend)
     steps = [_Change(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
     return tuple(step for step in steps if not step.is_identity)
@@ -134,12 +179,19 @@ class _Change:
 
     def __init__(self, source: Layout, target: Layout, grid: Grid) -> None:
         self.source, self.target, self.grid = source, target, grid
-        same, self.summed = source.same_on(grid), [axis for axis in grid.axes if axis in source.partial - target.partial]
+        same, self.summed = (
+            source.same_on(grid),
+            [axis for axis in grid.axes if axis in source.partial - target.partial],
+        )
         self.masked = [axis for axis in same if axis in target.partial]
-        self.padded = [axis for axis in grid.axes if axis in source.sharded and axis in target.partial]
+        self.padded = [
+            axis for axis in grid.axes if axis in source.sharded and axis in target.partial
+        ]
         self.moving = _moving_axes(source, target, grid)
         self._ranges: dict[tuple[object, ...], tuple[Interval, ...]] = {}
-        self._overlaps: dict[tuple[object, ...], tuple[tuple[Interval, ...], tuple[Interval, ...]]] = {}
+        self._overlaps: dict[
+            tuple[object, ...], tuple[tuple[Interval, ...], tuple[Interval, ...]]
+        ] = {}
         self._counts: dict[tuple[object, ...], int] = {}
 
     def _ranges_of(self, layout: Layout, place: int, dim: int) -> tuple[Interval, ...]:
@@ -152,19 +204,35 @@ class _Change:
     def _at(self, layout: Layout, place: int, dim: int) -> tuple[int, ...]:
         return tuple(self.grid.coordinate(place, axis) for axis in layout.axes[dim])
 
-    def _overlap_of(self, sender: int, receiver: int, dim: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    def _overlap_of(
+        self, sender: int, receiver: int, dim: int
+    ) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
         key = (dim, self._at(self.source, sender, dim), self._at(self.target, receiver, dim))
         if key not in self._overlaps:
-            self._overlaps[key] = _overlap(self._ranges_of(self.source, sender, dim), self._ranges_of(self.target, receiver, dim))
+            self._overlaps[key] = _overlap(
+                self._ranges_of(self.source, sender, dim),
+                self._ranges_of(self.target, receiver, dim),
+            )
         return self._overlaps[key]
 
     def _count(self, layout: Layout, place: int) -> int:
         """Elements that a place holds."""
-        return prod(sum(b - a for a, b in self._ranges_of(layout, place, dim)) for dim in range(len(layout.cuts)))
+        return prod(
+            sum(b - a for a, b in self._ranges_of(layout, place, dim))
+            for dim in range(len(layout.cuts))
+        )
 
     def step(self, place: int) -> Step:
-        sends = [(other, *parts) for other in self._receivers(place) if (parts := self.parts(place, other)) is not None]
-        received = [(other, *parts) for other in self._senders(place) if (parts := self.parts(other, place)) is not None]
+        sends = [
+            (other, *parts)
+            for other in self._receivers(place)
+            if (parts := self.parts(place, other)) is not None
+        ]
+        received = [
+            (other, *parts)
+            for other in self._senders(place)
+            if (parts := self.parts(other, place)) is not None
+        ]
         terms: dict[tuple[int, ...], list[Block]] = {}
         for other, _, wanted in received:
             terms.setdefault(self._term(other), []).append(Block(other, wanted))
@@ -179,23 +247,44 @@ class _Change:
             sends=tuple(Block(other, held) for other, held, _ in sends),
             terms=tuple(tuple(terms[key]) for key in sorted(terms)),
             pattern=self._pattern(line) if line else "local",
-            largest=max((self._count(layout, member) for member in line for layout in (self.source, self.target)), default=0),
+            largest=max(
+                (
+                    self._count(layout, member)
+                    for member in line
+                    for layout in (self.source, self.target)
+                ),
+                default=0,
+            ),
         )
 
     def num_sent(self, place: int) -> int:
-        """Elements that this place sends to others. An axis cuts one dim at most: the sum over receivers is a product of sums."""
+        """Elements that this place sends to others. An axis cuts one dim at most: the sum over
+        receivers is a product of sums.
+        """
         if any(self.grid.coordinate(place, axis) for axis in self.masked):
             return 0
         dims = range(len(self.source.cuts))
-        copies = prod(self.grid.size(axis) for axis in self.moving if axis not in self.target.sharded)
-        return copies * prod(self._num_for_all(place, dim) for dim in dims) - prod(self._num_for(place, place, dim) for dim in dims)
+        copies = prod(
+            self.grid.size(axis) for axis in self.moving if axis not in self.target.sharded
+        )
+        return copies * prod(self._num_for_all(place, dim) for dim in dims) - prod(
+            self._num_for(place, place, dim) for dim in dims
+        )
 
     def _num_for_all(self, place: int, dim: int) -> int:
-        """Entries of a dim that this place has for all receivers that differ along the axes which cut it then."""
-        fixed = tuple(self.grid.coordinate(place, axis) for axis in self.target.axes[dim] if axis not in self.moving)
+        """Entries of a dim that this place has for all receivers that differ along the axes which
+        cut it then.
+        """
+        fixed = tuple(
+            self.grid.coordinate(place, axis)
+            for axis in self.target.axes[dim]
+            if axis not in self.moving
+        )
         key = (dim, self._at(self.source, place, dim), fixed)
         if key not in self._counts:
-            receivers = self.grid.line(place, [axis for axis in self.target.axes[dim] if axis in self.moving])
+            receivers = self.grid.line(
+                place, [axis for axis in self.target.axes[dim] if axis in self.moving]
+            )
             self._counts[key] = sum(self._num_for(place, other, dim) for other in receivers)
         return self._counts[key]
 
@@ -203,7 +292,9 @@ class _Change:
         return sum(b - a for a, b in self._overlap_of(sender, receiver, dim)[0])
 
     def parts(self, sender: int, receiver: int) -> tuple[Ranges, Ranges] | None:
-        """What goes from one to the other: ranges of the sender's tensor and of the receiver's; None when there is nothing."""
+        """What goes from one to the other: ranges of the sender's tensor and of the receiver's;
+        None when there is nothing.
+        """
         if any(self.grid.coordinate(receiver, axis) for axis in self.masked):
             return None
         held, wanted = [], []
@@ -222,7 +313,9 @@ class _Change:
     _receivers = _senders  # to agree on an axis is mutual
 
     def _term(self, sender: int) -> tuple[int, ...]:
-        return tuple(self.grid.coordinate(sender, axis) for axis in ("z", "y", "x") if axis in self.summed)
+        return tuple(
+            self.grid.coordinate(sender, axis) for axis in ("z", "y", "x") if axis in self.summed
+        )
 
     def _pattern(self, line: Sequence[int]) -> str:
         """What a back-end can do in one even collective."""
@@ -249,26 +342,39 @@ def _is_plain_all_reduce(source: Layout, target: Layout, grid: Grid) -> bool:
 
 
 def _moving_axes(source: Layout, target: Layout, grid: Grid) -> tuple[str, ...]:
-    """Axes along which something is sent: summed ones, and those that cut a dim of which a device may want what another has."""
+    """Axes along which something is sent: summed ones, and those that cut a dim of which a device
+    may want what another has.
+    """
     if prod(source.shape) == 0:
         return ()
     moving = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
     for dim, axes in enumerate(source.axes):
         for axis in axes:
-            if axis in grid.axes and axis not in target.partial and _leaves(source, target, grid, dim, axis):
+            if (
+                axis in grid.axes
+                and axis not in target.partial
+                and _leaves(source, target, grid, dim, axis)
+            ):
                 moving.append(axis)
     return tuple(axis for axis in grid.axes if axis in moving)
 
 
 def _leaves(source: Layout, target: Layout, grid: Grid, dim: int, axis: str) -> bool:
-    """Whether a device may want a part of this dim from another coordinate of the axis: not if the axes down to this one cut alike."""
+    """Whether a device may want a part of this dim from another coordinate of the axis: not if the
+    axes down to this one cut alike.
+    """
     before, after = ([q for q in layout.axes[dim] if q in grid.axes] for layout in (source, target))
     outer = before[: before.index(axis) + 1]
     if after[: len(outer)] != outer:
         return True
     places = grid.line(0, outer)
     held, wanted = (
-        [Layout((layout.cuts[dim],), (tuple(outer),), stored=layout.stored).ranges(grid, place, 0) for place in places]
+        [
+            Layout((layout.cuts[dim],), (tuple(outer),), stored=layout.stored).ranges(
+                grid, place, 0
+            )
+            for place in places
+        ]
         for layout in (source, target)
     )
     return held != wanted
@@ -283,8 +389,12 @@ def _most_sent(source: Layout, target: Layout, grid: Grid) -> int:
     return _sent_cache[key]
 
 
-def _overlap(held: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """Index ranges that both have, counted once from the beginning of what the first holds and once of what the second does."""
+def _overlap(
+    held: Sequence[Interval], wanted: Sequence[Interval]
+) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    """Index ranges that both have, counted once from the beginning of what the first holds and once
+    of what the second does.
+    """
     here: list[Interval] = []
     there: list[Interval] = []
     before = 0
@@ -293,7 +403,12 @@ def _overlap(held: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[tupl
         for c, d in wanted:
             first, stop = max(a, c), min(b, d)
             if first < stop:
-                _append(here, there, (before + first - a, before + stop - a), (start + first - c, start + stop - c))
+                _append(
+                    here,
+                    there,
+                    (before + first - a, before + stop - a),
+                    (start + first - c, start + stop - c),
+                )
             start += d - c
         before += b - a
     return tuple(here), tuple(there)

@@ -19,7 +19,9 @@ Ranges = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True)
 class Block:
-    """What goes to, or comes from, one place; `ranges` are those of the local tensor that it is taken from or put into."""
+    """What goes to, or comes from, one place; `ranges` are those of the local tensor that it is
+    taken from or put into.
+    """
 
     place: int
     ranges: Ranges
@@ -33,7 +35,9 @@ class Block:
         return prod(self.shape)
 
     def is_run_of(self, shape: Sequence[int]) -> bool:
-        """Contiguous in a contiguous tensor: one range for each dim, and after the first dim longer than 1 all of it."""
+        """Contiguous in a contiguous tensor: one range for each dim, and after the first dim longer
+        than 1 all of it.
+        """
         inner = False
         for ranges, size in zip(self.ranges, shape):
             if len(ranges) != 1 or (inner and ranges != ((0, size),)):
@@ -47,7 +51,10 @@ def in_order(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     stop = 0
     for block in blocks:
-        if not block.is_run_of(shape) or sum(ranges[0][0] * stride for ranges, stride in zip(block.ranges, strides)) != stop:
+        if (
+            not block.is_run_of(shape)
+            or sum(ranges[0][0] * stride for ranges, stride in zip(block.ranges, strides)) != stop
+        ):
             return False
         stop += block.count
     return stop == prod(shape)
@@ -64,13 +71,21 @@ class Step:
     shape: tuple[int, ...]
     """of the local result"""
     sends: tuple[Block, ...]
-    """in the order of the receivers, this place (what it keeps) among them; ranges of the local input"""
+    """in the order of the receivers, this place (what it keeps) among them; ranges of the local
+    input
+    """
     terms: tuple[tuple[Block, ...], ...]
-    """what is added up, in order; the blocks of one term, this place's among them, do not overlap; ranges of the local result"""
+    """what is added up, in order; the blocks of one term, this place's among them, do not overlap;
+    ranges of the local result
+    """
     pattern: str
-    """gather, reduce-scatter or all-reduce where every device's part is equally large, all-to-all otherwise, or local"""
+    """gather, reduce-scatter or all-reduce where every device's part is equally large, all-to-all
+    otherwise, or local
+    """
     largest: int
-    """elements of the largest tensor that one of the places holds before or after: all of them choose the way of sending by it"""
+    """elements of the largest tensor that one of the places holds before or after: all of them
+    choose the way of sending by it
+    """
 
     @cached_property
     def own(self) -> tuple[Block, Block] | None:
@@ -89,7 +104,11 @@ class Step:
     @cached_property
     def is_filled(self) -> bool:
         """Every element of the result gets a value; otherwise the rest is zero."""
-        return sum(block.count for block in self.terms[0]) == prod(self.shape) if self.terms else prod(self.shape) == 0
+        return (
+            sum(block.count for block in self.terms[0]) == prod(self.shape)
+            if self.terms
+            else prod(self.shape) == 0
+        )
 
     @cached_property
     def is_sum_of_wholes(self) -> bool:
@@ -104,17 +123,27 @@ class Step:
     @cached_property
     def is_made_of_runs(self) -> bool:
         """What arrives can be received straight into the result."""
-        return self.is_filled and len(self.terms) == 1 and all(block.is_run_of(self.shape) for block in self.terms[0])
+        return (
+            self.is_filled
+            and len(self.terms) == 1
+            and all(block.is_run_of(self.shape) for block in self.terms[0])
+        )
 
     @cached_property
     def arrives_in_place(self) -> bool:
-        """In an all-to-all of two places, the other one's part can be received straight into the result."""
+        """In an all-to-all of two places, the other one's part can be received straight into the
+        result.
+        """
         return len(self.places) == 2 and self.is_made_of_runs
 
     @cached_property
     def own_travels(self) -> bool:
-        """In an all-to-all, what this place keeps goes through the buffers too: then they need no putting together."""
-        return (self.is_in_order and not self.arrives_in_place) or (self.is_sum_of_wholes and len(self.terms) > 2)
+        """In an all-to-all, what this place keeps goes through the buffers too: then they need no
+        putting together.
+        """
+        return (self.is_in_order and not self.arrives_in_place) or (
+            self.is_sum_of_wholes and len(self.terms) > 2
+        )
 
     @cached_property
     def leaving(self) -> tuple[Block, ...]:
@@ -129,9 +158,16 @@ class Step:
     @cached_property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Elements that come from and go to each of the places in an all-to-all."""
-        arriving = {block.place: block.count for term in self.terms for block in term if self.own_travels or block.place != self.place}
+        arriving = {
+            block.place: block.count
+            for term in self.terms
+            for block in term
+            if self.own_travels or block.place != self.place
+        }
         leaving = {block.place: block.count for block in self.leaving}
-        return [arriving.get(place, 0) for place in self.places], [leaving.get(place, 0) for place in self.places]
+        return [arriving.get(place, 0) for place in self.places], [
+            leaving.get(place, 0) for place in self.places
+        ]
 
     @cached_property
     def num_sent(self) -> int:
@@ -140,25 +176,38 @@ class Step:
 
     @cached_property
     def most_held(self) -> int:
-        """Elements that an all-to-all holds at most beside the input, the result among them: other ways of sending hold about as much.
+        """Elements that an all-to-all holds at most beside the input, the result among them: other
+        ways of sending hold about as much.
 
-        First what leaves, where it has to be copied, and what arrives; then, what was sent being gone, the result."""
+        First what leaves, where it has to be copied, and what arrives; then, what was sent being
+        gone, the result."""
         result = prod(self.shape)
         if not self.places:
             return result
         leaving = 0 if self.leaves_in_order else sum(block.count for block in self.leaving)
         arriving = result if self.arrives_in_place else sum(self.sizes[0])
-        return max(leaving + arriving, arriving + (0 if self.arrives_in_place or self.is_in_order else result))
+        return max(
+            leaving + arriving,
+            arriving + (0 if self.arrives_in_place or self.is_in_order else result),
+        )
 
 
 def most_held(steps: Sequence[Step]) -> int:
     """Elements that steps, one after the other, hold at most beside the input of the first."""
-    return max((step.most_held + (prod(step.input_shape) if number else 0) for number, step in enumerate(steps)), default=0)
+    return max(
+        (
+            step.most_held + (prod(step.input_shape) if number else 0)
+            for number, step in enumerate(steps)
+        ),
+        default=0,
+    )
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One device's part of a change of layout, and of the change of the gradient's layout on the way back."""
+    """One device's part of a change of layout, and of the change of the gradient's layout on the
+    way back.
+    """
 
     source: Layout
     target: Layout
@@ -181,4 +230,7 @@ class ExchangePlan:
 
     @property
     def text(self) -> str:
-        return f"{self.source.text()} -> {self.target.text()}: {', '.join(step.pattern for step in self.forward) or 'nothing moves'}"
+        return (
+            f"{self.source.text()} -> {self.target.text()}: "
+            f"{', '.join(step.pattern for step in self.forward) or 'nothing moves'}"
+        )

@@ -1,7 +1,8 @@
-"""Rows of tokens between two products with their experts (capture/experts.py): do they come back in between, or stay where they are?
+"""Rows of tokens between two products with their experts (capture/experts.py): do they come back in
+between, or stay where they are?
 
-`up`, an activation and `down` of an expert need only rows of its own. So tokens travel to the device of their expert before the first
-product and back after the last one.
+`up`, an activation and `down` of an expert need only rows of its own. So tokens travel to the
+device of their expert before the first product and back after the last one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ ROW_DIM = (0, -2)
 
 
 def journeys(operations: Iterable[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
-    """(products whose rows have to come, products whose results have to go back) where tokens travel to all of them."""
+    """(products whose rows have to come, products whose results have to go back) where tokens
+    travel to all of them.
+    """
     products = [node for node in operations if op_name(node) == "expert_mm"]
     staying: set[Node] = set()
     following: set[Node] = set()
     for product in products:
-        ends = readers_in_place(product, lambda node, experts=product.args[2]: op_name(node) == "expert_mm" and node.args[2] is experts)  # type: ignore[misc]
+        ends = readers_in_place(
+            product,
+            lambda node, experts=product.args[2]: (  # type: ignore[misc]
+                op_name(node) == "expert_mm" and node.args[2] is experts
+            ),
+        )
         if ends:
             staying.add(product)
             following.update(ends)
@@ -32,7 +40,9 @@ def journeys(operations: Iterable[Node]) -> tuple[frozenset[Node], frozenset[Nod
 
 
 def readers_in_place(start: Node, is_end: Callable[[Node], bool]) -> list[Node] | None:
-    """The ends that read the rows of `start`, through operations that treat rows one by one; None where something else reads them."""
+    """The ends that read the rows of `start`, through operations that treat rows one by one; None
+    where something else reads them.
+    """
     rows, ends = {start}, []
     waiting = set(start.users)
     node = start.next
@@ -51,7 +61,9 @@ def readers_in_place(start: Node, is_end: Callable[[Node], bool]) -> list[Node] 
 
 
 def _is_row_by_row(node: Node, rows: Collection[Node]) -> bool:
-    """Stricter than its namesake in capture/experts.py: it is also asked of lowered graphs, whose nodes know no shapes."""
+    """Stricter than its namesake in capture/experts.py: it is also asked of lowered graphs, whose
+    nodes know no shapes.
+    """
     if node.op != "call_function" or not all(source in rows for source in node.all_input_nodes):
         return False
     if node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):

@@ -4,7 +4,8 @@ Place p of the VirtualDevice has the coordinates x fastest, z slowest:
 
     p = (cz * gy + cy) * gx + cx                                                     (1)
 
-An axis of g devices with weights w_1..w_g cuts n things into n_1..n_g, in order, by largest remainder; n_i = 0 is legal:
+An axis of g devices with weights w_1..w_g cuts n things into n_1..n_g, in order, by largest
+remainder; n_i = 0 is legal:
 
     n_i = floor(n w_i / sum w), the rest one each to the largest remainders          (2)
 """
@@ -39,7 +40,8 @@ class Grid:
             for axis, values in weights.items():
                 if len(values) != self.size(axis) or min(values) < 0 or sum(values) <= 0:
                     raise ValueError(
-                        f"{name} weights of axis {axis} are {values}: {self.size(axis)} numbers are needed, none negative, one above 0"
+                        f"{name} weights of axis {axis} are {values}: {self.size(axis)} numbers "
+                        "are needed, none negative, one above 0"
                     )
 
     @property
@@ -71,11 +73,16 @@ class Grid:
         """The places that differ from this one on these axes only, this one included, in order."""
         places = [place]
         for axis in dict.fromkeys(axes):
-            steps = [(other - self.coordinate(place, axis)) * self._strides[axis] for other in range(self.size(axis))]
+            steps = [
+                (other - self.coordinate(place, axis)) * self._strides[axis]
+                for other in range(self.size(axis))
+            ]
             places = [at + step for at in places for step in steps]
         return tuple(sorted(places))
 
-    def cut(self, interval: Interval, axis: str, coordinate: int, *, stored: bool = False) -> Interval:
+    def cut(
+        self, interval: Interval, axis: str, coordinate: int, *, stored: bool = False
+    ) -> Interval:
         """The part of an interval that one coordinate of an axis gets: line (2)."""
         weights = (self.memory if stored else self.work).get(axis, (1.0,) * self.size(axis))
         first, stop = interval

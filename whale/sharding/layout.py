@@ -1,16 +1,18 @@
 """How one tensor lies on a grid.
 
-Each dim of a tensor can be cut in granules only: a head is never torn apart, nor a sample. A fused dim (q, k and v in one) has segments,
-each of which is cut in the same way:
+Each dim of a tensor can be cut in granules only: a head is never torn apart, nor a sample. A fused
+dim (q, k and v in one) has segments, each of which is cut in the same way:
 
     size of the dim = segments * count * unit                                                                       (1)
 
-A layout says for each dim which axes cut it, outermost first, and on which axes the tensor is a partial sum. On every other axis it is the
-same everywhere. The device at a place holds, of dim i, granules [a, b) of every segment: index ranges
-[(s * count + a) * unit, (s * count + b) * unit) for s = 0 .. segments - 1.
+A layout says for each dim which axes cut it, outermost first, and on which axes the tensor is a
+partial sum. On every other axis it is the same everywhere. The device at a place holds, of dim i,
+granules [a, b) of every segment: index ranges [(s * count + a) * unit, (s * count + b) * unit) for
+s = 0 .. segments - 1.
 
-What is differentiated is the sum of all devices' losses. So a tensor and its gradient have conjugate layouts: cut alike, and the gradient
-is a partial sum exactly where the tensor is the same on all devices, and the other way round (docs/split.md, line 1).
+What is differentiated is the sum of all devices' losses. So a tensor and its gradient have
+conjugate layouts: cut alike, and the gradient is a partial sum exactly where the tensor is the same
+on all devices, and the other way round (docs/split.md, line 1).
 """
 
 from __future__ import annotations
@@ -39,18 +41,26 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one tensor: for each dim how it may be cut and which axes cut it, and on which axes it is a partial sum."""
+    """Of one tensor: for each dim how it may be cut and which axes cut it, and on which axes it is
+    a partial sum.
+    """
 
     cuts: tuple[Cut, ...]
     axes: tuple[tuple[str, ...], ...]
     """by dim, outermost axis first"""
     partial: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
-    """axes that cut a weight only to store it (it is gathered before use): they cut by memory, not by speed"""
+    """axes that cut a weight only to store it (it is gathered before use): they cut by memory, not
+    by speed
+    """
 
     def __post_init__(self) -> None:
         used = [axis for axes in self.axes for axis in axes]
-        if len(self.cuts) != len(self.axes) or len(set(used)) < len(used) or self.partial & set(used):
+        if (
+            len(self.cuts) != len(self.axes)
+            or len(set(used)) < len(used)
+            or self.partial & set(used)
+        ):
             raise ValueError(f"an axis may be used once, and every dim needs its axes: {self}")
 
     @property
@@ -65,7 +75,9 @@ class Layout:
 
     def same_on(self, grid: Grid) -> tuple[str, ...]:
         """Axes of the grid along which all devices hold the same numbers."""
-        return tuple(axis for axis in grid.axes if axis not in self.sharded and axis not in self.partial)
+        return tuple(
+            axis for axis in grid.axes if axis not in self.sharded and axis not in self.partial
+        )
 
     def conjugate(self, grid: Grid) -> Layout:
         """The layout of the gradient."""
@@ -74,7 +86,9 @@ class Layout:
     def granules(self, grid: Grid, place: int, dim: int) -> Interval:
         interval = (0, self.cuts[dim].count)
         for axis in self.axes[dim]:
-            interval = grid.cut(interval, axis, grid.coordinate(place, axis), stored=axis in self.stored)
+            interval = grid.cut(
+                interval, axis, grid.coordinate(place, axis), stored=axis in self.stored
+            )
         return interval
 
     def ranges(self, grid: Grid, place: int, dim: int) -> tuple[Interval, ...]:
@@ -86,13 +100,17 @@ class Layout:
         return tuple((start + first * cut.unit, start + stop * cut.unit) for start in starts)
 
     def local_shape(self, grid: Grid, place: int) -> tuple[int, ...]:
-        return tuple(sum(b - a for a, b in self.ranges(grid, place, dim)) for dim in range(len(self.cuts)))
+        return tuple(
+            sum(b - a for a, b in self.ranges(grid, place, dim)) for dim in range(len(self.cuts))
+        )
 
     def local_count(self, grid: Grid, place: int) -> int:
         return prod(self.local_shape(grid, place))
 
     def largest_count(self, grid: Grid) -> int:
-        """Of the device that holds most; where all are alike the first of a line gets what is over."""
+        """Of the device that holds most; where all are alike the first of a line gets what
+        is over.
+        """
         places = range(grid.num_devices) if grid.work or grid.memory else (0,)
         return max(self.local_count(grid, place) for place in places)
 

@@ -1,4 +1,6 @@
-"""The local form of an operation: the same operation where its arguments hold no sizes, with local sizes where they do."""
+"""The local form of an operation: the same operation where its arguments hold no sizes, with local
+sizes where they do.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ SUM = 2
 
 
 def local_call(
-    graph: Graph, node: Node, arguments: tuple[tuple[Any, ...], dict[str, Any]], shapes: Sequence[Shape] | None, mean: Shapes | None
+    graph: Graph,
+    node: Node,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    shapes: Sequence[Shape] | None,
+    mean: Shapes | None,
 ) -> Node:
-    """The node of one operation. `shapes`: of its local results; None: it runs whole. `mean`: what it takes a mean over is cut: it adds
-    up its part and divides by the whole number."""
+    """The node of one operation. `shapes`: of its local results; None: it runs whole. `mean`: what
+    it takes a mean over is cut: it adds up its part and divides by the whole number."""
     positional, keywords = arguments
     name = op_name(node)
     if mean is not None:
@@ -37,30 +43,58 @@ def local_call(
             return graph.call_function(aten.expand.default, (positional[0], list(shapes[0])))
         if name in SPLITS.split():
             dim = dims_of_argument(node, "dim", len(shapes[0]))[0]
-            return graph.call_function(aten.split_with_sizes.default, (positional[0], [shape[dim] for shape in shapes], dim))
+            return graph.call_function(
+                aten.split_with_sizes.default,
+                (positional[0], [shape[dim] for shape in shapes], dim),
+            )
         if name in CREATORS.split():
-            return graph.call_function(node.target, (positional[0], list(shapes[0]), *positional[2:]), keywords)  # type: ignore[arg-type]
+            sizes = list(shapes[0])
+            return graph.call_function(
+                node.target,  # type: ignore[arg-type]
+                (positional[0], sizes, *positional[2:]),
+                keywords,
+            )
         if node.target is aten.repeat_interleave.self_int:
-            return graph.call_function(aten.repeat_interleave.self_int, positional, {**keywords, "output_size": None})
+            return graph.call_function(
+                aten.repeat_interleave.self_int, positional, {**keywords, "output_size": None}
+            )
         if name == "type_as":
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
         if name.startswith("conv"):
             return _convolution(graph, node, positional, keywords, shapes[0])
         if name in POOLINGS.split() and 0 in shapes[0]:
-            return graph.call_function(empty_pooling, (positional[0], [list(shape) for shape in shapes]))
+            return graph.call_function(
+                empty_pooling, (positional[0], [list(shape) for shape in shapes])
+            )
     return graph.call_function(node.target, positional, keywords)  # type: ignore[arg-type]
 
 
-def _convolution(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape) -> Node:
+def _convolution(
+    graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape
+) -> Node:
     """A device without channels: torch gives a result of the wrong shape there."""
     bias = positional[2] if len(positional) > 2 else keywords.get("bias")
     others = {name: value for name, value in keywords.items() if name != "bias"}
-    arguments: Any = (node.target, positional[0], positional[1], bias, list(shape), list(positional[3:]), others)
+    arguments: Any = (
+        node.target,
+        positional[0],
+        positional[1],
+        bias,
+        list(shape),
+        list(positional[3:]),
+        others,
+    )
     return graph.call_function(convolve, arguments)
 
 
 def convolve(
-    target: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], options: list[Any], keywords: dict[str, Any]
+    target: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: list[int],
+    options: list[Any],
+    keywords: dict[str, Any],
 ) -> Tensor:
     """A convolution that also works without channels: zeros, and the bias."""
     if weight.numel():
@@ -71,14 +105,20 @@ def convolve(
 
 
 def empty_pooling(x: Tensor, shapes: list[list[int]]) -> Tensor | tuple[Tensor, Tensor]:
-    """Of a device without channels, which torch refuses: nothing, with a history; where asked for, the places of the largest, too."""
+    """Of a device without channels, which torch refuses: nothing, with a history; where asked for,
+    the places of the largest, too.
+    """
     result = x.new_empty(shapes[0]) + x.sum()
     return result if len(shapes) == 1 else (result, x.new_empty(shapes[1], dtype=torch.int64))
 
 
-def _mean(graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes) -> Node:
+def _mean(
+    graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shapes: Shapes
+) -> Node:
     if op_name(node) != "mean":
-        whole_shape = torch.broadcast_shapes(*(shapes.of(source.meta["val"]) for source in node.all_input_nodes))
+        whole_shape = torch.broadcast_shapes(
+            *(shapes.of(source.meta["val"]) for source in node.all_input_nodes)
+        )
         names = [each.name for each in schema(node.target).arguments]
         given = dict(zip(names, positional)) | keywords | {"reduction": SUM}
         total = graph.call_function(node.target, (), given)  # type: ignore[arg-type]

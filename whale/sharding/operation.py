@@ -1,10 +1,14 @@
-"""What the rules know of one operation: its tensor inputs by name, shapes, and the options that its dims give.
+"""What the rules know of one operation: its tensor inputs by name, shapes, and the options that its
+dims give.
 
-An **option** says for one axis how all tensors of an operation lie along it: each is cut on one of its dims, the same everywhere, or a
-partial sum. Most rules only name the dims: dims with the same letter run along each other, as in an einsum. Cutting a letter cuts every
-tensor that has it; a tensor without it is the same everywhere; a result without it is a partial sum when the letter is summed over.
+An **option** says for one axis how all tensors of an operation lie along it: each is cut on one of
+its dims, the same everywhere, or a partial sum. Most rules only name the dims: dims with the same
+letter run along each other, as in an einsum. Cutting a letter cuts every tensor that has it; a
+tensor without it is the same everywhere; a result without it is a partial sum when the letter is
+summed over.
 
-Shapes are read at a prime number of samples: a size that this prime divides holds the samples, whatever else it holds.
+Shapes are read at a prime number of samples: a size that this prime divides holds the samples,
+whatever else it holds.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ class Option:
     local: str = ""
     """what runs instead of the operation itself: a key of `emit.LOCAL`"""
     segments: tuple[int, ...] = ()
-    """how many runs of the dim each input, then each output has in proportion to the others; () = all alike"""
+    """how many runs of the dim each input, then each output has in proportion to the others; () =
+    all alike
+    """
     apart: tuple[int, ...] = ()
     """inputs that are cut in granules of their own: experts, while the tokens are cut by samples"""
 
@@ -66,7 +72,11 @@ class Shapes:
         return tuple(self.size(size) for size in tensor.shape)
 
     def size(self, size: Any) -> int:
-        return size if isinstance(size, int) else _evaluate(size.node.expr, self.symbol, self.num_samples)
+        return (
+            size
+            if isinstance(size, int)
+            else _evaluate(size.node.expr, self.symbol, self.num_samples)
+        )
 
     def tensors(self, node: Node) -> list[Shape]:
         """Of every tensor that a node gives."""
@@ -83,7 +93,12 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, num_samples: int) ->
 
 def _other_prime(name: str) -> int:
     """A size that depends on data: some large prime, the same at every call."""
-    return int(sympy.nextprime(2_000_003 + sum(ord(letter) * 31**place for place, letter in enumerate(name)) % 1_000_000))
+    return int(
+        sympy.nextprime(
+            2_000_003
+            + sum(ord(letter) * 31**place for place, letter in enumerate(name)) % 1_000_000
+        )
+    )
 
 
 class Operation:
@@ -123,7 +138,9 @@ class Operation:
         return None if slot is None else self.shapes[slot]
 
     def named(self, /, **labels: Sequence[Label]) -> list[Sequence[Label]]:
-        """Labels of each input in order, given by argument name; an argument that is not there is left out, one without labels has none."""
+        """Labels of each input in order, given by argument name; an argument that is not there is
+        left out, one without labels has none.
+        """
         result: list[Sequence[Label]] = [(None,) * len(shape) for shape in self.shapes]
         for name, letters in labels.items():
             for slot in self.slots.get(name, []):
@@ -134,11 +151,15 @@ class Operation:
 def tensor_nodes(value: Any) -> list[Node]:
     """Nodes inside an argument that hold tensors, in order."""
     found: list[Node] = []
-    map_arg(value, lambda node: found.append(node) if isinstance(node.meta.get("val"), torch.Tensor) else None)
+    map_arg(
+        value,
+        lambda node: found.append(node) if isinstance(node.meta.get("val"), torch.Tensor) else None,
+    )
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ options from labels
+# ------------------------------------------------------------------------------------------------------------
+# options from labels
 
 
 def labelled(
@@ -151,9 +172,12 @@ def labelled(
     local: Mapping[str, str] | None = None,
     after: Mapping[str, Placement] | None = None,
 ) -> list[Option]:
-    """One option for each letter. `sums`: letters that results are summed over; `added`: inputs that are added to the sum, so only once;
-    `local`: what runs when a letter is cut; `after`: how a result without that letter lies then (else it must be in every result)."""
-    letters = dict.fromkeys(label for labels in (*inputs, *outputs) for label in labels if label is not None)
+    """One option for each letter. `sums`: letters that results are summed over; `added`: inputs
+    that are added to the sum, so only once; `local`: what runs when a letter is cut; `after`: how a
+    result without that letter lies then (else it must be in every result)."""
+    letters = dict.fromkeys(
+        label for labels in (*inputs, *outputs) for label in labels if label is not None
+    )
     options = []
     for letter in letters:
         ends = after.get(letter) if after else None
@@ -168,17 +192,30 @@ def labelled(
 
 
 def _cut(
-    op: Operation, letter: str, inputs: Sequence[Sequence[Label]], outputs: Sequence[Sequence[Label]], without: Placement | None
+    op: Operation,
+    letter: str,
+    inputs: Sequence[Sequence[Label]],
+    outputs: Sequence[Sequence[Label]],
+    without: Placement | None,
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]] | None:
     """Placements when this letter is cut; None when that cannot be."""
     shapes = [*op.shapes, *op.outputs]
     largest = max(
-        (shape[dim] for shape, labels in zip(shapes, (*inputs, *outputs), strict=True) for dim, one in enumerate(labels) if one == letter),
+        (
+            shape[dim]
+            for shape, labels in zip(shapes, (*inputs, *outputs), strict=True)
+            for dim, one in enumerate(labels)
+            if one == letter
+        ),
         default=1,
     )
     placements: list[Placement] = []
     for place, (shape, labels) in enumerate(zip(shapes, (*inputs, *outputs), strict=True)):
-        dims = [dim for dim, one in enumerate(labels) if one == letter and (shape[dim] > 1 or largest == 1)]
+        dims = [
+            dim
+            for dim, one in enumerate(labels)
+            if one == letter and (shape[dim] > 1 or largest == 1)
+        ]
         if len(dims) > 1 or largest == 1:
             return None
         if dims:
@@ -193,7 +230,9 @@ def _cut(
 
 
 def partial_options(op: Operation, groups: Iterable[Collection[int | None]]) -> list[Option]:
-    """Options in which some inputs are partial sums, and so are the results: the operation is linear in each of these groups of inputs."""
+    """Options in which some inputs are partial sums, and so are the results: the operation is
+    linear in each of these groups of inputs.
+    """
     options = []
     for number, group in enumerate(groups):
         inputs = tuple(PARTIAL if place in group else SAME for place in range(len(op.inputs)))
@@ -233,7 +272,9 @@ def dims_of_argument(node: Node, name: str, rank: int) -> list[int]:
 def wrapped(given: Any, rank: int) -> list[int]:
     if given is None or given == []:
         return list(range(rank))
-    return [int(dim) % max(rank, 1) for dim in (given if isinstance(given, list | tuple) else [given])]
+    return [
+        int(dim) % max(rank, 1) for dim in (given if isinstance(given, list | tuple) else [given])
+    ]
 
 
 def letters(prefix: str, rank: int) -> list[Label]:

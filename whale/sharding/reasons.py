@@ -1,11 +1,12 @@
 """Why an operation runs as it does: what its next best pattern would cost, or what left no choice.
 
-The choice is made for all operations of a stage at once. The reason is told for one of them, the others staying as they are: its pattern
-is changed on one axis,
+The choice is made for all operations of a stage at once. The reason is told for one of them, the
+others staying as they are: its pattern is changed on one axis,
 
     more = work + exchanges of what it reads + exchanges of what it gives,   with the other pattern - with the chosen one       (1)
 
-in seconds and bytes of one micro-batch, forward and backward. A weight that nobody else reads may then be stored otherwise, too.
+in seconds and bytes of one micro-batch, forward and backward. A weight that nobody else reads may
+then be stored otherwise, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SAME_SECONDS = 1e-9
 
 
 def with_reasons(space: Space, sharding: Sharding, num_samples: int, costs: GridCosts) -> Sharding:
-    """The sharding with a reason for every operation that it lists; those of equal layers have the same."""
+    """The sharding with a reason for every operation that it lists; those of equal layers have the
+    same.
+    """
     reasons = _Reasons(space, sharding, num_samples, costs)
     nodes = list(space.program.captured.graph.nodes)
     alike = space.repeats(num_samples, reasons.terms.node_costs, {}).alike
@@ -50,17 +53,26 @@ def with_reasons(space: Space, sharding: Sharding, num_samples: int, costs: Grid
 
 
 class _Reasons:
-    def __init__(self, space: Space, sharding: Sharding, num_samples: int, costs: GridCosts) -> None:
+    def __init__(
+        self, space: Space, sharding: Sharding, num_samples: int, costs: GridCosts
+    ) -> None:
         self.space, self.grid, self.seconds = space, sharding.grid, sharding.seconds
         self.axes = self.grid.axes
         self.sizes = [self.grid.size(axis) for axis in self.axes]
-        self.terms = Terms(space, self.grid, num_samples, costs, space.node_costs(num_samples, node_costs))
+        self.terms = Terms(
+            space, self.grid, num_samples, costs, space.node_costs(num_samples, node_costs)
+        )
         nodes = list(space.program.captured.graph.nodes)
         self.chosen: dict[Node, Options] = {}
         for index, names in sharding.choices.items():
             options = {option.name: option for option in space.options[nodes[index]]}
-            self.chosen[nodes[index]] = {axis: options[name] for axis, name in zip(AXES, names, strict=True) if name}
-        self.stored = {node: _placements(sharding.stored[str(node.target)], self.axes) for node in space.parameters}
+            self.chosen[nodes[index]] = {
+                axis: options[name] for axis, name in zip(AXES, names, strict=True) if name
+            }
+        self.stored = {
+            node: _placements(sharding.stored[str(node.target)], self.axes)
+            for node in space.parameters
+        }
         self.readers: dict[Value, list[tuple[Node, int]]] = {}
         for node, op in space.operations.items():
             for slot, source in enumerate(op.inputs):
@@ -75,14 +87,20 @@ class _Reasons:
         if not others:
             return self._no_choice(node, chosen)
         seconds, num_bytes = self._cost(node, chosen)
-        compared = [(*self._cost(node, options), pattern(self.space, node, options)) for options in others]
+        compared = [
+            (*self._cost(node, options), pattern(self.space, node, options)) for options in others
+        ]
         next_s, next_bytes, name = min(compared, key=lambda each: each[0])
         more_s, more_bytes = next_s - seconds, next_bytes - num_bytes
         if abs(more_s) <= SAME_SECONDS * self.seconds:
             return f"as fast as {name}"
         if more_s < 0:
             return f"least time of the whole stage, in which {name} does not fit its neighbours"
-        sent = f", {human_bytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} sent" if more_bytes else ""
+        sent = (
+            f", {human_bytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} sent"
+            if more_bytes
+            else ""
+        )
         return f"next best is {name}: {human_seconds(more_s)} more{sent}"
 
     def _others(self, node: Node, chosen: Options) -> Iterator[Options]:
@@ -104,16 +122,21 @@ class _Reasons:
             return "the only way to cut its weight over these axes"
         return "the only way to cut it over these axes"
 
-    # ------------------------------------------------------------------------------------------------------------------ line (1)
+    # ------------------------------------------------------------------------------------------------------------------
+    # line (1)
 
     def _cost(self, node: Node, options: Options) -> tuple[float, float]:
         """(seconds, bytes sent) of one operation with this pattern."""
         seconds = float(self.terms.work(node, [options])[0])
-        num_bytes = self.terms.told_bytes(node, options) + sum(self.terms.travelling_bytes(node, options).values())
+        num_bytes = self.terms.told_bytes(node, options) + sum(
+            self.terms.travelling_bytes(node, options).values()
+        )
         num_bytes += sum(self.terms.panel_bytes(node, options).values())
         slots: dict[Value, dict[Lying, None]] = {}
         for slot, value in enumerate(self.space.inputs_of(node)):
-            slots.setdefault(value, {})[tuple(options[axis].inputs[slot] for axis in self.axes)] = None
+            slots.setdefault(value, {})[tuple(options[axis].inputs[slot] for axis in self.axes)] = (
+                None
+            )
         for value, targets in slots.items():
             more_s, more_bytes = self._read(node, value, list(targets))
             seconds, num_bytes = seconds + more_s, num_bytes + more_bytes
@@ -130,15 +153,21 @@ class _Reasons:
         others = set(self._needs(value, but=node))
         targets = [target for target in targets if target not in others]
         if value[0] in self.stored and not others:
-            return min(self._from_store(value, stored, targets) for stored in self._ways_to_store(value[0]))
+            return min(
+                self._from_store(value, stored, targets) for stored in self._ways_to_store(value[0])
+            )
         source = self._lies(value)
         found = [self._exchange(value, source, target) for target in targets]
         return sum(one for one, _ in found), sum(one for _, one in found)
 
-    def _from_store(self, value: Value, stored: Mapping[str, Placement], targets: Sequence[Lying]) -> tuple[float, float]:
+    def _from_store(
+        self, value: Value, stored: Mapping[str, Placement], targets: Sequence[Lying]
+    ) -> tuple[float, float]:
         source = tuple(stored[axis] for axis in self.axes)
         found = [self._exchange(value, source, target) for target in targets]
-        return float(self.terms.stored(value[0], [stored])[0]) + sum(one for one, _ in found), sum(one for _, one in found)
+        return float(self.terms.stored(value[0], [stored])[0]) + sum(one for one, _ in found), sum(
+            one for _, one in found
+        )
 
     def _ways_to_store(self, node: Node) -> list[Mapping[str, Placement]]:
         options = (self.space.stored_options(node, axis, None) for axis in self.axes)
@@ -148,22 +177,40 @@ class _Reasons:
         if value[0] in self.chosen:
             return tuple(output_of(self.chosen[value[0]][axis], value[1]) for axis in self.axes)
         stored = self.stored.get(value[0])
-        return tuple(stored[axis] if stored else self.space.fixed_source(value[0]) for axis in self.axes)
+        return tuple(
+            stored[axis] if stored else self.space.fixed_source(value[0]) for axis in self.axes
+        )
 
     def _needs(self, value: Value, but: Node | None = None) -> list[Lying]:
         """How everyone who reads a value needs it."""
         readers = self.readers.get(value, [])
-        return [tuple(self.chosen[reader][axis].inputs[slot] for axis in self.axes) for reader, slot in readers if reader is not but]
+        return [
+            tuple(self.chosen[reader][axis].inputs[slot] for axis in self.axes)
+            for reader, slot in readers
+            if reader is not but
+        ]
 
     def _exchange(self, value: Value, source: Lying, target: Lying) -> tuple[float, float]:
         gradient = value[0] in self.space.program.gradients
         plain = value[0].op == "get_attr" or not self.terms.costs.is_counted
-        sent = sent_bytes(float(numel_bytes(value, self.terms.shapes)), source, target, self.sizes, gradient, plain)
+        sent = sent_bytes(
+            float(numel_bytes(value, self.terms.shapes)),
+            source,
+            target,
+            self.sizes,
+            gradient,
+            plain,
+        )
         if not any(sent):
             return 0.0, 0.0
         seconds = self.terms.costs.latency_s * (1 + gradient)
-        return seconds + sum(number / self.terms.costs.rate(axis) for number, axis in zip(sent, self.axes)), sum(sent)
+        return seconds + sum(
+            number / self.terms.costs.rate(axis) for number, axis in zip(sent, self.axes)
+        ), sum(sent)
 
 
 def _placements(layout: Layout, axes: Sequence[str]) -> dict[str, Placement]:
-    return {axis: next((dim for dim, cut_by in enumerate(layout.axes) if axis in cut_by), SAME) for axis in axes}
+    return {
+        axis: next((dim for dim, cut_by in enumerate(layout.axes) if axis in cut_by), SAME)
+        for axis in axes
+    }

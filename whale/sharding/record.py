@@ -1,7 +1,8 @@
-"""What a plan says of a stage on a grid, as plain data: no torch here, so that saved plans print at once.
+"""What a plan says of a stage on a grid, as plain data: no torch here, so that saved plans print at
+once.
 
-A layout is written in short: `cuts` as (granules, entries of one granule, segments) for each dim, `axes` as the letters of the axes that
-cut each dim, outermost first.
+A layout is written in short: `cuts` as (granules, entries of one granule, segments) for each dim,
+`axes` as the letters of the axes that cut each dim, outermost first.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ class StoredLayout:
     @staticmethod
     def of(layout: Layout) -> StoredLayout:
         cuts = tuple((cut.count, cut.unit, cut.segments) for cut in layout.cuts)
-        return StoredLayout(cuts, tuple("".join(axes) for axes in layout.axes), "".join(sorted(layout.stored)))
+        return StoredLayout(
+            cuts, tuple("".join(axes) for axes in layout.axes), "".join(sorted(layout.stored))
+        )
 
     def layout(self) -> Layout:
-        return Layout(tuple(Cut(*cut) for cut in self.cuts), tuple(map(tuple, self.axes)), stored=frozenset(self.stored))
+        return Layout(
+            tuple(Cut(*cut) for cut in self.cuts),
+            tuple(map(tuple, self.axes)),
+            stored=frozenset(self.stored),
+        )
 
     @property
     def is_cut(self) -> bool:
@@ -67,7 +74,9 @@ class StageSharding:
 
     @staticmethod
     def of(stage: int, sharding: Sharding, num_samples: int) -> StageSharding:
-        options = {names: number for number, names in enumerate(dict.fromkeys(sharding.choices.values()))}
+        options = {
+            names: number for number, names in enumerate(dict.fromkeys(sharding.choices.values()))
+        }
         return StageSharding(
             stage=stage,
             stored={name: StoredLayout.of(layout) for name, layout in sharding.stored.items()},
@@ -86,4 +95,6 @@ class StageSharding:
     def sharding(self, grid: Grid) -> Sharding:
         """What the lowering needs of it."""
         choices = {node: self.options[number] for node, number in self.choices}
-        return Sharding(grid, choices, {name: stored.layout() for name, stored in self.stored.items()})
+        return Sharding(
+            grid, choices, {name: stored.layout() for name, stored in self.stored.items()}
+        )

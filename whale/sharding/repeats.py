@@ -1,7 +1,9 @@
-"""Equal layers one after the other: the solver looks at three of them and gives the others what the middle one gets.
+"""Equal layers one after the other: the solver looks at three of them and gives the others what the
+middle one gets.
 
-A run of R equal layers is found in the sequence of operations: layer r has the same operations as layer r - 1, and each of them reads from
-the same places, one layer later, or from the very same value (what all layers share).
+A run of R equal layers is found in the sequence of operations: layer r has the same operations as
+layer r - 1, and each of them reads from the same places, one layer later, or from the very same
+value (what all layers share).
 
     kept          layers 0, 1 and R - 1; layer 1 counts R - 2 times                                                           (1)
     left out      layers 2 .. R - 2, which do as layer 1 does; who reads from layer R - 2 reads from layer 1
@@ -55,19 +57,25 @@ class Repeats:
         if producer not in self.layer:
             return self.times.get(producer, 1)
         run, layer = self.layer[producer]
-        goes_to = {self.layer[reader][1] for reader in readers if reader in self.layer and self.layer[reader][0] == run}
+        goes_to = {
+            self.layer[reader][1]
+            for reader in readers
+            if reader in self.layer and self.layer[reader][0] == run
+        }
         if layer == FIRST:
             return self.times[self.following[producer]] if MIDDLE in goes_to else 1
         return self.times[producer] if layer == MIDDLE and LAST not in goes_to else 1
 
     def ties(self, producer: Node, readers: Iterable[Node]) -> bool:
         """Whether a value is handed on from layer 0 to layer 1."""
-        return self.layer.get(producer, (0, LAST))[1] == FIRST and any(self.layer.get(reader, (0, LAST))[1] == MIDDLE for reader in readers)
+        return self.layer.get(producer, (0, LAST))[1] == FIRST and any(
+            self.layer.get(reader, (0, LAST))[1] == MIDDLE for reader in readers
+        )
 
 
 def find_repeats(space: Space, sorts: Sequence[int], fixed: Collection[str]) -> Repeats:
-    """All runs of a stage. `sorts`: a number for each operation, equal where nothing tells two of them apart; `fixed`: parameters whose
-    layout is given, which are left alone."""
+    """All runs of a stage. `sorts`: a number for each operation, equal where nothing tells two of
+    them apart; `fixed`: parameters whose layout is given, which are left alone."""
     operations = list(space.operations)
     found, num_runs = Repeats(), 0
     waiting = [(0, len(operations))]
@@ -85,7 +93,14 @@ def find_repeats(space: Space, sorts: Sequence[int], fixed: Collection[str]) -> 
             found = Repeats(
                 {**found.alike, **same.alike()},
                 {**found.times, **same.times()},
-                {**found.layer, **{node: (num_runs, each) for each, r in ((FIRST, 0), (MIDDLE, 1), (LAST, -1)) for node in layers[r]}},
+                {
+                    **found.layer,
+                    **{
+                        node: (num_runs, each)
+                        for each, r in ((FIRST, 0), (MIDDLE, 1), (LAST, -1))
+                        for node in layers[r]
+                    },
+                },
                 {**found.following, **dict(zip(layers[0], layers[1], strict=True))},
             )
     return found
@@ -98,28 +113,44 @@ def _longest_run(sorts: npt.NDArray[np.intp]) -> tuple[int, int, int] | None:
         different = np.flatnonzero(np.append(sorts[:-length] != sorts[length:], True))
         starts = np.insert(different[:-1] + 1, 0, 0)
         longest = int(np.argmax(different - starts))
-        start, number = int(starts[longest]), int(different[longest] - starts[longest]) // length + 1
+        start, number = (
+            int(starts[longest]),
+            int(different[longest] - starts[longest]) // length + 1,
+        )
         if number >= FEWEST and (best is None or number * length > best[0]):
             best = (number * length, start, length, number)
     return best[1:] if best is not None else None
 
 
 class _Same:
-    """Whether the layers of a run read alike, and which of their parameters stand for each other."""
+    """Whether the layers of a run read alike, and which of their parameters stand for each
+    other.
+    """
 
-    def __init__(self, space: Space, layers: Sequence[Sequence[Node]], fixed: Collection[str]) -> None:
+    def __init__(
+        self, space: Space, layers: Sequence[Sequence[Node]], fixed: Collection[str]
+    ) -> None:
         self.space, self.layers, self.fixed = space, layers, fixed
-        self.place = {node: (r, i) for r, layer in enumerate(layers) for i, node in enumerate(layer)}
+        self.place = {
+            node: (r, i) for r, layer in enumerate(layers) for i, node in enumerate(layer)
+        }
         self.own = frozenset(space.parameters)
         self.parameters: list[dict[Node, Node]] = [{} for _ in layers]
         """of each layer from 2 on: parameter -> the one of the layer before"""
 
     def layer(self, r: int) -> bool:
-        return all(self._reads_alike(r, before, node) for before, node in zip(self.layers[r - 1], self.layers[r], strict=True))
+        return all(
+            self._reads_alike(r, before, node)
+            for before, node in zip(self.layers[r - 1], self.layers[r], strict=True)
+        )
 
     def _reads_alike(self, r: int, before: Node, node: Node) -> bool:
-        inputs = zip(self.space.operations[before].inputs, self.space.operations[node].inputs, strict=True)
-        for (first, first_result), (second, second_result) in ((value_of(a), value_of(b)) for a, b in inputs):
+        inputs = zip(
+            self.space.operations[before].inputs, self.space.operations[node].inputs, strict=True
+        )
+        for (first, first_result), (second, second_result) in (
+            (value_of(a), value_of(b)) for a, b in inputs
+        ):
             if first is second:
                 if first in self.place:
                     return False
@@ -127,7 +158,9 @@ class _Same:
             if first_result != second_result:
                 return False
             if first in self.own and second in self.own:
-                if {str(first.target), str(second.target)} & set(self.fixed) or self.parameters[r].setdefault(second, first) is not first:
+                if {str(first.target), str(second.target)} & set(self.fixed) or self.parameters[
+                    r
+                ].setdefault(second, first) is not first:
                     return False
             elif first in self.place and second in self.place:
                 (r1, i1), (r2, i2) = self.place[first], self.place[second]
@@ -139,7 +172,9 @@ class _Same:
 
     def alike(self) -> dict[Node, Node]:
         """Layers 2 .. R - 2 -> layer 1."""
-        found = {node: self.layers[1][i] for layer in self.layers[2:-1] for i, node in enumerate(layer)}
+        found = {
+            node: self.layers[1][i] for layer in self.layers[2:-1] for i, node in enumerate(layer)
+        }
         for parameters in self.parameters[2:-1]:
             for node, before in parameters.items():
                 found[node] = found.get(before, before)

@@ -1,6 +1,8 @@
-"""What devices tell each other inside an operation that works along a dim which they cut: a few numbers for each row.
+"""What devices tell each other inside an operation that works along a dim which they cut: a few
+numbers for each row.
 
-On a line of g devices, with r rows on each of them (of batch norm: r channels, whose samples are cut):
+On a line of g devices, with r rows on each of them (of batch norm: r channels, whose samples are
+cut):
 
     layer_norm      gathers 2 r + 1      backward sums 2 r
     rms_norm        sums r + 1           backward sums r
@@ -9,8 +11,9 @@ On a line of g devices, with r rows on each of them (of batch norm: r channels, 
     argmax          gathers r, and r indices
     batch_norm      sums r + 1, then r   backward sums 2 r
 
-What is gathered goes to each of the others. A small sum is gathered, too, and added up by everyone; a large one goes around in a ring.
-The operations themselves: lowering/sharded_norms.py, lowering/sharded_vocabulary.py.
+What is gathered goes to each of the others. A small sum is gathered, too, and added up by everyone;
+a large one goes around in a ring. The operations themselves: lowering/sharded_norms.py,
+lowering/sharded_vocabulary.py.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import torch
 from whale.sharding.operation import Operation
 
 DIRECT_UP_TO_BYTES = 1 << 20
-"""up to here everyone sends everything to everyone and adds up itself: one hop instead of 2 (g - 1) (research/tensor3d.md 4.3)"""
+"""up to here everyone sends everything to everyone and adds up itself: one hop instead of 2 (g - 1)
+(research/tensor3d.md 4.3)
+"""
 LOCAL_FORMS = ("norm", "softmax", "class loss", "argmax", "batch norm")
 """local forms of operations (`Option.local`) that tell each other numbers"""
 
@@ -48,7 +53,10 @@ def told(op: Operation, local: str, num_rows: float, has_backward: bool) -> list
     size = torch.promote_types(dtype, torch.float32).itemsize
     row = num_rows * size
     if local == "argmax":
-        return [Told(num_rows * dtype.itemsize, False), Told(num_rows * torch.int64.itemsize, False)]
+        return [
+            Told(num_rows * dtype.itemsize, False),
+            Told(num_rows * torch.int64.itemsize, False),
+        ]
     if local == "class loss":
         has_weights = op.slot("weight") is not None or len(op.shapes[1]) == len(op.shapes[0])
         return [Told(3 * row + size if has_weights else 2 * row, False)]

@@ -6,10 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
-from whale.sharding.operation import PARTIAL, SAME, Label, Operation, Option, Placement, dims_of, labelled, letters, partial_options, rule
+from whale.sharding.operation import (
+    PARTIAL,
+    SAME,
+    Label,
+    Operation,
+    Option,
+    Placement,
+    dims_of,
+    labelled,
+    letters,
+    partial_options,
+    rule,
+)
 
 LINEAR_UNARY = frozenset(
-    ["neg", "positive", "clone", "contiguous", "detach", "alias", "real", "imag", "conj", "masked_fill", "zeros_like", "lift_fresh_copy"]
+    [
+        "neg",
+        "positive",
+        "clone",
+        "contiguous",
+        "detach",
+        "alias",
+        "real",
+        "imag",
+        "conj",
+        "masked_fill",
+        "zeros_like",
+        "lift_fresh_copy",
+    ]
 )
 """linear in their first tensor"""
 BILINEAR = frozenset(["mul", "multiply"])
@@ -22,7 +47,9 @@ def pointwise(op: Operation) -> list[Option]:
     rank = len(op.outputs[0])
     labels = letters("d", rank)
     inputs = [labels[rank - len(shape) :] for shape in op.shapes]
-    return labelled(op, inputs, [labels] * len(op.outputs)) + partial_options(op, _linear_groups(op))
+    return labelled(op, inputs, [labels] * len(op.outputs)) + partial_options(
+        op, _linear_groups(op)
+    )
 
 
 def _linear_groups(op: Operation) -> list[set[int]]:
@@ -58,17 +85,25 @@ def dropout(op: Operation) -> list[Option]:
 @rule("feature_dropout")
 def feature_dropout(op: Operation) -> list[Option]:
     """Channels are dropped as one: only samples and channels may be cut."""
-    labels: list[Label] = [label if dim < 2 else None for dim, label in enumerate(letters("d", len(op.outputs[0])))]
+    labels: list[Label] = [
+        label if dim < 2 else None for dim, label in enumerate(letters("d", len(op.outputs[0])))
+    ]
     return labelled(op, [labels], [labels])
 
 
-@rule("to _to_copy type_as contiguous clone detach alias lift_fresh_copy positive zeros_like ones_like full_like empty_like")
+@rule(
+    "to _to_copy type_as contiguous clone detach alias lift_fresh_copy positive zeros_like "
+    "ones_like full_like empty_like"
+)
 def like(op: Operation) -> list[Option]:
     labels = letters("d", len(op.outputs[0]))
-    return labelled(op, [labels] * len(op.inputs), [labels]) + partial_options(op, _linear_groups(op))
+    return labelled(op, [labels] * len(op.inputs), [labels]) + partial_options(
+        op, _linear_groups(op)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- reductions
+# ---------------------------------------------------------------------------------------------------------------------
+# reductions
 
 
 @rule("sum mean nansum")
@@ -82,7 +117,8 @@ def additive(op: Operation) -> list[Option]:
 
 
 @rule(
-    "prod amax amin aminmax max min argmin any all var std var_mean std_mean norm median nanmedian mode kthvalue"
+    "prod amax amin aminmax max min argmin any all var std var_mean std_mean norm median "
+    "nanmedian mode kthvalue"
     " linalg_vector_norm logsumexp nanmean count_nonzero"
 )
 def reduction(op: Operation) -> list[Option]:
@@ -100,7 +136,11 @@ def _reduced(op: Operation) -> tuple[list[Label], list[Label], set[int]]:
     reduced = set(dims_of(op, rank))
     labels = letters("d", rank)
     keeps = len(op.outputs[0]) == rank and rank > 0
-    result: list[Label] = [None if dim in reduced else label for dim, label in enumerate(labels) if keeps or dim not in reduced]
+    result: list[Label] = [
+        None if dim in reduced else label
+        for dim, label in enumerate(labels)
+        if keeps or dim not in reduced
+    ]
     return labels, result, reduced
 
 
@@ -137,14 +177,16 @@ def triangle(op: Operation) -> list[Option]:
     return labelled(op, [labels], [labels]) + partial_options(op, [{0}])
 
 
-# ------------------------------------------------------------------------------------------------------------------------- losses
+# -------------------------------------------------------------------------------------------------------------------------
+# losses
 
 REDUCTIONS = ("none", "mean", "sum")
 """what the argument `reduction` of torch's losses means"""
 
 
 @rule(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss"
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div poisson_nll_loss"
     " soft_margin_loss"
 )
 def pointwise_loss(op: Operation) -> list[Option]:
@@ -155,12 +197,20 @@ def pointwise_loss(op: Operation) -> list[Option]:
     if how == "none":
         return labelled(op, inputs, [labels])
     names = [str(label) for label in labels]
-    return labelled(op, inputs, [[]], sums=names, local=dict.fromkeys(names, "mean loss") if how == "mean" else None)
+    return labelled(
+        op,
+        inputs,
+        [[]],
+        sums=names,
+        local=dict.fromkeys(names, "mean loss") if how == "mean" else None,
+    )
 
 
 @rule("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d")
 def class_loss(op: Operation) -> list[Option]:
-    """Rows of logits and targets run along each other. The classes may be cut too: only maxima, sums and target logits are exchanged."""
+    """Rows of logits and targets run along each other. The classes may be cut too: only maxima,
+    sums and target logits are exchanged.
+    """
     how = REDUCTIONS[op.argument("reduction")]
     logits, target = op.shapes[0], op.shapes[1]
     if how == "mean" or len(logits) < 2:
@@ -168,10 +218,21 @@ def class_loss(op: Operation) -> list[Option]:
     rows: list[Label] = [f"r{dim}" for dim in range(len(logits) - 1)]
     own: Sequence[Label] = [rows[0], "classes", *rows[1:]]
     has_probabilities = len(target) == len(logits)
-    of_target = [rows[0], "classes" if has_probabilities else None, *rows[1:]] if has_probabilities else rows
+    of_target = (
+        [rows[0], "classes" if has_probabilities else None, *rows[1:]]
+        if has_probabilities
+        else rows
+    )
     inputs = op.named(self=own, target=of_target, weight=["classes"])
     sums = [str(row) for row in rows] if how == "sum" else []
     can_cut = op.name == "cross_entropy_loss"
     after: dict[str, Placement] = {"classes": PARTIAL}
-    options = labelled(op, inputs, [[] if how == "sum" else rows], sums=sums, local={"classes": "class loss"}, after=after)
+    options = labelled(
+        op,
+        inputs,
+        [[] if how == "sum" else rows],
+        sums=sums,
+        local={"classes": "class loss"},
+        after=after,
+    )
     return [option for option in options if option.name != "classes" or can_cut]

@@ -10,22 +10,39 @@ import torch
 from torch.fx import Node
 
 from whale.capture.kinds import op_name
-from whale.sharding.operation import PRIME, Label, Operation, Option, Shape, dims_of, labelled, letters, partial_options, rule
+from whale.sharding.operation import (
+    PRIME,
+    Label,
+    Operation,
+    Option,
+    Shape,
+    dims_of,
+    labelled,
+    letters,
+    partial_options,
+    rule,
+)
 
-RESHAPES = "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze unsqueeze"
+RESHAPES = (
+    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze "
+    "unsqueeze"
+)
 EXPANDS = "expand expand_as broadcast_to"
 SPLITS = "split split_with_sizes chunk tensor_split"
 CREATORS = "new_zeros new_ones new_full new_empty"
 """their second argument is a size"""
 PERMUTES = "transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT adjoint"
 SEPARATE = 7
-"""smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims apart"""
+"""smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
+apart
+"""
 
 
 @rule(RESHAPES)
 def reshape(op: Operation) -> list[Option]:
-    """Sizes are multiplied or factored in groups. In each group the outermost dims run along each other (heads of a width); where the first
-    part is taken apart afterwards (q, k, v), or the samples stand inside, the next ones do, and the flat dim is cut in each segment."""
+    """Sizes are multiplied or factored in groups. In each group the outermost dims run along each
+    other (heads of a width); where the first part is taken apart afterwards (q, k, v), or the
+    samples stand inside, the next ones do, and the flat dim is cut in each segment."""
     if str(op.node.target) == "aten.view.dtype" or not op.outputs:
         return []
     options = []
@@ -38,13 +55,17 @@ def reshape(op: Operation) -> list[Option]:
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Dims of both shapes that hold the same entries: the smallest runs with equal products. Dims of size 1 belong to none."""
+    """Dims of both shapes that hold the same entries: the smallest runs with equal products. Dims
+    of size 1 belong to none.
+    """
     found: list[tuple[list[int], list[int]]] = []
     sources = [dim for dim, size in enumerate(before) if size != 1]
     targets = [dim for dim, size in enumerate(after) if size != 1]
     while sources and targets:
         left, right = [sources.pop(0)], [targets.pop(0)]
-        while (held := prod(before[dim] for dim in left)) != (wanted := prod(after[dim] for dim in right)):
+        while (held := prod(before[dim] for dim in left)) != (
+            wanted := prod(after[dim] for dim in right)
+        ):
             side, rest = (left, sources) if held < wanted else (right, targets)
             if not rest:
                 return found
@@ -53,7 +74,9 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def _partners(op: Operation, before: list[int], after: list[int]) -> tuple[int, int, tuple[int, int]] | None:
+def _partners(
+    op: Operation, before: list[int], after: list[int]
+) -> tuple[int, int, tuple[int, int]] | None:
     """(dim before, dim after, segments of each) that run along each other in one group."""
     source, target = op.shapes[0], op.outputs[0]
     first, second = _outermost(before, source), _outermost(after, target)
@@ -75,7 +98,9 @@ def _outermost(dims: Sequence[int], shape: Shape) -> int:
 
 
 def _is_taken_apart(node: Node, dim: int) -> bool:
-    """Whether the entries of this dim are used one by one: `q, k, v = x.view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)`."""
+    """Whether the entries of this dim are used one by one: `q, k, v = x.view(b, s, 3, heads,
+    width).permute(2, 0, 3, 1, 4)`.
+    """
     for user in node.users:
         name = op_name(user)
         if name in PERMUTES.split():
@@ -101,7 +126,9 @@ def permutation(node: Node) -> list[int]:
 @rule(PERMUTES)
 def permute(op: Operation) -> list[Option]:
     labels = letters("d", len(op.shapes[0]))
-    return labelled(op, [labels], [[labels[dim] for dim in permutation(op.node)]]) + partial_options(op, [{0}])
+    return labelled(
+        op, [labels], [[labels[dim] for dim in permutation(op.node)]]
+    ) + partial_options(op, [{0}])
 
 
 @rule(EXPANDS)
@@ -112,9 +139,14 @@ def expand(op: Operation) -> list[Option]:
     return labelled(op, [own], [labels]) + partial_options(op, [{0}])
 
 
-@rule("slice narrow select unbind roll flip cumsum cumprod logcumsumexp sort argsort topk unfold diff select_scatter slice_scatter")
+@rule(
+    "slice narrow select unbind roll flip cumsum cumprod logcumsumexp sort argsort topk unfold "
+    "diff select_scatter slice_scatter"
+)
 def along_dim(op: Operation) -> list[Option]:
-    """Whole along the dims that are named; a slice of everything is no slice. The others run along."""
+    """Whole along the dims that are named; a slice of everything is no slice. The others
+    run along.
+    """
     shape = op.shapes[0]
     named = "dims" if "dims" in op._defaults else "dim"
     whole = set(dims_of(op, len(shape), "dimension" if op.name == "unfold" else named))
@@ -127,7 +159,11 @@ def along_dim(op: Operation) -> list[Option]:
         result = [*labels, None]
     sources: list[Sequence[Label]] = [labels]
     if op.name in ("select_scatter", "slice_scatter"):
-        part = [label for dim, label in enumerate(labels) if not (op.name == "select_scatter" and dim in whole)]
+        part = [
+            label
+            for dim, label in enumerate(labels)
+            if not (op.name == "select_scatter" and dim in whole)
+        ]
         sources.append(part)
     if len(sources) != len(op.inputs):
         return []  # `diff` with something in front
@@ -146,7 +182,9 @@ def split(op: Operation) -> list[Option]:
     sizes = {result[dim] for result in op.outputs}
     if len(sizes) == 1 and shape[dim] == sizes.pop() * len(op.outputs):
         number = len(op.outputs)
-        options.append(Option(f"d{dim}", (dim,), (dim,) * number, segments=(number, *(1,) * number)))
+        options.append(
+            Option(f"d{dim}", (dim,), (dim,) * number, segments=(number, *(1,) * number))
+        )
     return options + partial_options(op, [{0}])
 
 
@@ -154,11 +192,15 @@ def split(op: Operation) -> list[Option]:
 def join(op: Operation) -> list[Option]:
     """The other way round: parts of one size are the segments of the result."""
     dim = dims_of(op, len(op.outputs[0]))[0] if op.argument("dim") is not None else 0
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(len(op.outputs[0]))]
+    labels: list[Label] = [
+        None if place == dim else f"d{place}" for place in range(len(op.outputs[0]))
+    ]
     options = labelled(op, [labels] * len(op.inputs), [labels])
     number = len(op.inputs)
     if len({shape[dim] for shape in op.shapes}) == 1:
-        options.append(Option(f"d{dim}", (dim,) * number, (dim,), segments=(*(1,) * number, number)))
+        options.append(
+            Option(f"d{dim}", (dim,) * number, (dim,), segments=(*(1,) * number, number))
+        )
     return options + partial_options(op, [set(range(number))])
 
 
@@ -173,7 +215,9 @@ def stack(op: Operation) -> list[Option]:
 
 @rule("repeat_interleave")
 def repeat_interleave(op: Operation) -> list[Option]:
-    """Entries are repeated one by one, so the dim itself can be cut too (keys for several query heads)."""
+    """Entries are repeated one by one, so the dim itself can be cut too (keys for several query
+    heads).
+    """
     if len(op.inputs) != 1 or op.argument("dim") is None:
         return []
     labels = letters("d", len(op.shapes[0]))
@@ -184,15 +228,22 @@ def repeat_interleave(op: Operation) -> list[Option]:
 def repeat(op: Operation) -> list[Option]:
     rank = len(op.outputs[0])
     own: Shape = (1,) * (rank - len(op.shapes[0])) + op.shapes[0]
-    labels: list[Label] = [f"d{dim}" if own[dim] == size else None for dim, size in enumerate(op.outputs[0])]
+    labels: list[Label] = [
+        f"d{dim}" if own[dim] == size else None for dim, size in enumerate(op.outputs[0])
+    ]
     return labelled(op, [labels[rank - len(op.shapes[0]) :]], [labels]) + partial_options(op, [{0}])
 
 
 @rule("pad constant_pad_nd")
 def pad(op: Operation) -> list[Option]:
-    """Whole where something is added at an edge or taken away there. `pad` has two numbers for each dim, the last dim first."""
+    """Whole where something is added at an edge or taken away there. `pad` has two numbers for each
+    dim, the last dim first.
+    """
     edges, rank = op.argument("pad"), len(op.outputs[0])
-    alone = [all(edge == 0 for edge in edges[2 * place : 2 * place + 2]) for place in reversed(range(rank))]
+    alone = [
+        all(edge == 0 for edge in edges[2 * place : 2 * place + 2])
+        for place in reversed(range(rank))
+    ]
     labels: list[Label] = [f"d{dim}" if unchanged else None for dim, unchanged in enumerate(alone)]
     return labelled(op, [labels], [labels])
 
@@ -200,20 +251,26 @@ def pad(op: Operation) -> list[Option]:
 @rule("index_select")
 def index_select(op: Operation) -> list[Option]:
     dim = dims_of(op, len(op.shapes[0]))[0]
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))]
+    labels: list[Label] = [
+        None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))
+    ]
     picked = [*labels[:dim], "picked", *labels[dim + 1 :]]
     return labelled(op, op.named(self=labels, index=["picked"]), [picked])
 
 
 @rule("index")
 def index(op: Operation) -> list[Option]:
-    """One tensor of indices: it is whole along the dim that is looked up, and its own dims run along. A mask has no rule."""
+    """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
+    along. A mask has no rule.
+    """
     indices = op.argument("indices")
     looked_up = [place for place, each in enumerate(indices) if each is not None]
     if len(looked_up) != 1 or indices[looked_up[0]].meta["val"].dtype == torch.bool:
         return []
     dim = looked_up[0]
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))]
+    labels: list[Label] = [
+        None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))
+    ]
     picked = letters("i", len(op.shapes[1]))
     return labelled(op, [labels, picked], [[*labels[:dim], *picked, *labels[dim + 1 :]]])
 
@@ -224,8 +281,13 @@ def gather(op: Operation) -> list[Option]:
     if len({len(shape) for shape in op.shapes}) > 1 or op.argument("dim") is None:
         return []
     dim = dims_of(op, len(op.shapes[0]))[0]
-    alike = [len({shape[place] for shape in (*op.shapes, *op.outputs)}) == 1 for place in range(len(op.shapes[0]))]
-    labels: list[Label] = [f"d{place}" if same and place != dim else None for place, same in enumerate(alike)]
+    alike = [
+        len({shape[place] for shape in (*op.shapes, *op.outputs)}) == 1
+        for place in range(len(op.shapes[0]))
+    ]
+    labels: list[Label] = [
+        f"d{place}" if same and place != dim else None for place, same in enumerate(alike)
+    ]
     return labelled(op, [labels] * len(op.inputs), [labels])
 
 

@@ -60,7 +60,9 @@ class Sharding:
     weight_bytes: float = 0.0
     """stored by the device that stores most"""
     work: tuple[float, ...] = ()
-    """by place, its part of the stage's FLOP; the parts of operations that several places do are more than 1 together"""
+    """by place, its part of the stage's FLOP; the parts of operations that several places do are
+    more than 1 together
+    """
     gathered: Gathered = Gathered()
     keeps_gathered: bool = True
     """gathered tensors are kept for backward; otherwise they are gathered again there"""

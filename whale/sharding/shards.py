@@ -1,8 +1,10 @@
-"""Who holds which part of which tensor, as the plan says it, and how parts are taken from whole tensors and put together again.
+"""Who holds which part of which tensor, as the plan says it, and how parts are taken from whole
+tensors and put together again.
 
-A device of a grid holds of each dim some index ranges (several for a fused dim: one in each segment). So a shard is a product of ranges,
-and in the whole tensor a few boxes. Its holders are all ranks with the very same ranges: the same place of other replicas, the places along
-axes that do not cut it, and the devices of other stages that use it.
+A device of a grid holds of each dim some index ranges (several for a fused dim: one in each
+segment). So a shard is a product of ranges, and in the whole tensor a few boxes. Its holders are
+all ranks with the very same ranges: the same place of other replicas, the places along axes that do
+not cut it, and the devices of other stages that use it.
 """
 
 from __future__ import annotations
@@ -39,10 +41,16 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...] | None:
         """None: that of the whole tensor."""
-        return None if self.ranges is None else tuple(sum(stop - start for start, stop in dim) for dim in self.ranges)
+        return (
+            None
+            if self.ranges is None
+            else tuple(sum(stop - start for start, stop in dim) for dim in self.ranges)
+        )
 
     def boxes(self, shape: Sequence[int]) -> list[tuple[Box, Box]]:
-        """(box of the whole tensor, the same in the indices of the shard); empty ones are left out. `shape`: of the whole tensor."""
+        """(box of the whole tensor, the same in the indices of the shard); empty ones are left out.
+        `shape`: of the whole tensor.
+        """
         if self.ranges is None:
             everything = tuple((0, size) for size in shape)
             return [(everything, everything)]
@@ -60,9 +68,15 @@ class Shard:
         part = whole.detach()
         for dim, ranges in enumerate(self.ranges):
             if ranges != ((0, whole.shape[dim]),):
-                part = torch.cat([part.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+                part = torch.cat(
+                    [part.narrow(dim, start, stop - start) for start, stop in ranges], dim
+                )
         part = part.clone(memory_format=torch.contiguous_format)
-        return torch.nn.Parameter(part, requires_grad=whole.requires_grad) if isinstance(whole, torch.nn.Parameter) else part
+        return (
+            torch.nn.Parameter(part, requires_grad=whole.requires_grad)
+            if isinstance(whole, torch.nn.Parameter)
+            else part
+        )
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Writes this part into the whole tensor."""
@@ -85,7 +99,9 @@ class Shards:
         return not any(self._stored.values())
 
     def of(self, name: str) -> tuple[Shard, ...]:
-        """The different parts of a tensor, those of lower ranks first. What the graph does not use is whole on stage 0."""
+        """The different parts of a tensor, those of lower ranks first. What the graph does not use
+        is whole on stage 0.
+        """
         if name not in self._of_name:
             self._of_name[name] = self._find(name)
         return self._of_name[name]
@@ -93,7 +109,10 @@ class Shards:
     def first(self, name: str) -> Shard:
         """The first part of a tensor that is not empty."""
         parts = self.of(name)
-        return next((shard for shard in parts if shard.ranges is None or shard.boxes(shard.whole_shape)), parts[0])
+        return next(
+            (shard for shard in parts if shard.ranges is None or shard.boxes(shard.whole_shape)),
+            parts[0],
+        )
 
     def on(self, name: str, rank: int) -> Shard:
         """The part that a rank holds."""
@@ -110,16 +129,25 @@ class Shards:
             everything = tuple(((0, size),) for size in shape)
             for ranks in device.ranks:
                 for place, rank in enumerate(ranks):
-                    ranges = None if stored is None else self._ranges_on(device.index, stored)[place]
+                    ranges = (
+                        None if stored is None else self._ranges_on(device.index, stored)[place]
+                    )
                     if ranges == everything:
                         ranges = None
-                    if ranges is not None and any(all(start == stop for start, stop in dim) for dim in ranges):
-                        empty.append(Shard(name, ranges, (rank,), shape))  # nothing to sum: no need to meet anybody
+                    if ranges is not None and any(
+                        all(start == stop for start, stop in dim) for dim in ranges
+                    ):
+                        empty.append(
+                            Shard(name, ranges, (rank,), shape)
+                        )  # nothing to sum: no need to meet anybody
                     else:
                         found.setdefault(ranges, set()).add(rank)
         held = [rank for ranks in found.values() for rank in ranks]
         assert len(held) == len(set(held)), f"{name} is cut in two ways on one rank"
-        shards = [Shard(name, ranges, tuple(sorted(ranks)), shape if ranges is not None else ()) for ranges, ranks in found.items()]
+        shards = [
+            Shard(name, ranges, tuple(sorted(ranks)), shape if ranges is not None else ())
+            for ranges, ranks in found.items()
+        ]
         return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
 
     def _ranges_on(self, device: int, stored: StoredLayout) -> list[Ranges]:
@@ -129,7 +157,10 @@ class Shards:
             grid, layout = self.plan.virtual_devices[device].grid, stored.layout()
             assert grid is not None
             dims = range(len(layout.cuts))
-            self._ranges[key] = [tuple(layout.ranges(grid, place, dim) for dim in dims) for place in range(grid.num_devices)]
+            self._ranges[key] = [
+                tuple(layout.ranges(grid, place, dim) for dim in dims)
+                for place in range(grid.num_devices)
+            ]
         return self._ranges[key]
 
 

@@ -1,15 +1,16 @@
 """The cheapest layouts of a stage on a grid.
 
-Variables: the option of every operation and the stored layout of every parameter, on all axes. Objective, seconds of one micro-batch:
+Variables: the option of every operation and the stored layout of every parameter, on all axes.
+Objective, seconds of one micro-batch:
 
     work        seconds of an operation x the largest share of it on one device                       -> Terms.work
     exchanges   every value in every other layout that somebody needs, once each                      -> Terms.exchanges
     gradients   sums over the devices that hold the same weights, once in a mini-batch                -> Terms.stored
     memory      a price for every byte of weights that is stored                                      -> Terms.stored
 
-It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y together, then z again.
-Operations of one sort (those of equal layers) have the same tables, which are made once; of many equal layers three are looked at
-(repeats.py).
+It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y
+together, then z again. Operations of one sort (those of equal layers) have the same tables, which
+are made once; of many equal layers three are looked at (repeats.py).
 """
 
 from __future__ import annotations
@@ -49,14 +50,24 @@ def solve(
     space: Space | None = None,
     every_layer: bool = False,
 ) -> Sharding:
-    """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is given. `space`: if already made.
-    `every_layer`: looks at all of many equal layers."""
-    solver = Solver(space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {}, every_layer)
+    """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is
+    given. `space`: if already made. `every_layer`: looks at all of many equal layers."""
+    solver = Solver(
+        space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {}, every_layer
+    )
     return describe(solver, solver.choose())
 
 
-def predict_seconds(space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout] | None = None) -> float:
-    """About what `solve` would give, in a fraction of its time: nothing is described. To rank grids by."""
+def predict_seconds(
+    space: Space,
+    grid: Grid,
+    num_samples: int,
+    costs: GridCosts,
+    fixed: Mapping[str, Layout] | None = None,
+) -> float:
+    """About what `solve` would give, in a fraction of its time: nothing is described. To rank grids
+    by.
+    """
     return Solver(space, grid, num_samples, costs, fixed or {}).choose(again=False)
 
 
@@ -82,14 +93,26 @@ class Solver:
     """Chooses for all variables of a stage."""
 
     def __init__(
-        self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, fixed: Mapping[str, Layout], every_layer: bool = False
+        self,
+        space: Space,
+        grid: Grid,
+        num_samples: int,
+        costs: GridCosts,
+        fixed: Mapping[str, Layout],
+        every_layer: bool = False,
     ) -> None:
         self.space, self.grid, self.num_samples, self.fixed = space, grid, num_samples, fixed
         program = space.program
-        self.terms = Terms(space, grid, num_samples, costs, space.node_costs(num_samples, node_costs))
+        self.terms = Terms(
+            space, grid, num_samples, costs, space.node_costs(num_samples, node_costs)
+        )
         self.parameters = frozenset(space.parameters)
         self._known: dict[tuple[object, ...], Any] = {}
-        self.repeats = Repeats() if every_layer else space.repeats(num_samples, self.terms.node_costs, self.fixed)
+        self.repeats = (
+            Repeats()
+            if every_layer
+            else space.repeats(num_samples, self.terms.node_costs, self.fixed)
+        )
         everything: list[Node] = [*space.parameters, *program.received, *space.operations]
         self.variables = [node for node in everything if node not in self.repeats.alike]
         self.number = {node: place for place, node in enumerate(self.variables)}
@@ -105,17 +128,31 @@ class Solver:
         """parameters that one operation reads: chosen with it"""
 
     def _sort(self, node: Node) -> int:
-        """A number that operations, parameters or received values have in common when all their costs are the same."""
+        """A number that operations, parameters or received values have in common when all their
+        costs are the same.
+        """
         space, axes = self.space, self.grid.axes
         gradient = node in space.program.gradients
         key: tuple[object, ...]
         if node in space.operations:
             key = ("operation", space.signatures(self.num_samples, self.terms.node_costs)[node])
         elif node in self.parameters:
-            options = tuple(space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in axes)
-            key = (options, space.granules.cuts((node, 0), self.num_samples), node.meta["val"].dtype, gradient)
+            options = tuple(
+                space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in axes
+            )
+            key = (
+                options,
+                space.granules.cuts((node, 0), self.num_samples),
+                node.meta["val"].dtype,
+                gradient,
+            )
         else:
-            key = (space.fixed_source(node), self.terms.shapes.of(node.meta["val"]), node.meta["val"].dtype, gradient)
+            key = (
+                space.fixed_source(node),
+                self.terms.shapes.of(node.meta["val"]),
+                node.meta["val"].dtype,
+                gradient,
+            )
         number: int = self._known.setdefault(("sort", key), len(self._known))
         return number
 
@@ -133,7 +170,9 @@ class Solver:
             for slot, source in enumerate(op.inputs):
                 value = repeats.of(value_of(source))
                 readers = found.setdefault(value, []) if value[0] in self.chosen else []
-                if value == value_of(source) or all(reader is not node for reader, _ in readers):  # else counted with layer 1
+                if value == value_of(source) or all(
+                    reader is not node for reader, _ in readers
+                ):  # else counted with layer 1
                     readers.append((node, slot))
         wanted: dict[Value, list[Placement]] = {}
         for node, placement in self.space.wanted():
@@ -148,9 +187,25 @@ class Solver:
             results = tuple(wanted.get(value, []))
             key: tuple[object, ...] = ()
             if value[0] in self.sort and all(node in self.sort for node in readers_of):
-                whole = (self.sort[value[0]], value[1], tuple(self.sort[node] for node in readers_of), slots, results)
+                whole = (
+                    self.sort[value[0]],
+                    value[1],
+                    tuple(self.sort[node] for node in readers_of),
+                    slots,
+                    results,
+                )
                 key = (self._once(("read", whole), lambda: len(self._known)),)
-            reads.append(_Read(value, value[0], readers_of, slots, results, key, repeats.weight(value[0], readers_of)))
+            reads.append(
+                _Read(
+                    value,
+                    value[0],
+                    readers_of,
+                    slots,
+                    results,
+                    key,
+                    repeats.weight(value[0], readers_of),
+                )
+            )
         return reads
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -158,13 +213,23 @@ class Solver:
             self._known[key] = make()
         return self._known[key]
 
-    # ------------------------------------------------------------------------------------------------------------- the sweeps
+    # -------------------------------------------------------------------------------------------------------------
+    # the sweeps
 
     def choose(self, again: bool = True) -> float:
-        """Chooses everything; gives the seconds of one micro-batch. `again`: z once more when x and y are known."""
+        """Chooses everything; gives the seconds of one micro-batch. `again`: z once more when x and
+        y are known.
+        """
         axes = self.grid.axes
-        samples, weights = (("z",) if "z" in axes else ()), tuple(axis for axis in "xy" if axis in axes)
-        total = float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations)) if not axes else 0.0
+        samples, weights = (
+            (("z",) if "z" in axes else ()),
+            tuple(axis for axis in "xy" if axis in axes),
+        )
+        total = (
+            float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
+            if not axes
+            else 0.0
+        )
         for block in (samples, weights, samples if again and weights else ()):
             if block:
                 total = self._choose(block)
@@ -184,14 +249,26 @@ class Solver:
             return total
 
     def _choose_together(self, block: tuple[str, ...]) -> float:
-        others = [tuple((axis, choice) for axis, choice in self.chosen[node].items() if axis not in block) for node in self.variables]
+        others = [
+            tuple((axis, choice) for axis, choice in self.chosen[node].items() if axis not in block)
+            for node in self.variables
+        ]
         keys = [
             (block, self.sort[node], *((a, c.name if isinstance(c, Option) else c) for a, c in o))
             for node, o in zip(self.variables, others)
         ]
-        states = [self._once((*key, "states"), lambda i=i: self._states(i, block, others[i])) for i, key in enumerate(keys)]  # type: ignore[misc]
-        costs = [self._once(key, lambda i=i: self._own_costs(i, states[i])) for i, key in enumerate(keys)]  # type: ignore[misc]
-        active = {number: place for place, number in enumerate(n for n in range(len(states)) if n not in self.leaves)}
+        states = [
+            self._once((*key, "states"), lambda i=i: self._states(i, block, others[i]))  # type: ignore[misc]
+            for i, key in enumerate(keys)
+        ]
+        costs = [
+            self._once(key, lambda i=i: self._own_costs(i, states[i]))  # type: ignore[misc]
+            for i, key in enumerate(keys)
+        ]
+        active = {
+            number: place
+            for place, number in enumerate(n for n in range(len(states)) if n not in self.leaves)
+        }
         tables = Tables([len(states[number]) for number in active])
         for number, place in active.items():
             tables.add([place], costs[number] * self.times[number])
@@ -199,9 +276,15 @@ class Solver:
         for read in self._reads_kept:
             numbers = [self.number[read.producer], *(self.number[node] for node in read.readers)]
             key = (read.key, *(keys[number] for number in numbers))
-            found = self._once(key, lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n]))  # type: ignore[misc]
+            found = self._once(
+                key,
+                lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n]),  # type: ignore[misc]
+            )
             if numbers[0] in self.leaves:
-                best, places = self._once((*key, "leaf"), lambda n=numbers, f=found: _without_first(costs[n[0]], f, len(states[n[1]])))  # type: ignore[misc]
+                best, places = self._once(
+                    (*key, "leaf"),
+                    lambda n=numbers, f=found: _without_first(costs[n[0]], f, len(states[n[1]])),  # type: ignore[misc]
+                )
                 tables.add([active[numbers[1]]], best * read.times)
                 follow.append((numbers[0], numbers[1], places))
                 continue
@@ -216,11 +299,20 @@ class Solver:
             self.chosen[node] = dict(states[number][choice[number]])
         return total
 
-    def _tie(self, tables: Tables, first: int, active: Mapping[int, int], states: Sequence[Sequence[Mapping[str, Choice]]]) -> None:
+    def _tie(
+        self,
+        tables: Tables,
+        first: int,
+        active: Mapping[int, int],
+        states: Sequence[Sequence[Mapping[str, Choice]]],
+    ) -> None:
         """The operation of layer 0 does as that of layer 1 does (repeats.py, line 2)."""
         second = self.number[self.repeats.following[self.variables[first]]]
         if len(states[first]) == len(states[second]):
-            tables.add([active[first], active[second]], np.where(np.eye(len(states[first]), dtype=bool), 0.0, NEVER))
+            tables.add(
+                [active[first], active[second]],
+                np.where(np.eye(len(states[first]), dtype=bool), 0.0, NEVER),
+            )
 
     def _own_costs(self, number: int, states: Sequence[Mapping[str, Choice]]) -> Array:
         """Of one variable alone."""
@@ -229,7 +321,9 @@ class Solver:
             return self.terms.work(node, states)  # type: ignore[arg-type]
         return self.terms.stored(node, states) if node in self.parameters else np.zeros(len(states))  # type: ignore[arg-type]
 
-    def _states(self, number: int, block: tuple[str, ...], others: Sequence[tuple[str, Choice]]) -> list[Mapping[str, Choice]]:
+    def _states(
+        self, number: int, block: tuple[str, ...], others: Sequence[tuple[str, Choice]]
+    ) -> list[Mapping[str, Choice]]:
         """All choices of a variable on these axes, each with what is chosen on the others."""
         node = self.variables[number]
         joint: list[tuple[Choice, ...]]
@@ -247,19 +341,27 @@ class Solver:
     def _exchanges(self, read: _Read, states: Sequence[Sequence[Mapping[str, Choice]]]) -> Any:
         """Tables of one value. `states`: of its producer, then of its readers."""
         axes = tuple(states[0][0])
-        sources = [tuple(output_of(choice, read.value[1]) for choice in state.values()) for state in states[0]]
+        sources = [
+            tuple(output_of(choice, read.value[1]) for choice in state.values())
+            for state in states[0]
+        ]
         uses: dict[int, list[list[Lying]]] = {}
         for reader, slot in read.slots:
-            uses.setdefault(reader + 1, []).append([tuple(c.inputs[slot] for c in s.values()) for s in states[reader + 1]])  # type: ignore[union-attr]
+            uses.setdefault(reader + 1, []).append(
+                [tuple(c.inputs[slot] for c in s.values()) for s in states[reader + 1]]  # type: ignore[union-attr]
+            )
         wanted = [(placement,) * len(axes) for placement in read.wanted]
         return self.terms.exchanges(self.terms.change(read.value, axes, sources), uses, wanted)
 
-    # -------------------------------------------------------------------------------------------------------------- the result
+    # --------------------------------------------------------------------------------------------------------------
+    # the result
 
     def lies(self, value: Value) -> dict[str, Placement]:
         """How a value lies on the axes of the grid."""
         if value[0] in self.chosen:
-            return {axis: output_of(choice, value[1]) for axis, choice in self.chosen[value[0]].items()}
+            return {
+                axis: output_of(choice, value[1]) for axis, choice in self.chosen[value[0]].items()
+            }
         return dict.fromkeys(self.grid.axes, self.space.fixed_source(value[0]))
 
     def needed(self, node: Node, slot: int) -> dict[str, Placement]:
@@ -267,7 +369,9 @@ class Solver:
         return {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}  # type: ignore[union-attr]
 
 
-def _without_first(costs: Array, tables: Sequence[tuple[list[int], Array]], num_readers: int) -> tuple[Array, npt.NDArray[np.intp]]:
+def _without_first(
+    costs: Array, tables: Sequence[tuple[list[int], Array]], num_readers: int
+) -> tuple[Array, npt.NDArray[np.intp]]:
     """The cheapest choice of a variable for each choice of its only reader: (costs, choices)."""
     total = np.repeat(costs[:, None], num_readers, axis=1)
     for _, table in tables:

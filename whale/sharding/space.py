@@ -1,8 +1,10 @@
-"""A stage as something to be sharded: its operations with their options on each axis, and what is fixed from outside.
+"""A stage as something to be sharded: its operations with their options on each axis, and what is
+fixed from outside.
 
-Meaning of the axes. z cuts samples, and what is stored of the weights of products (gathered before use: ZeRO-3 along z). x and y cut the
-weights of products in use, one the columns where the other cuts the rows; everything else follows the cost. So (1, d, 1) is Megatron's
-column and row, (q, q, 1) 2-D with weights that stay, (q, q, q) the cube.
+Meaning of the axes. z cuts samples, and what is stored of the weights of products (gathered before
+use: ZeRO-3 along z). x and y cut the weights of products in use, one the columns where the other
+cuts the rows; everything else follows the cost. So (1, d, 1) is Megatron's column and row, (q, q,
+1) 2-D with weights that stay, (q, q, q) the cube.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from whale.sharding.repeats import Repeats, find_repeats
 from whale.sharding.rules import options_of
 from whale.sharding.rules_products import summa_options
 
-PRODUCTS = names_of("linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm")
+PRODUCTS = names_of(
+    "linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm"
+)
 """operations whose weights x and y cut"""
 
 
@@ -66,7 +70,9 @@ class StageProgram:
 
 
 class Space:
-    """All options of a stage. Nodes of three sorts: `computed` have options, `parameters` have a stored layout, all others are fixed."""
+    """All options of a stage. Nodes of three sorts: `computed` have options, `parameters` have a
+    stored layout, all others are fixed.
+    """
 
     def __init__(self, program: StageProgram) -> None:
         self.program = program
@@ -79,10 +85,16 @@ class Space:
         self._repeats: dict[tuple[int, frozenset[str]], Repeats] = {}
         self.operations: dict[Node, Operation] = {}
         self._values: dict[Node, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
-        self.parameters = tuple(node for node in program.state if captured.state[str(node.target)].kind == "parameter")
+        self.parameters = tuple(
+            node for node in program.state if captured.state[str(node.target)].kind == "parameter"
+        )
         all_options: dict[Node, tuple[Option, ...]] = {}
         for node in program.operations:
-            if program.kinds[node] in (Kind.ACTIVATION, Kind.WEIGHT) and op_name(node) != "getitem" and shapes.tensors(node):
+            if (
+                program.kinds[node] in (Kind.ACTIVATION, Kind.WEIGHT)
+                and op_name(node) != "getitem"
+                and shapes.tensors(node)
+            ):
                 op = Operation(node, shapes)
                 self.operations[node] = op
                 outputs = tuple((node, place) for place in range(len(op.outputs)))
@@ -92,10 +104,16 @@ class Space:
                     self.granules.add(option, self.inputs_of(node), self.outputs_of(node))
         self.granules.close()
         for node in all_options:
-            all_options[node] += tuple(summa_options(self.operations[node]))  # in the granules that the other options ask for
-        self.options = {node: tuple(option for option in found if self._is_possible(node, option)) for node, found in all_options.items()}
+            all_options[node] += tuple(
+                summa_options(self.operations[node])
+            )  # in the granules that the other options ask for
+        self.options = {
+            node: tuple(option for option in found if self._is_possible(node, option))
+            for node, found in all_options.items()
+        }
         self._of_samples = {
-            node: frozenset(option.name for option in found if self._touches_samples(node, option)) for node, found in self.options.items()
+            node: frozenset(option.name for option in found if self._touches_samples(node, option))
+            for node, found in self.options.items()
         }
         self._weights = {node: self._weight_slots(node) for node in self.operations}
         self.gathered = self._gathered_parameters()
@@ -111,7 +129,11 @@ class Space:
     def _is_possible(self, node: Node, option: Option) -> bool:
         values = (*self.inputs_of(node), *self.outputs_of(node))
         placed = zip(values, (*option.inputs, *option.outputs), strict=True)
-        return all(self.granules.can_cut(value, placement) for value, placement in placed if isinstance(placement, int))
+        return all(
+            self.granules.can_cut(value, placement)
+            for value, placement in placed
+            if isinstance(placement, int)
+        )
 
     def cuts_samples(self, node: Node, option: Option) -> bool:
         return option.name in self._of_samples[node]
@@ -119,38 +141,62 @@ class Space:
     def _touches_samples(self, node: Node, option: Option) -> bool:
         values = (*self.inputs_of(node), *self.outputs_of(node))
         placed = zip(values, (*option.inputs, *option.outputs), strict=True)
-        return any(self.granules.is_samples(value, placement) for value, placement in placed if isinstance(placement, int))
+        return any(
+            self.granules.is_samples(value, placement)
+            for value, placement in placed
+            if isinstance(placement, int)
+        )
 
-    def node_costs(self, num_samples: int, count: Callable[[CapturedGraph, int], Mapping[Node, NodeCost]]) -> Mapping[Node, NodeCost]:
+    def node_costs(
+        self, num_samples: int, count: Callable[[CapturedGraph, int], Mapping[Node, NodeCost]]
+    ) -> Mapping[Node, NodeCost]:
         """Costs of all nodes for so many samples, counted once."""
         if num_samples not in self._costs:
             self._costs[num_samples] = count(self.program.captured, num_samples)
         return self._costs[num_samples]
 
     def signatures(self, num_samples: int, costs: Mapping[Node, NodeCost]) -> Mapping[Node, int]:
-        """A number for each operation; operations have the same one when all their costs are the same on every grid."""
+        """A number for each operation; operations have the same one when all their costs are the
+        same on every grid.
+        """
         if num_samples not in self._signatures:
             known: dict[tuple[object, ...], int] = {}
             found = self._signatures[num_samples] = {}
             for node, op in self.operations.items():
-                cuts = tuple(self.granules.cuts(value, num_samples) for value in (*self.inputs_of(node), *self.outputs_of(node)))
+                cuts = tuple(
+                    self.granules.cuts(value, num_samples)
+                    for value in (*self.inputs_of(node), *self.outputs_of(node))
+                )
                 travels = tuple(node in nodes for nodes in self.journeys)
                 program = self.program
-                sort = (node in program.gradients, self.is_product(node), node in program.by_samples, node in program.summa, *travels)
-                found[node] = known.setdefault((op.name, self.options[node], cuts, costs[node], sort), len(known))
+                sort = (
+                    node in program.gradients,
+                    self.is_product(node),
+                    node in program.by_samples,
+                    node in program.summa,
+                    *travels,
+                )
+                found[node] = known.setdefault(
+                    (op.name, self.options[node], cuts, costs[node], sort), len(known)
+                )
         return self._signatures[num_samples]
 
-    def repeats(self, num_samples: int, costs: Mapping[Node, NodeCost], fixed: Mapping[str, Layout]) -> Repeats:
+    def repeats(
+        self, num_samples: int, costs: Mapping[Node, NodeCost], fixed: Mapping[str, Layout]
+    ) -> Repeats:
         """Equal layers, found once."""
         key = (num_samples, frozenset(fixed))
         if key not in self._repeats:
-            self._repeats[key] = find_repeats(self, list(self.signatures(num_samples, costs).values()), fixed)
+            self._repeats[key] = find_repeats(
+                self, list(self.signatures(num_samples, costs).values()), fixed
+            )
         return self._repeats[key]
 
     def sample_dim(self, node: Node) -> int | None:
         return batch_dim(node, self.program.captured.batch_symbol)
 
-    # -------------------------------------------------------------------------------------------------------------- weights
+    # --------------------------------------------------------------------------------------------------------------
+    # weights
 
     def _weight_slots(self, node: Node) -> list[int]:
         """Inputs of a product that are made of parameters only, and are matrices."""
@@ -159,7 +205,9 @@ class Space:
         kinds = self.program.kinds
         inputs = self.operations[node].inputs
         return [
-            slot for slot, source in enumerate(inputs) if kinds[source] is Kind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
+            slot
+            for slot, source in enumerate(inputs)
+            if kinds[source] is Kind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
         ]
 
     def _gathered_parameters(self) -> frozenset[Node]:
@@ -180,7 +228,8 @@ class Space:
         """Whether x and y cut a weight of this operation."""
         return bool(self._weights[node]) and node not in self.program.by_samples
 
-    # -------------------------------------------------------------------------------------------------------- options by axis
+    # --------------------------------------------------------------------------------------------------------
+    # options by axis
 
     def axis_options(self, node: Node, axis: str) -> tuple[Option, ...]:
         """Options of an operation on one axis."""
@@ -194,7 +243,11 @@ class Space:
             return of_samples or tuple(option for option in found if not option.is_cut)
         slots = self._weights[node]
         if slots:
-            cut = tuple(option for option in found if any(isinstance(option.inputs[slot], int) for slot in slots))
+            cut = tuple(
+                option
+                for option in found
+                if any(isinstance(option.inputs[slot], int) for slot in slots)
+            )
             return cut or found
         return found
 
@@ -205,18 +258,24 @@ class Space:
         found = tuple(option for option in self.options[node] if option.local == "summa")
         return found if len(found) > 1 and found[0].name == "summa columns" else ()
 
-    def joint_options(self, node: Node, axes: Sequence[str], others: Mapping[str, Option]) -> list[tuple[Option, ...]]:
-        """One option for each of these axes, with `others` chosen on the rest. x and y cut different dims of a product's weight, when it
-        has two that can be cut."""
+    def joint_options(
+        self, node: Node, axes: Sequence[str], others: Mapping[str, Option]
+    ) -> list[tuple[Option, ...]]:
+        """One option for each of these axes, with `others` chosen on the rest. x and y cut
+        different dims of a product's weight, when it has two that can be cut."""
         result: list[tuple[Option, ...]] = [()]
         for axis in axes:
-            result = [(*before, option) for before in result for option in self.axis_options(node, axis)]
+            result = [
+                (*before, option) for before in result for option in self.axis_options(node, axis)
+            ]
         if not self.is_product(node):
             return result
         apart = []
         for joint in result:
             chosen = {**others, **dict(zip(axes, joint))}
-            if len({chosen[axis].name for axis in "xy" if axis in chosen}) == sum(axis in chosen for axis in "xy"):
+            if len({chosen[axis].name for axis in "xy" if axis in chosen}) == sum(
+                axis in chosen for axis in "xy"
+            ):
                 apart.append(joint)
         return apart or result
 
@@ -229,7 +288,11 @@ class Space:
         if used_by_samples and node not in self.gathered:
             return (SAME,)
         cuts = self.granules.cuts((node, 0), 1)
-        cut = tuple(dim for dim in range(len(shape)) if cuts[dim].count > 1 and (axis == "z" or self.granules.can_cut((node, 0), dim)))
+        cut = tuple(
+            dim
+            for dim in range(len(shape))
+            if cuts[dim].count > 1 and (axis == "z" or self.granules.can_cut((node, 0), dim))
+        )
         if axis == "z" and node in self.gathered and cut:
             return cut
         return (*cut, SAME)

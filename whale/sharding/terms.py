@@ -1,4 +1,6 @@
-"""The terms of the solver's objective, as tables over the choices of one operation, or of a value's producer and readers."""
+"""The terms of the solver's objective, as tables over the choices of one operation, or of a value's
+producer and readers.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +54,40 @@ class Change:
 class Terms:
     """Seconds of one micro-batch on one grid."""
 
-    def __init__(self, space: Space, grid: Grid, num_samples: int, costs: GridCosts, node_costs: Mapping[Node, NodeCost]) -> None:
-        self.space, self.grid, self.num_samples, self.costs, self.node_costs = space, grid, num_samples, costs, node_costs
+    def __init__(
+        self,
+        space: Space,
+        grid: Grid,
+        num_samples: int,
+        costs: GridCosts,
+        node_costs: Mapping[Node, NodeCost],
+    ) -> None:
+        self.space, self.grid, self.num_samples, self.costs, self.node_costs = (
+            space,
+            grid,
+            num_samples,
+            costs,
+            node_costs,
+        )
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
         self._unit_costs: dict[tuple[object, ...], tuple[Array, Array]] = {}
 
-    # ------------------------------------------------------------------------------------------------------------- operations
+    # -------------------------------------------------------------------------------------------------------------
+    # operations
 
     def work(self, node: Node, joint: Sequence[Mapping[str, Option]]) -> Array:
-        """Of an operation, for each joint choice (axis -> option): its own work, and messages inside it."""
+        """Of an operation, for each joint choice (axis -> option): its own work, and messages
+        inside it.
+        """
         cost = self.node_costs[node]
-        seconds = cost.flop / self.costs.flop_per_s + cost.moved_bytes / self.costs.memory_bytes_per_s
+        seconds = (
+            cost.flop / self.costs.flop_per_s + cost.moved_bytes / self.costs.memory_bytes_per_s
+        )
         if node in self.space.program.gradients:
             seconds *= 1 + BACKWARD_PER_FORWARD
-        return np.array([seconds * self.share(node, options) + self._inside(node, options) for options in joint])
+        return np.array(
+            [seconds * self.share(node, options) + self._inside(node, options) for options in joint]
+        )
 
     def share(self, node: Node, options: Mapping[str, Option]) -> float:
         """The largest part of an operation's work that one device has."""
@@ -82,17 +104,25 @@ class Terms:
         return prod(largest_share(counts[name], tuple(sizes)) for name, sizes in along.items())
 
     def cut_value(self, node: Node, option: Option) -> tuple[Value, int]:
-        """A tensor of an operation that an option cuts, and the dim: its granules are those of the work."""
+        """A tensor of an operation that an option cuts, and the dim: its granules are those of the
+        work.
+        """
         values = (*self.space.inputs_of(node), *self.space.outputs_of(node))
         if option.apart:  # the work is where the experts are
             return values[option.apart[0]], option.inputs[option.apart[0]]  # type: ignore[return-value]
-        return next((v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int))
+        return next(
+            (v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int)
+        )
 
     def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
-        """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of SUMMA."""
+        """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of
+        SUMMA.
+        """
         if panels := self.panel_bytes(node, options):
             messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
-            return messages * self.costs.latency_s + sum(number / self.costs.rate(axis) for axis, number in panels.items())
+            return messages * self.costs.latency_s + sum(
+                number / self.costs.rate(axis) for axis, number in panels.items()
+            )
         line, sent = self._told(node, options)
         if not sent:
             return self.travel(node, options)
@@ -111,32 +141,56 @@ class Terms:
         op, option = self.space.operations[node], options[line[0]]
         shape, along = self.shapes.of(op.inputs[0].meta["val"]), option.inputs[0]
         assert isinstance(along, int)
-        num_rows = float(shape[1] if option.local == "batch norm" else prod(size for dim, size in enumerate(shape) if dim != along))
-        num_rows *= prod(1 / self.grid.size(axis) for axis, other in options.items() if other.is_cut and axis not in line)
+        num_rows = float(
+            shape[1]
+            if option.local == "batch norm"
+            else prod(size for dim, size in enumerate(shape) if dim != along)
+        )
+        num_rows *= prod(
+            1 / self.grid.size(axis)
+            for axis, other in options.items()
+            if other.is_cut and axis not in line
+        )
         size = prod(self.grid.size(axis) for axis in line)
-        return line, [each.sent_bytes(size) for each in told(op, option.local, num_rows, op.inputs[0] in self.space.program.gradients)]
+        return line, [
+            each.sent_bytes(size)
+            for each in told(
+                op, option.local, num_rows, op.inputs[0] in self.space.program.gradients
+            )
+        ]
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
-        """Seconds of the all-to-alls of tokens to their experts and back, in forward and in backward."""
+        """Seconds of the all-to-alls of tokens to their experts and back, in forward and in
+        backward.
+        """
         num_messages = 2 * sum(node in nodes for nodes in self.space.journeys)
         travelling = self.travelling_bytes(node, options)
-        return sum(num_messages * self.costs.latency_s + number / self.costs.rate(axis) for axis, number in travelling.items())
+        return sum(
+            num_messages * self.costs.latency_s + number / self.costs.rate(axis)
+            for axis, number in travelling.items()
+        )
 
     def travelling_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward and backward. Rows stay at their experts
-        between two products, so the next one is taken to travel as well."""
+        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward
+        and backward. Rows stay at their experts between two products, so the next one is taken to
+        travel as well."""
         axes = [axis for axis, option in options.items() if option.apart]
         if not axes:
             return {}
         coming, going = self.space.journeys
         sizes = [numel_bytes(self.space.inputs_of(node)[0], self.shapes)] if node in coming else []
         sizes += [numel_bytes(self.space.outputs_of(node)[0], self.shapes)] if node in going else []
-        held = 2 * sum(sizes) * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
+        held = (
+            2
+            * sum(sizes)
+            * prod(1 / self.grid.size(axis) for axis, option in options.items() if option.is_cut)
+        )
         return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
 
     def panel_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each panel goes to the q - 1 others in forward,
-        and once more for each of the two gradients, or comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all."""
+        """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each
+        panel goes to the q - 1 others in forward, and once more for each of the two gradients, or
+        comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all."""
         axes = [axis for axis, option in options.items() if option.local == "summa"]
         if not axes:
             return {}
@@ -149,10 +203,13 @@ class Terms:
         }
         return {axis: times * (self.grid.size(axis) - 1) * held[axis] for axis in axes}
 
-    # ------------------------------------------------------------------------------------------------------------- parameters
+    # -------------------------------------------------------------------------------------------------------------
+    # parameters
 
     def stored(self, node: Node, joint: Sequence[Mapping[str, Placement]]) -> Array:
-        """Of a parameter, for each joint choice: sums of gradients over equal holders, and the price of memory."""
+        """Of a parameter, for each joint choice: sums of gradients over equal holders, and the
+        price of memory.
+        """
         num_bytes = float(numel_bytes((node, 0), self.shapes))
         trained = node in self.space.program.gradients
         cuts = self.space.granules.cuts((node, 0), self.num_samples)
@@ -169,22 +226,33 @@ class Terms:
         return result
 
     def sum_seconds(self, num_bytes: float, axes: Sequence[str]) -> float:
-        """Of gradients over all places that differ along these axes: one ring, as slow as the slowest of its links."""
+        """Of gradients over all places that differ along these axes: one ring, as slow as the
+        slowest of its links.
+        """
         size = prod(self.grid.size(axis) for axis in axes)
-        return 2 * num_bytes * (size - 1) / size / min(self.costs.rate(axis) for axis in axes) if size > 1 else 0.0
+        return (
+            2 * num_bytes * (size - 1) / size / min(self.costs.rate(axis) for axis in axes)
+            if size > 1
+            else 0.0
+        )
 
-    # -------------------------------------------------------------------------------------------------------------- exchanges
+    # --------------------------------------------------------------------------------------------------------------
+    # exchanges
 
     def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
         gradient, is_parameter = value[0] in self.space.program.gradients, value[0].op == "get_attr"
-        return Change(tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter)
+        return Change(
+            tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter
+        )
 
     def exchanges(
         self, change: Change, uses: Mapping[int, Sequence[Sequence[Lying]]], wanted: Sequence[Lying]
     ) -> list[tuple[list[int], Array]]:
-        """(variables, costs) of all changes of layout of one value. Variable 0 is its producer, others are its readers.
+        """(variables, costs) of all changes of layout of one value. Variable 0 is its producer,
+        others are its readers.
 
-        `uses`: reader -> for each place where it reads the value, how that must lie for each of its choices; `wanted`: of results.
+        `uses`: reader -> for each place where it reads the value, how that must lie for each of its
+        choices; `wanted`: of results.
         """
         num_states = {reader: len(found[0]) for reader, found in uses.items()}
         groups = _grouped(num_states, MOST_ENTRIES // max(len(change.sources), 1))
@@ -196,7 +264,10 @@ class Terms:
         return [table for table in tables if table is not None]
 
     def _table(
-        self, change: Change, uses: Sequence[tuple[int, Sequence[Lying]]], num_states: Mapping[int, int]
+        self,
+        change: Change,
+        uses: Sequence[tuple[int, Sequence[Lying]]],
+        num_states: Mapping[int, int],
     ) -> tuple[list[int], Array] | None:
         """For some readers: one exchange for each different layout that they need."""
         distinct = tuple(dict.fromkeys(target for _, targets in uses for target in targets))
@@ -212,7 +283,9 @@ class Terms:
         for reader, targets in uses:
             shape = [1] * len(variables)
             shape[variables.index(reader)] = len(targets)
-            at = np.broadcast_to(np.array([numbers[target] for target in targets]).reshape(shape), [1, *sizes[1:]])
+            at = np.broadcast_to(
+                np.array([numbers[target] for target in targets]).reshape(shape), [1, *sizes[1:]]
+            )
             term = costs[:, at[0]]
             for earlier in before:
                 term = np.where(earlier == at, 0.0, term)  # the same exchange serves both
@@ -227,11 +300,16 @@ class Terms:
         key = (sources, targets, axes, gradient, always_plain)
         if key not in self._unit_costs:
             sizes = tuple(self.grid.size(axis) for axis in axes)
-            per_byte, latency = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
+            per_byte, latency = (
+                np.zeros((len(sources), len(targets))),
+                np.zeros((len(sources), len(targets))),
+            )
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):
                     sent = sent_bytes(1.0, source, target, sizes, gradient, always_plain)
-                    per_byte[i, j] = sum(number / self.costs.rate(axis) for number, axis in zip(sent, axes))
+                    per_byte[i, j] = sum(
+                        number / self.costs.rate(axis) for number, axis in zip(sent, axes)
+                    )
                     latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
             self._unit_costs[key] = (per_byte, latency)
         return self._unit_costs[key]
@@ -242,7 +320,11 @@ def _grouped(num_states: Mapping[int, int], room: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for reader in num_states:
         last = groups[-1] if groups else []
-        if last and len(last) < MOST_SHARING and prod(num_states[one] for one in (*last, reader)) <= room:
+        if (
+            last
+            and len(last) < MOST_SHARING
+            and prod(num_states[one] for one in (*last, reader)) <= room
+        ):
             last.append(reader)
         else:
             groups.append([reader])

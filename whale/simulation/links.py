@@ -1,8 +1,9 @@
 """When messages arrive, in simulated time.
 
-A message of n bytes over a link of rate r and latency l that is free at time t arrives at  t + n / r + l; the link is free again at
-t + n / r. Devices of one host have a link of their own for each direction of each pair; all messages that leave a host share its network
-card, and so do gradient sums. The emulation does the same on a clock (`emulation/links.py`).
+A message of n bytes over a link of rate r and latency l that is free at time t arrives at  t + n /
+r + l; the link is free again at t + n / r. Devices of one host have a link of their own for each
+direction of each pair; all messages that leave a host share its network card, and so do gradient
+sums. The emulation does the same on a clock (`emulation/links.py`).
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ class Links:
         seconds = self._factor * num_bytes / link.bytes_per_s
         free = self._book(key, seconds, now)
         arrival = free + self._factor * link.latency_s
-        self.messages.append(Message(name, source, destination, num_bytes, now, free - seconds, arrival))
+        self.messages.append(
+            Message(name, source, destination, num_bytes, now, free - seconds, arrival)
+        )
         return arrival
 
     def book_card(self, host: str, seconds: float, since: float) -> float:
-        """Takes the network card of a host for so long, not before `since`; when it is free again."""
+        """Takes the network card of a host for so long, not before `since`; when it is
+        free again.
+        """
         return self._book(host, seconds, since)
 
     def _book(self, key: tuple[int, int] | str, seconds: float, since: float) -> float:

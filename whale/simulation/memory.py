@@ -15,14 +15,24 @@ from whale.planning.figures import UPDATE_COPIES, Figures, StateFigures
 from whale.planning.plan import Plan
 from whale.scheduling import Action, Kind
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = ("weights", "gradients", "optimizer state", "activations", "buffers")
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "buffers",
+)
 
 
 class Account:
     """What one device holds, by class, now and when it was fullest."""
 
-    def __init__(self, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int = 0) -> None:
-        """`shared_bytes`: gradients that this device sums with others, in buckets of at most `bucket_bytes`."""
+    def __init__(
+        self, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int = 0
+    ) -> None:
+        """`shared_bytes`: gradients that this device sums with others, in buckets of at most
+        `bucket_bytes`.
+        """
         self.figures, self.shared_bytes, self.bucket_bytes = figures, shared_bytes, bucket_bytes
         self.own_stages = tuple(own_stages)
         self.held = tuple(state for state in figures.states if set(state.stages) & set(own_stages))
@@ -54,7 +64,9 @@ class Account:
         self._with_gradients = set()
 
     def start(self, action: Action, num_samples: int) -> None:
-        """A compute action begins: what a forward keeps is there from now on, a backward needs room to work."""
+        """A compute action begins: what a forward keeps is there from now on, a backward needs room
+        to work.
+        """
         stage = self.figures.stages[action.stage]
         if action.kind is Kind.FORWARD:
             self.take(ACTIVATIONS, stage.kept_bytes(num_samples), str(action))
@@ -62,7 +74,8 @@ class Account:
             self.take(ACTIVATIONS, stage.working_bytes(num_samples), str(action))
 
     def end(self, action: Action, num_samples: int, is_last: bool = False) -> None:
-        """It is over, and with it what it worked on. Gradients grow while activations go: what is there at most is there at either end.
+        """It is over, and with it what it worked on. Gradients grow while activations go: what is
+        there at most is there at either end.
 
         `is_last`: no other backward of this stage comes in this step.
         """
@@ -80,16 +93,23 @@ class Account:
             self.used[ACTIVATIONS] -= stage.working_bytes(num_samples)
 
     def begin_update(self) -> None:
-        """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the size of a weight, for a moment."""
+        """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the
+        size of a weight, for a moment.
+        """
         own_bytes = sum(state.trained_bytes for state in self.held) - self.shared_bytes
         self.used[GRADIENTS] = min(self.used[GRADIENTS], own_bytes)
-        largest = max((self.figures.stages[stage].working_fixed_bytes for stage in self.own_stages), default=0.0)
+        largest = max(
+            (self.figures.stages[stage].working_fixed_bytes for stage in self.own_stages),
+            default=0.0,
+        )
         room = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
         self.take(ACTIVATIONS, room, "update")
         self.used[ACTIVATIONS] -= room
 
     def _grow_gradients(self, action: Action, is_last: bool) -> None:
-        """In its first backward a stage makes its gradients. If it is the last one too, all but the last bucket have gone into theirs."""
+        """In its first backward a stage makes its gradients. If it is the last one too, all but the
+        last bucket have gone into theirs.
+        """
         if action.kind is Kind.FORWARD:
             return
         for state in self._new_gradients(action.stage):
@@ -103,7 +123,11 @@ class Account:
         """States that get their first gradient of the step from this stage."""
         if stage in self._with_gradients:
             return []
-        return [state for state in self.held if stage in state.stages and not self._with_gradients & set(state.stages)]
+        return [
+            state
+            for state in self.held
+            if stage in state.stages and not self._with_gradients & set(state.stages)
+        ]
 
     def take(self, what: str, num_bytes: float, action: str) -> None:
         """An emulated device overrides this, to refuse what it has no room for."""
@@ -115,7 +139,9 @@ class Account:
             self.peak = dict(self.used)
 
     def points(self) -> list[tuple[float, float]]:
-        """(in all, activations): the fullest moment since the last call, if more was there then, and now."""
+        """(in all, activations): the fullest moment since the last call, if more was there then,
+        and now.
+        """
         high, now = self._high, (self.total, self.used[ACTIVATIONS])
         self._high = now
         return [high, now] if high[0] > now[0] else [now]
@@ -124,4 +150,8 @@ class Account:
 def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:
     """Trained bytes on these stages whose gradients are summed with other devices."""
     own = [state for state in figures.states if set(state.stages) & set(own_stages)]
-    return sum(state.trained_bytes for state in own if any(len(ranks) > 1 for ranks in state.groups(plan.ranks_of_stage)))
+    return sum(
+        state.trained_bytes
+        for state in own
+        if any(len(ranks) > 1 for ranks in state.groups(plan.ranks_of_stage))
+    )

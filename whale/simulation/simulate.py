@@ -1,12 +1,15 @@
-"""Discrete events over the action lists of a plan: every rank, every message, every sum of gradients, in the order of time.
+"""Discrete events over the action lists of a plan: every rank, every message, every sum of
+gradients, in the order of time.
 
-A rank does its actions in their order. A compute action takes the time that the cost model gives this device for its own samples. A
-send is issued at once and takes its link while the rank goes on; a receive waits until all its pieces are there. A stage that is closed
-(SYNCHRONISE) lets its gradients be summed under way; when all sums of a rank are there it waits for the others (the step's loss and
-gradient norm are summed over all ranks) and updates its weights.
+A rank does its actions in their order. A compute action takes the time that the cost model gives
+this device for its own samples. A send is issued at once and takes its link while the rank goes on;
+a receive waits until all its pieces are there. A stage that is closed (SYNCHRONISE) lets its
+gradients be summed under way; when all sums of a rank are there it waits for the others (the step's
+loss and gradient norm are summed over all ranks) and updates its weights.
 
-`scheduling.simulate` is the small sister for one model replica of like devices with costs in any unit, which the list scheduler calls
-thousands of times; where links are free and devices alike both give the same times.
+`scheduling.simulate` is the small sister for one model replica of like devices with costs in any
+unit, which the list scheduler calls thousands of times; where links are free and devices alike both
+give the same times.
 """
 
 from __future__ import annotations
@@ -27,19 +30,26 @@ from whale.simulation.times import Times
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """of plans whose config does not say"""
 ROUNDING = 1e-12
-"""a message that comes later than a rank by this part of the time comes with it: else stretched times would show other waits"""
+"""a message that comes later than a rank by this part of the time comes with it: else stretched
+times would show other waits
+"""
 MessageKey = tuple[Edge, int, bool, int]
 """edge, micro-batch, gradient, rank that receives"""
 
 
 def simulate(plan: Plan) -> Timeline:
-    """What one step of this plan does on its cluster, by the cost model: times and memory of every device. Nothing is run."""
+    """What one step of this plan does on its cluster, by the cost model: times and memory of every
+    device. Nothing is run.
+    """
     return run(plan, figures_in(plan))
 
 
 def figures_in(plan: Plan) -> Figures:
     if plan.figures is None:
-        raise ValueError("this plan has no figures of its cluster, so it cannot be simulated: make it again with wh.plan or `whale plan`")
+        raise ValueError(
+            "this plan has no figures of its cluster, so it cannot be simulated: make it again "
+            "with wh.plan or `whale plan`"
+        )
     return plan.figures
 
 
@@ -51,15 +61,30 @@ def run(plan: Plan, figures: Figures, factor: float = 1.0) -> Timeline:
 class _Rank:
     """Where one rank is in its list of actions."""
 
-    def __init__(self, rank: int, actions: Sequence[Action], samples: Sequence[int], replica: int, account: Account) -> None:
-        self.rank, self.actions, self.samples, self.replica, self.account = rank, actions, samples, replica, account
+    def __init__(
+        self,
+        rank: int,
+        actions: Sequence[Action],
+        samples: Sequence[int],
+        replica: int,
+        account: Account,
+    ) -> None:
+        self.rank, self.actions, self.samples, self.replica, self.account = (
+            rank,
+            actions,
+            samples,
+            replica,
+            account,
+        )
         self.place = 0
         self.waits_since: float | None = None
         self.events: list[Event] = []
         self.memory: list[MemoryPoint] = []
         self.last_backward: dict[int, tuple[float, float]] = {}
         """of each stage: start and end"""
-        self.last_of_stage = {action.stage: action for action in actions if action.kind in ENDS_BACKWARD}
+        self.last_of_stage = {
+            action.stage: action for action in actions if action.kind in ENDS_BACKWARD
+        }
         self.done_s = 0.0
         """its last action is over"""
 
@@ -91,11 +116,18 @@ class _Simulation:
         own = self.plan.stages_of_rank(rank)
         figures = self.figures.on(rank)
         account = Account(figures, own, shared_bytes(self.plan, figures, own), self.bucket_bytes)
-        return _Rank(rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account)
+        return _Rank(
+            rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account
+        )
 
     def run(self) -> Timeline:
         for each in self.sums:
-            self.open[each] = {(r, stage) for stage in each.stages for r in self.plan.ranks_of_stage(stage) if r in each.ranks}
+            self.open[each] = {
+                (r, stage)
+                for stage in each.stages
+                for r in self.plan.ranks_of_stage(stage)
+                if r in each.ranks
+            }
         for state in self.ranks:
             state.account.place_weights()
             state.account.place_optimizer(self.figures.optimizer_ratio)
@@ -107,7 +139,10 @@ class _Simulation:
         stuck = [state for state in self.ranks if state.place < len(state.actions)]
         if stuck:
             rank, action = stuck[0].rank, stuck[0].actions[stuck[0].place]
-            raise ValueError(f"the plan's schedule does not come to an end: rank {rank} waits for ever at {action}. Make the plan again")
+            raise ValueError(
+                f"the plan's schedule does not come to an end: rank {rank} waits for ever at "
+                f"{action}. Make the plan again"
+            )
         return self._finish()
 
     def _go_on(self, state: _Rank, now: float) -> None:
@@ -134,7 +169,10 @@ class _Simulation:
         state.waits_since = now  # until its own end
         state.account.start(action, samples)
         state.note_memory(now)
-        heapq.heappush(self.queue, (now + self.factor * self.times.seconds(action, state.rank, samples), state.rank))
+        heapq.heappush(
+            self.queue,
+            (now + self.factor * self.times.seconds(action, state.rank, samples), state.rank),
+        )
 
     def _end(self, state: _Rank, action: Action, now: float) -> None:
         assert state.waits_since is not None
@@ -142,23 +180,39 @@ class _Simulation:
         if action.kind is not Kind.FORWARD:
             state.last_backward[action.stage] = (state.waits_since, now)
         state.waits_since = None
-        state.account.end(action, state.samples[action.micro_batch], state.last_of_stage.get(action.stage) is action)
+        state.account.end(
+            action,
+            state.samples[action.micro_batch],
+            state.last_of_stage.get(action.stage) is action,
+        )
         state.note_memory(now)
 
     def _send(self, state: _Rank, action: Action, now: float) -> None:
-        edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+        edge = (
+            (action.destination, action.source)
+            if action.gradient
+            else (action.source, action.destination)
+        )
         for piece in self.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
             if piece.source != state.rank:
                 continue
             key = (edge, action.micro_batch, action.gradient, piece.destination)
-            arrival = self.links.send(str(action), piece.source, piece.destination, piece.num_bytes, now)
+            arrival = self.links.send(
+                str(action), piece.source, piece.destination, piece.num_bytes, now
+            )
             self.arrivals.setdefault(key, []).append(arrival)
             if key in self.waiting and self._is_on_its_way(key, state.replica):
-                heapq.heappush(self.queue, (max(now, *self.arrivals[key]), self.waiting.pop(key).rank))
+                heapq.heappush(
+                    self.queue, (max(now, *self.arrivals[key]), self.waiting.pop(key).rank)
+                )
 
     def _receive(self, state: _Rank, action: Action, now: float) -> bool:
         """Whether everything is there; if not, the rank is called again when it is."""
-        edge = (action.destination, action.source) if action.gradient else (action.source, action.destination)
+        edge = (
+            (action.destination, action.source)
+            if action.gradient
+            else (action.source, action.destination)
+        )
         key = (edge, action.micro_batch, action.gradient, state.rank)
         if not self._is_on_its_way(key, state.replica):
             state.waits_since = now
@@ -180,7 +234,9 @@ class _Simulation:
         return len(self.arrivals.get(key, ())) == sum(piece.destination == rank for piece in pieces)
 
     def _close(self, state: _Rank, stage: int, now: float) -> None:
-        """All gradients of the stage are final on this rank; a sum begins for good when that is so on all ranks."""
+        """All gradients of the stage are final on this rank; a sum begins for good when that is so
+        on all ranks.
+        """
         for each, left in list(self.open.items()):
             if (state.rank, stage) in left:
                 left.discard((state.rank, stage))
@@ -192,7 +248,11 @@ class _Simulation:
         before = self.free.get(each.ranks, 0.0)
         first, end = 0.0, 0.0
         for rank in each.ranks:
-            closings = [times for stage, times in self.ranks[rank].last_backward.items() if stage in each.stages]
+            closings = [
+                times
+                for stage, times in self.ranks[rank].last_backward.items()
+                if stage in each.stages
+            ]
             start, closed = max(closings, key=lambda times: times[1])
             first = max(first, each.first_ready(closed, closed - start))
             end = max(end, each.end(closed, closed - start, before))
@@ -226,4 +286,6 @@ class _Simulation:
                 )
             )
         step_s = all_there + max(update_s)
-        return Timeline(tuple(devices), tuple(self.links.messages), all_there, step_s, self.plan.batch_size)
+        return Timeline(
+            tuple(devices), tuple(self.links.messages), all_there, step_s, self.plan.batch_size
+        )

@@ -1,16 +1,18 @@
 """Gradient sums take the time of a ring over the slowest link of their group.
 
-A ring of k devices that sums n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps a bucket:
+A ring of k devices that sums n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its
+links, in 2 (k - 1) steps a bucket:
 
     T = 2 (k - 1) (n / k / rate + b latency).                                                  (1)
 
-The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs. Bucket i is ready at
-t - d + d i / b and takes T / b, so that the last one is there at
+The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs.
+Bucket i is ready at t - d + d i / b and takes T / b, so that the last one is there at
 
     max(t - d + d / b + T,  t + T / b).                                                        (2)
 
-A group sums one thing after the other, and begins when the last of its members is ready: the latest end that any member comes to by
-itself is the end for all. Where a ring leaves a host it takes the network card of that host, after what was there before it.
+A group sums one thing after the other, and begins when the last of its members is ready: the latest
+end that any member comes to by itself is the end for all. Where a ring leaves a host it takes the
+network card of that host, after what was there before it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from whale.planning.figures import Figures
 from whale.planning.plan import Plan
 
 
-def ring_s(num_bytes: float, links: Sequence[Link], num_devices: int, num_buckets: int = 1) -> float:
+def ring_s(
+    num_bytes: float, links: Sequence[Link], num_devices: int, num_buckets: int = 1
+) -> float:
     """Line (1) over the slowest of these links."""
     if num_devices < 2:
         return 0.0
@@ -45,7 +49,9 @@ class Sum:
     """hosts that its ring leaves, and for how long it takes their network cards"""
 
     def first_ready(self, closed: float, last_backward_s: float) -> float:
-        """When the first bucket can go, where the last backward of these stages on a rank ends at `closed`."""
+        """When the first bucket can go, where the last backward of these stages on a rank ends at
+        `closed`.
+        """
         return closed - last_backward_s + last_backward_s / self.num_buckets
 
     def end(self, closed: float, last_backward_s: float, free: float) -> float:
@@ -62,21 +68,31 @@ def sums_of(plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
             if len(ranks) > 1 and state.trained_bytes:
                 size = bucket_size(state.trained_bytes, bucket_bytes)
                 num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
-                seconds, leaving = sum_seconds(state.trained_bytes, num_buckets, ranks, figures.network)
+                seconds, leaving = sum_seconds(
+                    state.trained_bytes, num_buckets, ranks, figures.network
+                )
                 cards = tuple((host, factor * time) for host, time in leaving)
                 found.append(Sum(state.stages, ranks, factor * seconds, num_buckets, cards))
     return found
 
 
-def sum_seconds(num_bytes: float, num_buckets: int, ranks: Sequence[int], network: Network) -> tuple[float, list[tuple[str, float]]]:
-    """Line (1) for these ranks, or what was measured, where a sum was; and (host, seconds on its card) where the ring leaves a host."""
+def sum_seconds(
+    num_bytes: float, num_buckets: int, ranks: Sequence[int], network: Network
+) -> tuple[float, list[tuple[str, float]]]:
+    """Line (1) for these ranks, or what was measured, where a sum was; and (host, seconds on its
+    card) where the ring leaves a host.
+    """
     pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
     links = [network.link(a, b) for a, b in pairs]
     if network.all_reduce is not None:
-        latency_s = network.all_reduce.latency_s / (2 * (len(network.hosts) - 1))  # of all its steps
+        latency_s = network.all_reduce.latency_s / (
+            2 * (len(network.hosts) - 1)
+        )  # of all its steps
         links = [Link(network.all_reduce.bytes_per_s, latency_s)]
     one_link_bytes = 2 * (len(ranks) - 1) / len(ranks) * num_bytes
     leaving = [
-        (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s) for a, b in pairs if network.hosts[a] != network.hosts[b]
+        (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s)
+        for a, b in pairs
+        if network.hosts[a] != network.hosts[b]
     ]
     return ring_s(num_bytes, links, len(ranks), num_buckets), leaving

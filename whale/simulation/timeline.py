@@ -1,4 +1,6 @@
-"""The result of a simulation: what every device does when, how full it is, and what limits the step."""
+"""The result of a simulation: what every device does when, how full it is, and what limits the
+step.
+"""
 
 from __future__ import annotations
 
@@ -117,14 +119,21 @@ class Timeline:
         return max(0.0, self.step_s - device.busy_s - device.wait_s)
 
     def on_the_way_s(self, rank: int) -> float:
-        """How long a device waits for messages that were sent already; the rest of its waiting is for devices that are not ready."""
+        """How long a device waits for messages that were sent already; the rest of its waiting is
+        for devices that are not ready.
+        """
         sent = self._last_sent
         waits = (event for event in self.devices[rank].events if event.name.startswith("receive"))
-        return sum(event.end_s - max(event.start_s, sent[rank, event.name.removeprefix("receive ")]) for event in waits)
+        return sum(
+            event.end_s - max(event.start_s, sent[rank, event.name.removeprefix("receive ")])
+            for event in waits
+        )
 
     @cached_property
     def _last_sent(self) -> dict[tuple[int, str], float]:
-        """(rank that receives, message without its first word) -> when the last piece of it was sent"""
+        """(rank that receives, message without its first word) -> when the last piece of it was
+        sent
+        """
         found: dict[tuple[int, str], float] = {}
         for message in self.messages:
             key = (message.destination, message.name.removeprefix("send "))
@@ -137,7 +146,9 @@ class Timeline:
 
     @cached_property
     def limit(self) -> str:
-        """What to change first: the part of the step in which the busiest device waits or computes most."""
+        """What to change first: the part of the step in which the busiest device waits or computes
+        most.
+        """
         device = self.busiest
         if not self.step_s:
             return "nothing takes time"
@@ -146,7 +157,10 @@ class Timeline:
             "messages on their way": on_the_way,
             "sums of gradients": device.sums_s,
             "the update of the weights": device.update_s,
-            "other devices (bubble)": self.idle_s(device.rank) + device.wait_s - device.sums_s - on_the_way,
+            "other devices (bubble)": self.idle_s(device.rank)
+            + device.wait_s
+            - device.sums_s
+            - on_the_way,
         }
         name = f"rank {device.rank} ({device.kind})"
         share = device.compute_s / self.step_s
@@ -155,7 +169,10 @@ class Timeline:
             return f"compute: the busiest device, {name}, computes {share:.0%} of the step"
         waits = "spends" if "update" in worst else "waits"
         how = f"{waits} {parts[worst] / self.step_s:.0%} of the step for {worst}"
-        return f"{worst}: the busiest device, {name}, is busy for {device.busy_s / self.step_s:.0%} of the step and {how}"
+        return (
+            f"{worst}: the busiest device, {name}, is busy for {device.busy_s / self.step_s:.0%} "
+            f"of the step and {how}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with everything that a page shows."""
@@ -179,30 +196,80 @@ class Timeline:
         }
 
     def save_trace(self, path: str | Path) -> None:
-        """A Chrome trace (ui.perfetto.dev, chrome://tracing): a process for each host, a row for each device, memory as a curve."""
-        Path(path).write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
+        """A Chrome trace (ui.perfetto.dev, chrome://tracing): a process for each host, a row for
+        each device, memory as a curve.
+        """
+        Path(path).write_text(
+            json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"})
+        )
 
     def trace_events(self) -> list[dict[str, Any]]:
-        hosts = {host: place for place, host in enumerate(dict.fromkeys(device.host for device in self.devices))}
+        hosts = {
+            host: place
+            for place, host in enumerate(dict.fromkeys(device.host for device in self.devices))
+        }
         rows: list[dict[str, Any]] = []
         for host, process in hosts.items():
-            rows.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"host {host}"}})
+            rows.append(
+                {
+                    "name": "process_name",
+                    "ph": "M",
+                    "pid": process,
+                    "args": {"name": f"host {host}"},
+                }
+            )
         for device in self.devices:
             process, row = hosts[device.host], 2 * device.rank
-            for number, name in ((row, f"rank {device.rank} {device.kind}"), (row + 1, f"rank {device.rank} sends")):
-                rows.append({"name": "thread_name", "ph": "M", "pid": process, "tid": number, "args": {"name": name}})
-            rows += [_slice(e.name, "wait" if e.is_wait else "compute", process, row, e.start_s, e.end_s) for e in device.events]
+            for number, name in (
+                (row, f"rank {device.rank} {device.kind}"),
+                (row + 1, f"rank {device.rank} sends"),
+            ):
+                rows.append(
+                    {
+                        "name": "thread_name",
+                        "ph": "M",
+                        "pid": process,
+                        "tid": number,
+                        "args": {"name": name},
+                    }
+                )
+            rows += [
+                _slice(e.name, "wait" if e.is_wait else "compute", process, row, e.start_s, e.end_s)
+                for e in device.events
+            ]
             for point in device.memory:
-                args = {"activations": point.activation_bytes, "other": point.total_bytes - point.activation_bytes}
+                args = {
+                    "activations": point.activation_bytes,
+                    "other": point.total_bytes - point.activation_bytes,
+                }
                 name = f"memory of rank {device.rank}, bytes"
-                rows.append({"name": name, "ph": "C", "pid": process, "ts": point.time_s * MICROSECONDS, "args": args})
+                rows.append(
+                    {
+                        "name": name,
+                        "ph": "C",
+                        "pid": process,
+                        "ts": point.time_s * MICROSECONDS,
+                        "args": args,
+                    }
+                )
         for message in self.messages:
             process = hosts[self.devices[message.source].host]
             to = f"{message.name} to rank {message.destination}, {message.num_bytes:.0f} bytes"
-            rows.append(_slice(to, "message", process, 2 * message.source + 1, message.start_s, message.arrival_s))
+            rows.append(
+                _slice(
+                    to,
+                    "message",
+                    process,
+                    2 * message.source + 1,
+                    message.start_s,
+                    message.arrival_s,
+                )
+            )
         return rows
 
 
-def _slice(name: str, kind: str, process: int, row: int, start_s: float, end_s: float) -> dict[str, Any]:
+def _slice(
+    name: str, kind: str, process: int, row: int, start_s: float, end_s: float
+) -> dict[str, Any]:
     times = {"ts": start_s * MICROSECONDS, "dur": (end_s - start_s) * MICROSECONDS}
     return {"name": name, "cat": kind, "ph": "X", "pid": process, "tid": row, **times}

@@ -1,4 +1,6 @@
-"""Seconds of the actions of a plan and bytes of its messages, from the figures of the plan. Simulation and emulation take the same."""
+"""Seconds of the actions of a plan and bytes of its messages, from the figures of the plan.
+Simulation and emulation take the same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from whale.scheduling import Action, Edge, Kind, Schedule
 from whale.scheduling.action import ENDS_BACKWARD
 
 NEXT_TO_NOTHING = 0.01
-"""an action that takes less than this part of the longest one does not set the stretch of an emulation"""
+"""an action that takes less than this part of the longest one does not set the stretch of an
+emulation
+"""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,15 @@ class Times:
         return self._num_samples[rank]
 
     def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[Piece]:
-        """Of the message between two stages, or of its gradient on the way back; everything between the same two ranks together."""
-        key = (edge, self.samples.micro_batches[micro_batch][1] - self.samples.micro_batches[micro_batch][0], replica, gradient)
+        """Of the message between two stages, or of its gradient on the way back; everything between
+        the same two ranks together.
+        """
+        key = (
+            edge,
+            self.samples.micro_batches[micro_batch][1] - self.samples.micro_batches[micro_batch][0],
+            replica,
+            gradient,
+        )
         if key not in self._pieces:
             self._pieces[key] = list(self._make_pieces(edge, micro_batch, replica, gradient))
         return self._pieces[key]
@@ -94,14 +105,23 @@ class Times:
     def _pieces(self) -> dict[tuple[Edge, int, int, bool], list[Piece]]:
         return {}  # micro-batches of one size are cut alike
 
-    def _make_pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> Iterator[Piece]:
-        crossings = [c for c in self.plan.crossings if (c.source, c.destination) == edge and (c.gradient or not gradient)]
+    def _make_pieces(
+        self, edge: Edge, micro_batch: int, replica: int, gradient: bool
+    ) -> Iterator[Piece]:
+        crossings = [
+            c
+            for c in self.plan.crossings
+            if (c.source, c.destination) == edge and (c.gradient or not gradient)
+        ]
         here, there = (self.plan.stages[stage].virtual_device for stage in edge)
         ranks = [self.plan.virtual_devices[device].ranks[replica] for device in (here, there)]
         total: dict[tuple[int, int], float] = {}
         batched = sum(c.sample_bytes for c in crossings if c.batched)
         if batched:
-            for part in bridge(self._intervals(micro_batch, replica, here), self._intervals(micro_batch, replica, there)):
+            for part in bridge(
+                self._intervals(micro_batch, replica, here),
+                self._intervals(micro_batch, replica, there),
+            ):
                 total[part.source, part.destination] = part.num_samples * float(batched)
         unbatched = sum(c.sample_bytes for c in crossings if not c.batched)
         if unbatched:
@@ -116,9 +136,15 @@ class Times:
 
     @cached_property
     def shortest_s(self) -> float:
-        """Of all compute actions of all ranks, but for those that take next to nothing: they would stretch a step to hours."""
+        """Of all compute actions of all ranks, but for those that take next to nothing: they would
+        stretch a step to hours.
+        """
         times = []
         for rank in range(self.plan.num_devices):
             samples, device = self.num_samples(rank), self.plan.place_of_rank(rank)[0]
-            times += [self.seconds(a, rank, samples[a.micro_batch]) for a in self.schedule.orders[device] if a.is_compute]
+            times += [
+                self.seconds(a, rank, samples[a.micro_batch])
+                for a in self.schedule.orders[device]
+                if a.is_compute
+            ]
         return min((time for time in times if time >= NEXT_TO_NOTHING * max(times)), default=0.0)
