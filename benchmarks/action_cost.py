@@ -30,9 +30,14 @@ from whale.lowering.program import Program
 from whale.runtime.messages import Message, messages_of
 from whale.scheduling import Kind
 
-NUM_DEVICES, NUM_MICRO_BATCH, NUM_CHUNKS, WIDTH = 2, 16, 4, 4
+NUM_DEVICES = 2
+NUM_MICRO_BATCH = 16
+NUM_CHUNKS = 4
+WIDTH = 4
 MOST_MS = 0.35
-ROUNDS, STEPS_PER_BLOCK, LIMIT_S = 30, 5, 90.0
+ROUNDS = 30
+STEPS_PER_BLOCK = 5
+LIMIT_S = 90.0
 OURS = {
     "whale wave": {"schedule": "wave", "num_waves": NUM_CHUNKS // 2},
     "whale zero-bubble wave": {"schedule": "zero-bubble", "num_waves": NUM_CHUNKS // 2},

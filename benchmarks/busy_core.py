@@ -29,10 +29,18 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from whale.planning.adapt import samples_by_rank
 from whale.profiling.profile_command import profile_ranks
 
-NUM_RANKS, WIDTH, NUM_LAYERS, BATCH_SIZE = 2, 768, 8, 768
-TARGET, CEILING = 1.25, 1.5
-NUM_ROUNDS, STEPS_PER_BLOCK, WARM_UP, LIMIT_S = 12, 2, 2, 60.0
-BUSY_STEPS, MOST_FREE_STEPS = 12, 60
+NUM_RANKS = 2
+WIDTH = 768
+NUM_LAYERS = 8
+BATCH_SIZE = 768
+TARGET = 1.25
+CEILING = 1.5
+NUM_ROUNDS = 12
+STEPS_PER_BLOCK = 2
+WARM_UP = 2
+LIMIT_S = 60.0
+BUSY_STEPS = 12
+MOST_FREE_STEPS = 60
 ADAPT = {"adapt": "on", "adapt_steps": 4, "adapt_threshold": 0.1}
 NEAR_EVEN = 0.1
 """shares count as even when they differ by at most this part of the mini-batch"""
@@ -87,7 +95,8 @@ def stop(process: subprocess.Popen[bytes] | None) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(measure, NUM_RANKS, folder)
-    away, back = found.pop("shares while busy"), found.pop("shares afterwards")
+    away = found.pop("shares while busy")
+    back = found.pop("shares afterwards")
     details = {"ceiling": CEILING, "shares while busy": away, "shares afterwards": back, **found}
     is_back = abs(back[0] - back[1]) <= NEAR_EVEN * BATCH_SIZE < abs(away[0] - away[1])
     claims = [
@@ -111,7 +120,8 @@ def measure(folder: str) -> dict[str, Any]:
     path = Path(folder) / "cluster.yaml"
     with busy_process() as process:
         cluster = profile_ranks(path, "cpu")
-        even, planned = make_engine(None), make_engine(str(path))
+        even = make_engine(None)
+        planned = make_engine(str(path))
         shares = samples_by_rank(planned.plan, BATCH_SIZE)
         say(f"planned shares {shares}")
         times = compare({"even": even, "planned": planned}, process)

@@ -19,14 +19,16 @@ import whale as wh
 from benchmarks import gpt2
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 
-BATCH_SIZE, LENGTH = 16, 128
+BATCH_SIZE = 16
+LENGTH = 128
 STEPS_PER_BLOCK = 6
 """steps that one save overlaps: the save starts with the first, and its time is counted where it
 falls
 """
 NUM_ROUNDS = 16
 LIMIT_S = 220.0
-SLOWER, BYTES = 1.05, 1.05
+SLOWER = 1.05
+BYTES = 1.05
 
 
 def main() -> None:
@@ -53,7 +55,8 @@ def main() -> None:
 
 def measure(folder: str) -> tuple[Times, float]:
     say("preparing both sides")
-    plain, saving = make_engine(), make_engine()
+    plain = make_engine()
+    saving = make_engine()
     plain_side = Side(
         "plain",
         lambda step: plain.step(gpt2.batch(step, BATCH_SIZE, LENGTH)),

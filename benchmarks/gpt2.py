@@ -63,12 +63,15 @@ class Stage(nn.Module):
     def __init__(self, model: GPT2LMHeadModel, start: int, stop: int) -> None:
         super().__init__()
         whole = model.transformer
-        self.is_first, self.is_last = start == 0, stop == NUM_LAYERS
+        self.is_first = start == 0
+        self.is_last = stop == NUM_LAYERS
         if self.is_first:
-            self.wte, self.wpe = whole.wte, whole.wpe
+            self.wte = whole.wte
+            self.wpe = whole.wpe
         self.blocks = nn.ModuleList(whole.h[start:stop])
         if self.is_last:
-            self.ln_f, self.lm_head = whole.ln_f, model.lm_head
+            self.ln_f = whole.ln_f
+            self.lm_head = model.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
         """Words in the first stage, else hidden values; logits out of the last stage."""

@@ -27,7 +27,8 @@ from benchmarks.peak_memory import GridShape, measure_grid, pause_in_exchanges
 from benchmarks.prediction import LENGTH, Perceptron
 from benchmarks.side_by_side import run_ranks, say
 
-LEAST, MOST = 1.00, 1.15
+LEAST = 1.00
+MOST = 1.15
 GRIDS = ((1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2))
 
 

@@ -56,8 +56,12 @@ STATE_BYTES = 16
 """of a parameter under mixed precision: weight, gradient, and master weight with two moments in
 float32
 """
-WAVES, LISTED_WAVES, EMULATED_WAVES, TRIES = (1, 2, 4), (1, 2), 2, 16
-HANAYO, LISTED = "hanayo", "list"
+WAVES = (1, 2, 4)
+LISTED_WAVES = (1, 2)
+EMULATED_WAVES = 2
+TRIES = 16
+HANAYO = "hanayo"
+LISTED = "list"
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def wave_steps(num_devices: int, message: float) -> tuple[dict[int, float], dict
     """Steps of the paper's order and of the list-scheduled one, by number of waves, in units of a
     device's forward.
     """
-    paper, listed = {}, {}
+    paper = {}
+    listed = {}
     for num_waves in WAVES:
         graph = wave_graph(num_devices, num_waves)
         costs = even_costs(

@@ -38,7 +38,8 @@ from whale.simulation.simulate import figures_in
 from whale.simulation.times import Times as PlanTimes
 
 CLUSTER = "hosts: [{name: big, kind: V100-32GB, count: %d}, {name: small, kind: P100, count: %d}]"
-NUM_STAGES, NUM_MICRO_BATCH = 4, 8
+NUM_STAGES = 4
+NUM_MICRO_BATCH = 8
 DATA_PARALLEL = {"BERT-Large": 16 * 24, "ResNet50": 16 * 64}
 """samples of a mini-batch"""
 PIPELINE = {"BERT-Large": 8 * 16, "ResNet50": 8 * 64}
@@ -46,9 +47,12 @@ PIECES = 32
 """of about equal time, between which the ceiling of the pipeline may cut"""
 FREE_LINKS = "links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}"
 """the pieces are cut as if messages took no time"""
-ROUNDS, LIMIT_S, LEAST_STEP_S = 8, 20.0, 1.0
+ROUNDS = 8
+LIMIT_S = 20.0
+LEAST_STEP_S = 1.0
 ALLOWED = {"data parallel": 0.98, "pipeline": 0.97}
-AWARE, EVEN = "hardware-aware", "even"
+AWARE = "hardware-aware"
+EVEN = "even"
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Case:
 
 
 def data_parallel(model: Captured) -> Case:
-    cluster, batch_size = loads(CLUSTER % (8, 8)), DATA_PARALLEL[model.name]
+    cluster = loads(CLUSTER % (8, 8))
+    batch_size = DATA_PARALLEL[model.name]
     plans = {AWARE: model.plan(cluster, batch_size), EVEN: model.even_plan(cluster, batch_size)}
     return Case(
         f"{model.name}, 8 V100 + 8 P100", "data parallel", plans, best_data_parallel(plans[EVEN])
@@ -83,7 +88,8 @@ def data_parallel(model: Captured) -> Case:
 
 
 def pipeline(model: Captured) -> Case:
-    cluster, batch_size = loads(CLUSTER % (4, 4)), PIPELINE[model.name]
+    cluster = loads(CLUSTER % (4, 4))
+    batch_size = PIPELINE[model.name]
     config = {"num_task_graph": NUM_STAGES, "num_micro_batch": NUM_MICRO_BATCH, "schedule": "1f1b"}
     plans = {
         AWARE: model.plan(cluster, batch_size, **config),
@@ -107,7 +113,9 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
     ranks = Ranks("cpu")
     found = []
     for case in cases:
-        sides, emulations, factor = [], [], case.stretch
+        sides = []
+        emulations = []
+        factor = case.stretch
         for name, plan in case.plans.items():
             config = Config(plan.config)
             settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
@@ -159,10 +167,8 @@ def claims(cases: list[Case], cluster: str, num_ranks: int) -> list[Claim]:
 def main() -> None:
     models = [capture(name) for name in sys.argv[1:] or DATA_PARALLEL]
     say("planning")
-    parallel, staged = (
-        [data_parallel(model) for model in models],
-        [pipeline(model) for model in models],
-    )
+    parallel = [data_parallel(model) for model in models]
+    staged = [pipeline(model) for model in models]
     report(
         "hardware_aware",
         [*claims(parallel, CLUSTER % (8, 8), 16), *claims(staged, CLUSTER % (4, 4), 8)],

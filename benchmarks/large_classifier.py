@@ -38,20 +38,21 @@ from whale.simulation.times import Times as PlanTimes
 PAPER = yaml.safe_load((Path(__file__).parent / "large_classifier.yaml").read_text())
 OPEN = PAPER["not_said"]
 SIZES = (8, 16, 32)
-EMULATED, ROUNDS, LIMIT_S = 8, 8, 60.0
+EMULATED = 8
+ROUNDS = 8
+LIMIT_S = 60.0
 STRETCH = 4.0
 """of the emulated step, which is two actions: what 8 processes on 2 cores take to end a step, about
 10 ms, is then about 1 % of it
 """
-DATA_PARALLEL, HYBRID = "data parallel", "hybrid"
+DATA_PARALLEL = "data parallel"
+HYBRID = "hybrid"
 
 
 def cluster(num_devices: int) -> Cluster:
-    known, efficiency, per_host = (
-        device_kind("V100-32GB"),
-        PAPER["fitted"]["efficiency"],
-        PAPER["cluster"]["devices_per_host"],
-    )
+    known = device_kind("V100-32GB")
+    efficiency = PAPER["fitted"]["efficiency"]
+    per_host = PAPER["cluster"]["devices_per_host"]
     kind = DeviceKind(
         "V100-32GB",
         efficiency * known.flop_per_s,
@@ -78,7 +79,8 @@ def planned(num_classes: int, num_devices: int, hybrid: bool) -> wh.Plan:
         wh.annotate(
             model, {"backbone": wh.replicate(num_devices), "classifier": wh.split(num_devices)}
         )
-    number, size = num_devices * OPEN["samples_per_device"], OPEN["image_size"]
+    number = num_devices * OPEN["samples_per_device"]
+    size = OPEN["image_size"]
     batch = {
         "images": torch.zeros(number, 3, size, size, device="meta"),
         "labels": torch.zeros(number, dtype=torch.long, device="meta"),
@@ -103,7 +105,8 @@ def speed(plan: wh.Plan, hybrid: bool) -> tuple[float, dict[str, Any]]:
 
 def measure(plans: dict[str, wh.Plan], folder: str, factor: float) -> Times:
     """Runs on every rank: times of both plans."""
-    ranks, sides = Ranks("cpu"), []
+    ranks = Ranks("cpu")
+    sides = []
     for name, plan in plans.items():
         config = Config(plan.config)
         settings = Settings("", f"{folder}/{name}", stub=True, stretch=factor)
@@ -153,7 +156,8 @@ def emulated(plans: dict[str, wh.Plan]) -> Claim:
 
 
 def hundred_thousand() -> list[Claim]:
-    claims, leads = [], []
+    claims = []
+    leads = []
     print(
         f"{'GPUs':>5}{'DP paper':>10}{'DP ours':>9}{'hybrid paper':>14}{'hybrid ours':>13}{'lead paper':>12}{'lead ours':>11}"
     )
@@ -164,10 +168,8 @@ def hundred_thousand() -> list[Claim]:
         }
         if number == EMULATED:
             claims.append(emulated(plans))
-        (alone, _), (hybrid, details) = (
-            speed(plans[DATA_PARALLEL], False),
-            speed(plans[HYBRID], True),
-        )
+        (alone, _) = speed(plans[DATA_PARALLEL], False)
+        (hybrid, details) = speed(plans[HYBRID], True)
         paper = [PAPER["published"][name][number] for name in ("data_parallel", "hybrid")]
         leads.append(hybrid / alone)
         print(

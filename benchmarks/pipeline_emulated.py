@@ -136,11 +136,9 @@ def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
 
 def whale_side(case: Case, name: str, plan: wh.Plan) -> Side:
     torch.manual_seed(0)
-    model, batch, num_chunks = (
-        Chain(len(plan.stages)),
-        case.batch(),
-        len(plan.stages) // case.num_devices,
-    )
+    model = Chain(len(plan.stages))
+    batch = case.batch()
+    num_chunks = len(plan.stages) // case.num_devices
     wh.init(plan.config)
     engine = wh.parallelize(
         model,
@@ -205,7 +203,8 @@ class PacedStage(nn.Module):
     def __init__(self, case: Case, num_chunks: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.forward_s, self.part_s = case.forward_s / num_chunks, case.backward_s / 2 / num_chunks
+        self.forward_s = case.forward_s / num_chunks
+        self.part_s = case.backward_s / 2 / num_chunks
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = _WeightPart.apply(self.weight, self.part_s)  # type: ignore[no-untyped-call]

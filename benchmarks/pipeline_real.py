@@ -25,9 +25,13 @@ from benchmarks import gpt2
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from benchmarks.torch_schedules import TORCH, TorchJob, TorchSchedule, torch_side
 
-NUM_DEVICES, NUM_MICRO_BATCH, LENGTH = 2, 16, 64
+NUM_DEVICES = 2
+NUM_MICRO_BATCH = 16
+LENGTH = 64
 TARGET = 1.05
-ROUNDS, STEPS_PER_BLOCK, LIMIT_S = 20, 2, 150.0
+ROUNDS = 20
+STEPS_PER_BLOCK = 2
+LIMIT_S = 150.0
 OURS = {"whale auto": "auto", "whale 1f1b": "1f1b", "whale zero-bubble": "zero-bubble"}
 THEIRS = {
     name: kind for name, kind in TORCH.items() if kind.num_chunks * NUM_DEVICES <= gpt2.NUM_LAYERS
@@ -92,7 +96,8 @@ def measure() -> Times:
 
 def main() -> None:
     times: Times = run_ranks(measure, NUM_DEVICES)
-    ours, theirs = min(OURS, key=times.median), min(THEIRS, key=times.median)
+    ours = min(OURS, key=times.median)
+    theirs = min(THEIRS, key=times.median)
     details = {
         "best of ours": ours,
         "best of torch": theirs,

@@ -173,7 +173,8 @@ def ideal_side(case: Case) -> Side:
         )
 
     def run(step: int) -> Alone:
-        batch, alone = case.batch(step), Alone()
+        batch = case.batch(step)
+        alone = Alone()
         optimizer.zero_grad()
         for m in range(case.num_micro_batch):
             result, seconds = timed(lambda: forward(batch, m))  # noqa: B023

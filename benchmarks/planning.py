@@ -34,8 +34,15 @@ from whale.capture.batch import read_batch
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 from whale.planning.plan import Plan
 
-LAYERS, WIDTH, HEADS, LENGTH, NUM_MICRO_BATCH = 96, 12288, 96, 2048, 64
-LIMIT_S, LIMIT_BYTES, LIMIT_AFTER_CAPTURE_S, LIMIT_SPLIT_S = 30.0, 1e9, 1.0, 20.0
+LAYERS = 96
+WIDTH = 12288
+HEADS = 96
+LENGTH = 2048
+NUM_MICRO_BATCH = 64
+LIMIT_S = 30.0
+LIMIT_BYTES = 1e9
+LIMIT_AFTER_CAPTURE_S = 1.0
+LIMIT_SPLIT_S = 20.0
 LARGE_CLUSTER = {"H100": 512, "A100-80GB": 256, "A100-40GB": 256}
 SPLIT_DEVICES = 64
 MIXED_CLUSTER = {"V100-32GB": 8, "P100": 4, "T4": 4}
@@ -86,10 +93,8 @@ def split_gpt() -> dict[str, Any]:
         config = GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=LENGTH)
         model = wh.annotate(GPT2LMHeadModel(config), {"*": wh.split(SPLIT_DEVICES)})
     words = torch.zeros(NUM_MICRO_BATCH, LENGTH, dtype=torch.long)
-    cluster, settings = (
-        cluster_of({"A100-80GB": SPLIT_DEVICES}),
-        {"num_micro_batch": NUM_MICRO_BATCH},
-    )
+    cluster = cluster_of({"A100-80GB": SPLIT_DEVICES})
+    settings = {"num_micro_batch": NUM_MICRO_BATCH}
     plan, seconds, in_all = _after_capture(model, words, cluster, settings)
     grid = plan.virtual_devices[0].grid
     found = {

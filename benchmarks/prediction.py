@@ -51,10 +51,13 @@ from whale.runtime.ranks import Ranks
 STEPS_S = 190.0
 """of steps, for all cases together, at most"""
 TURN_S = 1.0
-NUM_FAST, FEWEST_STEPS = 8, 20
+NUM_FAST = 8
+FEWEST_STEPS = 20
 """steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough
 """
-STEP_WITHIN, LEAST_MEMORY, MOST_MEMORY = 0.10, 1.00, 1.05
+STEP_WITHIN = 0.10
+LEAST_MEMORY = 1.00
+MOST_MEMORY = 1.05
 LENGTH = 64
 
 
@@ -195,7 +198,9 @@ def time_steps(cases: Sequence[Running], speed: Speed) -> None:
     """A second of each case in turn, until each had enough steps at moments when all cores were
     fast.
     """
-    begin, passed_s, waiting = time.perf_counter(), 0.0, list(cases)
+    begin = time.perf_counter()
+    passed_s = 0.0
+    waiting = list(cases)
     while waiting and passed_s < STEPS_S:
         for running in waiting:
             until_s = passed_s + TURN_S
@@ -257,9 +262,12 @@ def main() -> None:
     print(
         f"{'case':<40}{'step ms':>9}{'fastest':>10}{'ratio':>8}{'memory MB':>22}{'measured':>18}{'ratio':>14}"
     )
-    details, margins = {}, []
+    details = {}
+    margins = []
     for case, found in zip(CASES, results, strict=True):
-        step, memory, step_ms = found.step, found.memory, found.predicted_s * 1e3
+        step = found.step
+        memory = found.memory
+        step_ms = found.predicted_s * 1e3
         shown = [
             "  ".join(f"{value / 1e6:.1f}" for value in values)
             for values in (found.predicted_bytes, found.measured_bytes)

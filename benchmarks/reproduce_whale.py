@@ -49,9 +49,11 @@ class Point:
 
 def cluster(*kinds: tuple[str, int]) -> Cluster:
     """Hosts filled one after the other, each with one kind."""
-    per_host, devices = PAPER["cluster"]["devices_per_host"], []
+    per_host = PAPER["cluster"]["devices_per_host"]
+    devices = []
     for name, number in kinds:
-        known, efficiency = device_kind(name), OPEN["efficiency"]
+        known = device_kind(name)
+        efficiency = OPEN["efficiency"]
         kind = DeviceKind(name, efficiency * known.flop_per_s, 0, efficiency * known.bytes_per_s)
         devices += [
             (f"{name}-{place // per_host}", place % per_host, kind) for place in range(number)
@@ -82,10 +84,8 @@ def hardware_aware(bert: Captured, resnet: Captured, t5: Captured) -> list[Point
     """Figures 17 and 18."""
     found = []
     for model in (bert, resnet):
-        devices, batch_size = (
-            cluster(("V100-32GB", 8), ("P100", 8)),
-            OPEN["data_parallel_batch"][model.name],
-        )
+        devices = cluster(("V100-32GB", 8), ("P100", 8))
+        batch_size = OPEN["data_parallel_batch"][model.name]
         ratio = speed(model.plan(devices, batch_size)) / speed(model.even_plan(devices, batch_size))
         found += _over_even(
             "17 data parallel",
@@ -94,10 +94,8 @@ def hardware_aware(bert: Captured, resnet: Captured, t5: Captured) -> list[Point
             ratio,
         )
     for model in (bert, t5):
-        devices, batch_size = (
-            cluster(("V100-32GB", 4), ("P100", 4)),
-            OPEN["pipeline_batch"][model.name],
-        )
+        devices = cluster(("V100-32GB", 4), ("P100", 4))
+        batch_size = OPEN["pipeline_batch"][model.name]
         config = {"num_task_graph": 4, "num_micro_batch": 8}
         ratio = speed(model.plan(devices, batch_size, **config)) / speed(
             model.even_plan(devices, batch_size, **config)
@@ -121,7 +119,8 @@ def _over_even(figure: str, model: str, published: dict[str, float], ratio: floa
 
 def pipelines(bert: Captured) -> list[Point]:
     """Figures 11 and 12."""
-    micro, count = OPEN["bert_micro_batch"], PAPER["fitted"]["num_micro_batch"]
+    micro = OPEN["bert_micro_batch"]
+    count = PAPER["fitted"]["num_micro_batch"]
     alone = speed(bert.plan(cluster(("V100-32GB", 1)), micro * count, num_micro_batch=count))
     found = []
     published = PAPER["published"]["figure_11_pipeline"]
@@ -181,7 +180,9 @@ def pipelines(bert: Captured) -> list[Point]:
 
 def m6_10b() -> list[Point]:
     """Figure 19: 8 stages, 35 micro-batches, recomputing; more GPUs are more replicas."""
-    model, first, found = capture("M6-10B"), None, []
+    model = capture("M6-10B")
+    first = None
+    found = []
     for gpus, value in PAPER["published"]["figure_19_m6_10b"].items():
         plan = model.plan(
             cluster(("V100-32GB", gpus)),

@@ -27,9 +27,11 @@ def waved(num_devices: int, num_waves: int) -> StageGraph:
 def measure(num_devices: int, num_micro_batch: int, num_waves: int) -> dict[str, float]:
     graph = waved(num_devices, num_waves)
     costs = even_costs(graph, message_s=MESSAGE, memory_cap=num_devices)
-    start, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    start_cpu = time.process_time()
     schedule = build("auto", graph, num_micro_batch, costs)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    seconds = time.perf_counter() - start
+    cpu = time.process_time() - start_cpu
     timeline = simulate(schedule, costs)
     return {
         "seconds": round(seconds, 2),

@@ -238,7 +238,8 @@ def alternate(
     """
     for step in range(warm_up):
         check_losses([_one(side, step) for side in sides], step)
-    step, begin = warm_up, time.perf_counter()
+    step = warm_up
+    begin = time.perf_counter()
     times = Times({side.name: [] for side in sides}, {side.name: [] for side in sides}, [])
     while (
         _largest(time.perf_counter() - begin) < limit_s

@@ -76,10 +76,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm_1 = nn.LayerNorm(WIDTH)
+        self.norm_2 = nn.LayerNorm(WIDTH)
         self.query, self.key, self.value = (nn.Linear(WIDTH, width) for _ in range(3))
         self.out = nn.Linear(width, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * width), nn.Linear(4 * width, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * width)
+        self.down = nn.Linear(4 * width, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm_1(x)
@@ -140,7 +142,8 @@ def whale_side(case: Case) -> Side:
 def torch_side(case: Case) -> Side:
     model = Model(case.num_blocks)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    by_columns, by_rows = ("query", "key", "value", "up"), ("out", "down")
+    by_columns = ("query", "key", "value", "up")
+    by_rows = ("out", "down")
     plan = {name: ColwiseParallel() for name in by_columns} | {
         name: RowwiseParallel() for name in by_rows
     }

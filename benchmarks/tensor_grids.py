@@ -40,7 +40,8 @@ from whale.sharding.layout import Cut, Layout
 
 NUM_RANKS = 8
 GRIDS = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8))
-ROWS, WIDTH = 512, 256
+ROWS = 512
+WIDTH = 256
 """of the two linear layers: X [512, 256], 256 -> 1024 -> 256, as in research/tensor3d.md section 5
 """
 PAPER = {"1-D": 2.32, "2-D": 1.57}
@@ -87,9 +88,12 @@ class Block(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (x.shape[0], x.shape[1], self.num_heads, x.shape[2] // self.num_heads)
@@ -157,7 +161,9 @@ def kind(
     weight of this rank's shape.
     """
     place = dist.get_rank()
-    x, w, y = (Cut(m), Cut(k)), (Cut(n), Cut(k)), (Cut(m), Cut(n))
+    x = (Cut(m), Cut(k))
+    w = (Cut(n), Cut(k))
+    y = (Cut(m), Cut(n))
     stored = Layout(w, ((rows,), (columns, "z")), stored=frozenset("z"))
     plan = LinearPlan(
         plan_exchange(
@@ -284,7 +290,8 @@ EMULATED: dict[str, tuple[int, int, int] | None] = {
     "the cube": (2, 2, 2),
     "picked": None,
 }
-ROUNDS, LIMIT_S = 6, 45.0
+ROUNDS = 6
+LIMIT_S = 45.0
 STRETCH = 2.0
 """of all times: 8 processes on few cores take some 20 ms a step for themselves"""
 NOISE = 0.01
@@ -319,7 +326,9 @@ def emulated_claims() -> list[Claim]:
 
 def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[str, str]]:
     """Runs on every rank: steps of all grids in turns, their predicted times, and the grids."""
-    sides, predicted, grids = [], {}, {}
+    sides = []
+    predicted = {}
+    grids = {}
     for name, sizes in EMULATED.items():
         Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
         wh.init({"check_capture": False})
@@ -331,7 +340,8 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
         assert emulation is not None
         grid = emulation.full_plan.virtual_devices[0].grid
         assert grid is not None
-        predicted[name], grids[name] = emulation.recorder.prediction.step_s, grid.name
+        predicted[name] = emulation.recorder.prediction.step_s
+        grids[name] = grid.name
         batch = torch.zeros(
             ASSUMED.samples, 1
         )  # with stub chunks only the number of samples counts
@@ -344,7 +354,8 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
 
 
 def simulated_claims() -> list[Claim]:
-    seconds, sent_bytes = {}, {}
+    seconds = {}
+    sent_bytes = {}
     for name, sizes in {
         "1-D": (1, 64, 1),
         "2-D": (8, 8, 1),

@@ -65,7 +65,8 @@ def torch_side(name: str, kind: TorchSchedule, job: TorchJob) -> Side:
     """One training step on this rank. Gradients are of the mean over micro-batches, as torch's
     schedules do it.
     """
-    rank, num_devices = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    num_devices = dist.get_world_size()
     total = kind.num_chunks * num_devices
     own = kind.stages(rank, num_devices)
     modules = [job.make_stage(index, total) for index in own]

@@ -30,7 +30,9 @@ hosts: [{name: big, kind: V100-16GB, count: 4}, {name: small, kind: P100, count:
 NUM_DEVICES = 8
 BLOCKS_ON = {"V100-16GB": 6, "P100": 4}
 NUM_BLOCKS = 4 * sum(BLOCKS_ON.values())
-WIDTH, LENGTH, SAMPLES = 2048, 128, 4
+WIDTH = 2048
+LENGTH = 128
+SAMPLES = 4
 """of a block, of a sequence, and in a micro-batch"""
 STRETCH = 2.5
 """of all times: then the shortest action takes about 18 ms"""
@@ -40,9 +42,11 @@ SCHEDULES = {
     "wave (Hanayo)": {"schedule": "wave", "num_waves": 1},
     "wave, list-scheduled": {"schedule": "zero-bubble", "num_waves": 1},
 }
-OURS, RIVALS = "wave, list-scheduled", ("1f1b", "interleaved")
+OURS = "wave, list-scheduled"
+RIVALS = ("1f1b", "interleaved")
 TARGET = 1.2
-ROUNDS, LIMIT_S = 8, 120.0
+ROUNDS = 8
+LIMIT_S = 120.0
 
 
 class Block(nn.Module):
@@ -50,11 +54,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))

@@ -28,7 +28,9 @@ from whale.cluster.kinds import device_kind
 from whale.emulation.settings import Settings
 from whale.sharding.grid import Grid
 
-FAST, SLOW, NUM_EACH = "V100-16GB", "P100", 4
+FAST = "V100-16GB"
+SLOW = "P100"
+NUM_EACH = 4
 NUM_DEVICES = 2 * NUM_EACH
 UNLIKE = (
     f"hosts: [{{name: big, kind: {FAST}, count: {NUM_EACH}}}, "
@@ -38,7 +40,11 @@ ALIKE = (
     f"hosts: [{{name: one, kind: {SLOW}, count: {NUM_EACH}}}, "
     f"{{name: two, kind: {SLOW}, count: {NUM_EACH}}}]"
 )
-WIDTH, NUM_HEADS, NUM_BLOCKS, LENGTH, SAMPLES = 2048, 32, 2, 512, 40
+WIDTH = 2048
+NUM_HEADS = 32
+NUM_BLOCKS = 2
+LENGTH = 512
+SAMPLES = 40
 GRIDS: dict[str, tuple[int, int, int] | None] = {
     "picked": None,
     "1-D": (1, 8, 1),
@@ -48,7 +54,8 @@ GRIDS: dict[str, tuple[int, int, int] | None] = {
 TARGET = 0.95
 STRETCH = 2.0
 """of all times: 8 processes on few cores take some 20 ms a step for themselves"""
-ROUNDS, LIMIT_S = 6, 50.0
+ROUNDS = 6
+LIMIT_S = 50.0
 
 
 def main() -> None:
@@ -64,7 +71,8 @@ def claim(name: str, times: Times, uneven: wh.Plan, even: wh.Plan) -> Claim:
     """How much of the ceiling the measured ratio reaches."""
     ratio = times.ratio(f"{name}, even", f"{name}, uneven")
     steps = {each: wh.simulate(plan).step_s for each, plan in (("uneven", uneven), ("even", even))}
-    found, least = products_s(uneven), least_products_s(even)
+    found = products_s(uneven)
+    least = least_products_s(even)
     ceiling = steps["even"] / (steps["uneven"] - found + min(found, least))
     grid = uneven.virtual_devices[0].grid
     assert grid is not None
@@ -102,7 +110,8 @@ def products_s(plan: wh.Plan) -> float:
     the slowest device of each counts.
     """
     device = plan.virtual_devices[0]
-    grid, total = device.grid, 0.0
+    grid = device.grid
+    total = 0.0
     assert grid is not None
     for stored in (
         stored

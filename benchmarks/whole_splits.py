@@ -92,7 +92,9 @@ def best_pipeline(pieces: Plan, even: Plan, known_s: float) -> Best:
     a step that is known to be possible.
     """
     problem = _Pipelines(pieces, even)
-    best, num_tried, found = known_s, 0, []
+    best = known_s
+    num_tried = 0
+    found = []
     for orders in _replicas(even):
         for share in range(1, problem.size):
             bounds = problem.bounds(orders, share)
@@ -131,8 +133,10 @@ class _Pipelines:
     """All pipelines of two replicas that can be made of the pieces."""
 
     def __init__(self, pieces: Plan, even: Plan) -> None:
-        self.pieces, self.even = pieces, even
-        self.num_stages, self.num_micro_batch = len(even.stages), even.num_micro_batch
+        self.pieces = pieces
+        self.even = even
+        self.num_stages = len(even.stages)
+        self.num_micro_batch = even.num_micro_batch
         self.size = even.batch_size // self.num_micro_batch
         self.network: Network = figures_in(even).network
         count = len(pieces.stages)
@@ -162,11 +166,9 @@ class _Pipelines:
         forward, backward = (
             self._of_stages(times, kinds, samples) for times in (self._forward, self._backward)
         )
-        work, count, crossing = (
-            forward + backward,
-            self.num_micro_batch,
-            self._messages(kinds, samples),
-        )
+        work = forward + backward
+        count = self.num_micro_batch
+        crossing = self._messages(kinds, samples)
         passed = work + 2 * np.concatenate(
             [crossing, np.zeros((len(work), 1))], axis=1
         )  # a stage and the message behind it
@@ -210,7 +212,8 @@ class _Pipelines:
 
     def plan(self, place: int, orders: tuple[Kinds, Kinds], share: int) -> Plan:
         """The pipeline with these cuts, devices and shares."""
-        fine, starts = figures_in(self.pieces), self.edges[place]
+        fine = figures_in(self.pieces)
+        starts = self.edges[place]
         stage_of = np.searchsorted(starts, np.arange(len(self.pieces.stages)), side="right") - 1
         stages = [_joined(fine.stages[first:last]) for first, last in itertools.pairwise(starts)]
         states = [
@@ -232,7 +235,8 @@ class _Pipelines:
         ranks = [(free[a].pop(0), free[b].pop(0)) for a, b in zip(*orders, strict=True)]
         shares = [0] * self.even.num_devices
         for first, second in ranks:
-            shares[first], shares[second] = share, self.size - share
+            shares[first] = share
+            shares[second] = self.size - share
         plan = replace(
             self.even,
             virtual_devices=tuple(

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 import whale as wh
 
 RANK_OF_UPDATE = 4
-SEQUENCE, VOCABULARY, BATCH = 16, 64, 16
+SEQUENCE = 16
+VOCABULARY = 64
+BATCH = 16
 
 
 class LoRA(nn.Module):

@@ -25,7 +25,8 @@ from whale.report import print_plan
 
 SHAPES = ("circle", "square", "diamond", "cross")
 IMAGE, PATCH = 16, 4  # pixels along one side
-WIDTH, HEADS = 48, 4
+WIDTH = 48
+HEADS = 4
 NUM_PATCHES = (IMAGE // PATCH) ** 2
 NOISE = 0.1
 REPORT_EVERY = 10  # steps
@@ -38,8 +39,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
@@ -101,7 +104,8 @@ def draw(num_samples: int, generator: torch.Generator) -> dict[str, Tensor]:
         (pixels.view(1, -1, 1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)
     )  # how far each pixel is from the middle
     right_BHW = (pixels.view(1, 1, -1) - between(6.5, 8.5)).abs().expand(-1, IMAGE, IMAGE)
-    furthest, nearest = torch.maximum(down_BHW, right_BHW), torch.minimum(down_BHW, right_BHW)
+    furthest = torch.maximum(down_BHW, right_BHW)
+    nearest = torch.minimum(down_BHW, right_BHW)
     from_outline = torch.stack(
         [
             torch.hypot(down_BHW, right_BHW) - radius,

@@ -46,7 +46,9 @@ NUM_SHOWN = 3
 """held-out drawings whose captions are printed"""
 LIVE_EVERY = 5
 """steps between two changes of the line on a terminal"""
-PLAN, TRACE, CHECKPOINTS = "plan.json", "trace.json", "checkpoints"
+PLAN = "plan.json"
+TRACE = "trace.json"
+CHECKPOINTS = "checkpoints"
 """in the run folder, beside the metrics"""
 LAST_LR = 0.02
 """learning rate at the end, in units of its peak"""
@@ -129,13 +131,16 @@ class LiveLine:
     """
 
     def __init__(self, console: Console, options: argparse.Namespace) -> None:
-        self.console, self.options = console, options
+        self.console = console
+        self.options = options
         self.first_loss = self.last_loss = math.nan
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), console=console, transient=True
         )
         self._task = self._bar.add_task("", total=options.steps)
-        self._since, self._steps_since, self._bubble_s = time.perf_counter(), 0, 0.0
+        self._since = time.perf_counter()
+        self._steps_since = 0
+        self._bubble_s = 0.0
 
     @contextmanager
     def shown(self) -> Iterator[LiveLine]:
@@ -170,7 +175,9 @@ class LiveLine:
             self._bar.update(self._task, completed=step, description=text)
         else:
             self.console.print(text, highlight=False)
-        self._since, self._steps_since, self._bubble_s = time.perf_counter(), 0, 0.0
+        self._since = time.perf_counter()
+        self._steps_since = 0
+        self._bubble_s = 0.0
 
 
 def train(

@@ -230,7 +230,8 @@ def _object(number: int) -> Object | None:
 
 # ---- painting
 
-ALONG, ACROSS = 1, 1
+ALONG = 1
+ACROSS = 1
 """whole pixels by which a shape is moved at most, along the axis and across it: every shape stays
 in its half, and left is never top. With 2 across, M6Config.small() needs about twice as many
 samples to tell the shapes apart"""
@@ -238,13 +239,15 @@ SHADES = (0.8, 1.0)
 """brightness of a shape"""
 BACKGROUND = (0.0, 0.25)
 """grey of the paper"""
-MEAN, DEVIATION = np.float32(0.2), np.float32(0.2)
+MEAN = np.float32(0.2)
+DEVIATION = np.float32(0.2)
 """of all pixels"""
 
 
 def _paint(parts: Numbers, draw: _Numbers) -> Floats:
     """(B, 3, Y, X) pixels, shifted and scaled from 0..1 to mean 0 and deviation 1."""
-    axis_B1, object_BO = parts[:, :1], parts[:, 1:]
+    axis_B1 = parts[:, :1]
+    object_BO = parts[:, 1:]
     rest_BO, shape_BO = np.divmod(object_BO, len(SHAPES))
     size_BO, colour_BO = np.divmod(rest_BO, len(COLOURS))
     there_BO = object_BO < NUM_OBJECTS
@@ -252,10 +255,8 @@ def _paint(parts: Numbers, draw: _Numbers) -> Floats:
     quarter = IMAGE_SIZE / 4
     along_BO = np.array([quarter, 3 * quarter], np.float32) + draw.whole(-ALONG, ALONG, 2)
     across_BO = IMAGE_SIZE / 2 + draw.whole(-ACROSS, ACROSS, 2)
-    x_BO, y_BO = (
-        np.where(axis_B1 == 0, along_BO, across_BO),
-        np.where(axis_B1 == 0, across_BO, along_BO),
-    )
+    x_BO = np.where(axis_B1 == 0, along_BO, across_BO)
+    y_BO = np.where(axis_B1 == 0, across_BO, along_BO)
     pixel = np.arange(IMAGE_SIZE, dtype=np.float32) + 0.5
     inside_BOYX = _inside(
         pixel[:, None] - y_BO[..., None, None],
@@ -280,7 +281,8 @@ def _inside(
     down: Floats, right: Floats, radius: Floats, shape_BO: Numbers
 ) -> npt.NDArray[np.bool_]:
     """(B, O, Y, X) which pixels a shape covers, given their distances from its middle."""
-    y, x = np.abs(down), np.abs(right)
+    y = np.abs(down)
+    x = np.abs(right)
     box = np.maximum(y, x) <= radius
     forms = (
         y**2 + x**2 <= radius**2,  # circle

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PAD, START, END = 0, 1, 2
+PAD = 0
+START = 1
+END = 2
 """the first words of every vocabulary: filling, start of a caption, end of a caption"""
 
 
@@ -140,7 +142,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: M6Config, causal: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.causal = config.num_heads, causal
+        self.num_heads = config.num_heads
+        self.causal = causal
         self.query = Linear(config.width, config.width)
         self.key = Linear(config.width, config.width)
         self.value = Linear(config.width, config.width)
@@ -148,10 +151,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor) -> Tensor:
         query_BHTK = self._heads(self.query(x_BTD))
-        key_BHSK, value_BHSK = (
-            self._heads(self.key(memory_BSD)),
-            self._heads(self.value(memory_BSD)),
-        )
+        key_BHSK = self._heads(self.key(memory_BSD))
+        value_BHSK = self._heads(self.value(memory_BSD))
         mixed_BHTK = F.scaled_dot_product_attention(
             query_BHTK, key_BHSK, value_BHSK, is_causal=self.causal
         )
@@ -178,8 +179,10 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(config.width), Attention(config)
-        self.mlp_norm, self.mlp = nn.LayerNorm(config.width), MLP(config)
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -193,12 +196,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: M6Config) -> None:
         super().__init__()
-        self.attention_norm, self.attention = (
-            nn.LayerNorm(config.width),
-            Attention(config, causal=True),
-        )
-        self.cross_norm, self.cross = nn.LayerNorm(config.width), Attention(config)
-        self.mlp_norm, self.mlp = nn.LayerNorm(config.width), MLP(config)
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config, causal=True)
+        self.cross_norm = nn.LayerNorm(config.width)
+        self.cross = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor) -> Tensor:

@@ -172,13 +172,13 @@ class Layer(nn.Module):
 
     def __init__(self, config: M6MoEConfig, is_decoder: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = (
-            nn.LayerNorm(config.width),
-            Attention(config, causal=is_decoder),
-        )
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config, causal=is_decoder)
         if is_decoder:
-            self.cross_norm, self.cross = nn.LayerNorm(config.width), Attention(config)
-        self.mixture_norm, self.mixture = nn.LayerNorm(config.width), Mixture(config)
+            self.cross_norm = nn.LayerNorm(config.width)
+            self.cross = Attention(config)
+        self.mixture_norm = nn.LayerNorm(config.width)
+        self.mixture = Mixture(config)
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor | None, balance: list[Tensor]) -> Tensor:
         normal_BTD = self.attention_norm(x_BTD)
@@ -204,10 +204,8 @@ class M6MoE(nn.Module):
         self.decoder = nn.ModuleList(
             Layer(config, is_decoder=True) for _ in range(config.num_decoder_layers)
         )
-        self.encoder_norm, self.decoder_norm = (
-            nn.LayerNorm(config.width),
-            nn.LayerNorm(config.width),
-        )
+        self.encoder_norm = nn.LayerNorm(config.width)
+        self.decoder_norm = nn.LayerNorm(config.width)
         self.head = Linear(config.width, config.vocabulary_size, bias=False)
 
     def forward(

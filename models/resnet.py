@@ -45,18 +45,12 @@ class Block(nn.Module):
 
     def __init__(self, num_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.down, self.down_norm = (
-            nn.Conv2d(num_channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-        self.middle, self.middle_norm = (
-            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-        self.up, self.up_norm = (
-            nn.Conv2d(width, EXPANSION * width, 1, bias=False),
-            nn.BatchNorm2d(EXPANSION * width),
-        )
+        self.down = nn.Conv2d(num_channels, width, 1, bias=False)
+        self.down_norm = nn.BatchNorm2d(width)
+        self.middle = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.middle_norm = nn.BatchNorm2d(width)
+        self.up = nn.Conv2d(width, EXPANSION * width, 1, bias=False)
+        self.up_norm = nn.BatchNorm2d(EXPANSION * width)
         self.around: nn.Module = nn.Identity()
         if stride > 1 or num_channels != EXPANSION * width:
             self.around = nn.Sequential(
@@ -75,11 +69,10 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.first, self.first_norm = (
-            nn.Conv2d(3, config.width, 7, 2, padding=3, bias=False),
-            nn.BatchNorm2d(config.width),
-        )
-        stages, num_channels = [], config.width
+        self.first = nn.Conv2d(3, config.width, 7, 2, padding=3, bias=False)
+        self.first_norm = nn.BatchNorm2d(config.width)
+        stages = []
+        num_channels = config.width
         for stage, count in enumerate(config.blocks):
             width = config.width * 2**stage
             for place in range(count):

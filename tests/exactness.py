@@ -212,14 +212,16 @@ def _compare_tensors(
     what: str, reference: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float
 ) -> None:
     """One group of named tensors; the message names the worst."""
-    missing, extra = sorted(set(reference) - set(got)), sorted(set(got) - set(reference))
+    missing = sorted(set(reference) - set(got))
+    extra = sorted(set(got) - set(reference))
     assert not missing and not extra, (
         f"{what} names differ: missing {missing[:8]}, not in local training {extra[:8]}"
     )
     if not reference:
         return
     largest = max(_largest(tensor) for tensor in reference.values())
-    worst_name, worst = "", -1.0
+    worst_name = ""
+    worst = -1.0
     for name, tensor in reference.items():
         other = got[name]
         assert tensor.shape == other.shape, (
@@ -232,7 +234,8 @@ def _compare_tensors(
                 f"{_largest(tensor)}"
             )
         if difference > worst:
-            worst_name, worst = name, difference
+            worst_name = name
+            worst = difference
     assert worst <= tolerance * largest, (
         f"{what} differs from local training, most in {worst_name}: {worst:.3g}, which is "
         f"{worst / (largest or 1):.3g} of the largest "

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WORDS, LENGTH, NUM_CLASSES = 53, 7, 11
+WORDS = 53
+LENGTH = 7
+NUM_CLASSES = 11
 
 
 class Mlp(nn.Module):
@@ -19,7 +21,8 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(5, 13), nn.Linear(13, 7)
+        self.up = nn.Linear(5, 13)
+        self.down = nn.Linear(13, 7)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.down(F.gelu(self.up(x))), labels % 7)
@@ -31,9 +34,12 @@ class FusedBlock(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width + 2), nn.Linear(4 * width + 2, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width + 2)
+        self.down = nn.Linear(4 * width + 2, width)
 
     def forward(self, x: Tensor) -> Tensor:
         samples, length, width = x.shape
@@ -55,9 +61,11 @@ class Gpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(WORDS, 15), nn.Embedding(LENGTH, 15)
+        self.words = nn.Embedding(WORDS, 15)
+        self.positions = nn.Embedding(LENGTH, 15)
         self.blocks = nn.ModuleList(FusedBlock(15, 3) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(15), nn.Linear(15, WORDS, bias=False)
+        self.norm = nn.LayerNorm(15)
+        self.head = nn.Linear(15, WORDS, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
@@ -86,14 +94,14 @@ class Swiglu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 18)
-        self.norm_1, self.norm_2 = RmsNorm(18), nn.RMSNorm(18)
-        self.q, self.k, self.v = (
-            nn.Linear(18, 24, bias=False),
-            nn.Linear(18, 12, bias=False),
-            nn.Linear(18, 12, bias=False),
-        )
+        self.norm_1 = RmsNorm(18)
+        self.norm_2 = nn.RMSNorm(18)
+        self.q = nn.Linear(18, 24, bias=False)
+        self.k = nn.Linear(18, 12, bias=False)
+        self.v = nn.Linear(18, 12, bias=False)
         self.o = nn.Linear(24, 18, bias=False)
-        self.gate_up, self.down = nn.Linear(18, 2 * 25), nn.Linear(25, 18)
+        self.gate_up = nn.Linear(18, 2 * 25)
+        self.down = nn.Linear(25, 18)
         self.head = nn.Linear(18, NUM_CLASSES)
         angles = torch.outer(torch.arange(LENGTH), 1 / 10 ** torch.arange(2))
         self.register_buffer("cos", torch.cat([angles, angles], -1).cos())
@@ -128,10 +136,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, 14)
         self.gate = nn.Linear(14, 5, bias=False)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(5, 14, 9) / 4),
-            nn.Parameter(torch.randn(5, 9, 14) / 3),
-        )
+        self.up = nn.Parameter(torch.randn(5, 14, 9) / 4)
+        self.down = nn.Parameter(torch.randn(5, 9, 14) / 3)
         self.head = nn.Linear(14, NUM_CLASSES)
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
@@ -162,7 +168,8 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv_1, self.conv_2 = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 10, 3, stride=2)
+        self.conv_1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv_2 = nn.Conv2d(6, 10, 3, stride=2)
         self.norm = nn.BatchNorm2d(6)
         self.head = nn.Linear(10, NUM_CLASSES)
 

@@ -173,7 +173,8 @@ def run_sharded(
     together.
     """
     grid = sharding.grid
-    modules, held = [], []
+    modules = []
+    held = []
     for place in range(grid.num_devices):
         own = local_weights(space, sharding, place, weights)
         held.append(own)

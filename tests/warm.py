@@ -22,12 +22,12 @@ class Usual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.statistics = (
-            nn.Embedding(5, 4),
-            nn.LayerNorm(4),
-            nn.BatchNorm1d(4),
-        )
-        self.first, self.second, self.dropout = nn.Linear(4, 4), nn.Linear(4, 5), nn.Dropout(0.1)
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.statistics = nn.BatchNorm1d(4)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 5)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, words: Tensor, x: Tensor, labels: Tensor) -> Tensor:
         hidden = self.norm(self.embedding(words) + x)  # (batch, length, 4)

@@ -135,7 +135,8 @@ def hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Mo
 
 def encoder_decoder_cuts(encoder: str, decoder: str, layers: str) -> dict[int, Cut]:
     """2: encoder | decoder. 3: encoder | decoder | decoder. 4: two and two."""
-    first, second = f"{decoder}.{layers}.0", f"{decoder}.{layers}.1"
+    first = f"{decoder}.{layers}.0"
+    second = f"{decoder}.{layers}.1"
     return {
         2: ((encoder,), (decoder,)),
         3: ((encoder,), (first,), (second,)),

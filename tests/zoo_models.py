@@ -177,9 +177,12 @@ class Block(nn.Module):
 
     def __init__(self, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
-        self.up, self.down = linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)
+        self.norm_1 = nn.LayerNorm(WIDTH)
+        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.qkv = linear(WIDTH, 3 * WIDTH)
+        self.out = linear(WIDTH, WIDTH)
+        self.up = linear(WIDTH, 2 * WIDTH)
+        self.down = linear(2 * WIDTH, WIDTH)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         q_BHLK, k_BHLK, v_BHLK = (
@@ -281,14 +284,10 @@ def lora_model() -> nn.Module:
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv_1, self.norm_1 = (
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-        self.conv_2, self.norm_2 = (
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
+        self.conv_1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm_1 = nn.BatchNorm2d(channels)
+        self.conv_2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm_2 = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ def init(
     checked = config if isinstance(config, Config) else Config(config)
     if _session.ranks is not None:
         set_default_strategy(None)  # a new start; what was said before the first one stays
-    _session.config, _session.cluster = checked, cluster
+    _session.config = checked
+    _session.cluster = cluster
     if _session.num_devices is None:
         _session.ranks = Ranks(checked.device, checked.timeout_s, checked.stall_timeout_s)
 
@@ -118,7 +119,8 @@ def planning_only(num_devices: int, cluster: Cluster | None = None) -> Iterator[
     """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by
     `whale plan`.
     """
-    _session.num_devices, _session.planned_cluster = num_devices, cluster
+    _session.num_devices = num_devices
+    _session.planned_cluster = cluster
     try:
         yield
     finally:

@@ -70,9 +70,11 @@ def own_options_first(words: Sequence[str]) -> list[str]:
     before = _num_own_words(words)
     if before == len(words) or words[before].startswith("-"):
         return list(words)
-    script, rest = words[before], list(words[before + 1 :])
+    script = words[before]
+    rest = list(words[before + 1 :])
     after = _num_own_words(rest)
-    own, passed_on = rest[:after], rest[after:]
+    own = rest[:after]
+    passed_on = rest[after:]
     return [
         *words[:before],
         *own,

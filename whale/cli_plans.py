@@ -15,7 +15,8 @@ import typer
 if TYPE_CHECKING:
     from whale.planning.plan import Plan
 
-FAILED, WRONG_USE = 1, 2
+FAILED = 1
+WRONG_USE = 2
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")

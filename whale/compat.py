@@ -145,10 +145,8 @@ def all_user_frames() -> Iterator[None]:
     """
     import torch.fx.proxy as proxy
 
-    original_filter, original_traceback = (
-        proxy.TracerBase._filter_traceback_frames,
-        proxy.CapturedTraceback,
-    )
+    original_filter = proxy.TracerBase._filter_traceback_frames
+    original_traceback = proxy.CapturedTraceback
     proxy.TracerBase._filter_traceback_frames = lambda self, summary: summary  # type: ignore[method-assign, assignment]
     proxy.CapturedTraceback = _UserFrames  # type: ignore[assignment, misc, attr-defined]
     try:
@@ -215,10 +213,8 @@ def without_unused_work() -> Iterator[None]:
     """
     import torch.fx.experimental.proxy_tensor as proxy_tensor
 
-    original_metadata, original_recompile = (
-        proxy_tensor._extract_tensor_metadata,
-        torch.fx.GraphModule.recompile,
-    )
+    original_metadata = proxy_tensor._extract_tensor_metadata
+    original_recompile = torch.fx.GraphModule.recompile
 
     def recompile(self: torch.fx.GraphModule) -> None:
         def forward(called: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -244,10 +240,8 @@ def attention_by_form() -> Iterator[None]:
     Where the first run showed that the result has the form of the query, a copy of the query stands
     for it from then on. A shape function of the operation would replace it.
     """
-    operation, key = (
-        torch.ops.aten.scaled_dot_product_attention.default,
-        torch._C.DispatchKey.CompositeImplicitAutograd,
-    )
+    operation = torch.ops.aten.scaled_dot_product_attention.default
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
     like_query: dict[Any, bool] = {}
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -66,7 +66,8 @@ class Injector:
     """The faults of one rank."""
 
     def __init__(self, rank: int, state: Path) -> None:
-        self.rank, self.state = rank, state
+        self.rank = rank
+        self.state = state
         faults = [Fault(**fault) for fault in json.loads((state / "faults.json").read_text())]
         self._faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
         self._operations = 0
@@ -99,7 +100,8 @@ class Injector:
         """Around a save: makes it impossible, or is ready to kill in the middle. Gives whether it
         is impossible.
         """
-        self._saving, self._operations = step, 0
+        self._saving = step
+        self._operations = 0
         found = [
             (number, fault.kind) for number, fault in self._waiting(*DISK) if step >= fault.step
         ][:1]
@@ -145,7 +147,8 @@ class Injector:
 
     def _watch_actions(self) -> None:
         """Every action of every executor goes through `_action` first."""
-        injector, run = self, Executor.run
+        injector = self
+        run = Executor.run
         step = 0
 
         def wrapped(

@@ -29,7 +29,8 @@ def train(how: str, file: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
     if how != "data parallel":
         wh.annotate(model, {"0": wh.replicate(1), "2": wh.replicate(1)})
-    x, longer = torch.randn(8, 4, 6), torch.randn(8, 5, 6)
+    x = torch.randn(8, 4, 6)
+    longer = torch.randn(8, 5, 6)
     engine = wh.parallelize(
         model,
         x,
@@ -62,10 +63,8 @@ def test_unlike_shapes_are_named(how: str, tmp_path: Path) -> None:
 def evaluate_with_an_unknown_token(file: str) -> None:
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.manual_seed(0)
-    model, tokens = (
-        torch.nn.Sequential(torch.nn.Embedding(10, 6), torch.nn.Linear(6, 6)),
-        torch.randint(0, 10, (8, 4)),
-    )
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 6), torch.nn.Linear(6, 6))
+    tokens = torch.randint(0, 10, (8, 4))
     engine = wh.parallelize(
         model,
         tokens,

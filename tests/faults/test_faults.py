@@ -36,7 +36,8 @@ class References(dict[int, Outcome]):
 
     def __init__(self, jobs: Jobs, folders: pytest.TempPathFactory) -> None:
         super().__init__()
-        self._jobs, self._folders = jobs, folders
+        self._jobs = jobs
+        self._folders = folders
 
     def __missing__(self, num_ranks: int) -> Outcome:
         outcome = self._jobs.run(
@@ -100,7 +101,8 @@ def check(outcome: Outcome, jobs: Jobs, reference: Outcome) -> tuple[int, int]:
         )
         assert text.startswith(f"rank {fault.rank} {wanted}"), f"{fault}: {text}"
         assert "The others stood: rank" in text
-    weights, undisturbed = outcome.weights, reference.weights
+    weights = outcome.weights
+    undisturbed = reference.weights
     assert weights.keys() == undisturbed.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, undisturbed[name]), (
@@ -287,15 +289,15 @@ def test_a_hundred_faults(
     jobs: Jobs, references: References, tmp_path: Path, small_disk: Path
 ) -> None:
     counted: dict[str, int] = {}
-    slowest_s, num_good, num_refused = 0.0, 0, 0
+    slowest_s = 0.0
+    num_good = 0
+    num_refused = 0
     for number in range(14):
         num_ranks = 2 + number % 2
         folder = tmp_path / f"job_{number}"
         if number == 0:
-            folder, faults = (
-                small_disk,
-                [Fault(kind, 0, step) for step, kind in zip(range(2, STEPS, 4), 3 * DISK)],
-            )
+            folder = small_disk
+            faults = [Fault(kind, 0, step) for step, kind in zip(range(2, STEPS, 4), 3 * DISK)]
         else:
             folder.mkdir()
             faults = random_faults(number, num_ranks, 7)
@@ -304,7 +306,8 @@ def test_a_hundred_faults(
         for fired in outcome.fired:
             counted[faults[fired].kind] = counted.get(faults[fired].kind, 0) + 1
         slowest_s = max([slowest_s, *outcome.ended_s.values()])
-        num_good, num_refused = num_good + good, num_refused + refused
+        num_good = num_good + good
+        num_refused = num_refused + refused
     print(
         f"\n{sum(counted.values())} faults {counted}; slowest end {slowest_s:.1f} s; checkpoints: "
         f"{num_good} good, {num_refused} refused"

@@ -50,7 +50,8 @@ def cause(found: dict[int, Seen], now: float = NOW) -> int | None:
     return verdict.cause if verdict is not None else None
 
 
-SOON, LATE = 0.1, GRACE_S + 0.1
+SOON = 0.1
+LATE = GRACE_S + 0.1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,8 @@ def test_batches_of_unlike_shapes() -> None:
     time.
     """
     found = ranks(None, None, None)
-    found[0].batch, found[1].batch = (7, "x [8, 4]"), (8, "x [8, 5]")
+    found[0].batch = (7, "x [8, 4]")
+    found[1].batch = (8, "x [8, 5]")
     assert cause(found) is None
     found[2].batch = (8, "x [8, 5]")
     assert cause(found) is None
@@ -123,7 +125,8 @@ def test_batches_of_unlike_shapes() -> None:
 
 def test_a_rank_that_has_left_is_no_cause_and_is_not_concerned() -> None:
     found = ranks(None, None)
-    found[1].has_left, found[1].heard_at = True, NOW - 10 * TIMEOUT_S
+    found[1].has_left = True
+    found[1].heard_at = NOW - 10 * TIMEOUT_S
     found[1].ended(End.DIED, "", NOW - LATE)
     assert cause(found) is None
     found = ranks(None, (End.DIED, LATE))

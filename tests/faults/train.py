@@ -22,7 +22,9 @@ import whale as wh
 from tests.faults.injector import Injector
 from whale.checkpoint import CheckpointError, Handle
 
-WIDTH, NUM_CLASSES, NUM_LAYERS = 16, 3, 4
+WIDTH = 16
+NUM_CLASSES = 3
+NUM_LAYERS = 4
 BATCH_SIZE, NUM_SAMPLES = 6, 32  # an epoch is 5 mini-batches: resuming crosses epochs
 TIMEOUT_S = 6.0
 """silence that ends the job: short, and longer than a busy machine keeps a thread from running"""

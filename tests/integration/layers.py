@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 import whale as wh
 
-WIDTH, NUM_CLASSES, NUM_LAYERS, BATCH_SIZE = 8, 3, 8, 9
+WIDTH = 8
+NUM_CLASSES = 3
+NUM_LAYERS = 8
+BATCH_SIZE = 9
 EXACT = 1e-10
 
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import whale as wh
 
-WIDTH, NUM_CLASSES, BATCH_SIZE = 8, 3, 8
+WIDTH = 8
+NUM_CLASSES = 3
+BATCH_SIZE = 8
 FOUND_WITHIN_S = 15.0
 """a mistake on one rank is seen by all in about a second; on a busy machine it may take a few more
 """

@@ -123,7 +123,8 @@ def exchange_cases(groups: Groups) -> Iterator[tuple[str, str]]:
 
 def even_collectives(groups: Groups) -> Iterator[str]:
     """gloo has the collectives of NCCL too, so the code for NCCL runs here."""
-    grid, cuts = Grid(2, 2, 2), (Cut(8), Cut(4, 3))
+    grid = Grid(2, 2, 2)
+    cuts = (Cut(8), Cut(4, 3))
     same = whole(cuts)
     for axes in (("x",), ("y",), ("z", "x")):
         for dim in (0, 1):
@@ -151,7 +152,9 @@ def types_of_tensors(groups: Groups) -> str:
     """What is only moved may have any type, those that gloo does not know as well; small integers
     also where their largest is sought.
     """
-    grid, place, wrong = Grid(2, 2, 2), dist.get_rank(), []
+    grid = Grid(2, 2, 2)
+    place = dist.get_rank()
+    wrong = []
     same = whole([Cut(4), Cut(6)])
     rows, columns = (replace(same, axes=axes) for axes in ((("x", "y"), ()), ((), ("x",))))
     value = np.random.default_rng(3).integers(0, 2, same.shape)
@@ -162,10 +165,8 @@ def types_of_tensors(groups: Groups) -> str:
                 torch.from_numpy(local_parts(value, layout, grid)[place]).to(dtype)
                 for layout in (rows, target)
             )
-            found, expected = (
-                exchange(next(parts), plan_exchange(rows, target, grid, place), groups),
-                next(parts),
-            )
+            found = exchange(next(parts), plan_exchange(rows, target, grid, place), groups)
+            expected = next(parts)
             if found.dtype != dtype or not torch.equal(
                 found.to(torch.complex64), expected.to(torch.complex64)
             ):
@@ -186,13 +187,16 @@ def same_bits(groups: Groups) -> float:
     """
     grid = Grid(2, 2, 2)
     torch.manual_seed(dist.get_rank())
-    a, b = torch.randn(5, 33, dtype=torch.float64), torch.randn(5, 33, dtype=torch.float64)
+    a = torch.randn(5, 33, dtype=torch.float64)
+    b = torch.randn(5, 33, dtype=torch.float64)
     same = whole([Cut(5), Cut(33)])
     worst = 0.0
     for limit in (0, 1 << 30):
-        before, exchanges.PEER_TO_PEER_FROM_BYTES = exchanges.PEER_TO_PEER_FROM_BYTES, limit
+        before = exchanges.PEER_TO_PEER_FROM_BYTES
+        exchanges.PEER_TO_PEER_FROM_BYTES = limit
         (step,) = plan_exchange(same.conjugate(grid), same, grid, dist.get_rank()).forward
-        first, second = exchanges.start(a, step, groups), exchanges.start(b, step, groups)
+        first = exchanges.start(a, step, groups)
+        second = exchanges.start(b, step, groups)
         exchanges.PEER_TO_PEER_FROM_BYTES = before
         results = [second.wait(), first.wait()]
         for result, own in zip(results, (b, a)):
@@ -214,7 +218,10 @@ class Cutting:
     """One dim of size n cut over a line of a grid, with uneven and empty parts."""
 
     def __init__(self, number: int, grid: Grid, axes: tuple[str, ...], groups: Groups) -> None:
-        self.number, self.grid, self.axes, self.place = number, grid, axes, dist.get_rank()
+        self.number = number
+        self.grid = grid
+        self.axes = axes
+        self.place = dist.get_rank()
         self.line = ops.Line.of(grid, self.place, axes, groups)
 
     def bounds(self, n: int) -> tuple[int, int]:
@@ -262,8 +269,12 @@ def numbers(*shape: int, seed: int = 0, offset: float = 0.0) -> Tensor:
 
 
 def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    x, w, b = numbers(3, 5, 11, offset=100.0), numbers(11, seed=1), numbers(11, seed=2)
-    px, pw, pb = cutting.part(x, 2), cutting.part(w, 0), cutting.part(b, 0)
+    x = numbers(3, 5, 11, offset=100.0)
+    w = numbers(11, seed=1)
+    b = numbers(11, seed=2)
+    px = cutting.part(x, 2)
+    pw = cutting.part(w, 0)
+    pb = cutting.part(b, 0)
     yield "layer_norm", compared(
         torch.layer_norm(x, [11], w, b, 1e-5),
         ops.layer_norm(px, 1, pw, pb, 1e-5, cutting.line),
@@ -293,7 +304,9 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
             (2, 0),
         ),
     )
-    samples, weight, bias = numbers(13, 4, 3, offset=10.0), numbers(4, seed=1), numbers(4, seed=2)
+    samples = numbers(13, 4, 3, offset=10.0)
+    weight = numbers(4, seed=1)
+    bias = numbers(4, seed=2)
     mine = cutting.part(samples, 0)
     statistics = (
         [torch.zeros(4, dtype=torch.float64) for _ in range(2)],
@@ -342,22 +355,17 @@ def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
 
 
 def embeddings(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    table, tokens = (
-        numbers(11, 3),
-        torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0)),
-    )
-    part, first = cutting.part(table, 0), cutting.bounds(11)[0]
+    table = numbers(11, 3)
+    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    part = cutting.part(table, 0)
+    first = cutting.bounds(11)[0]
     for padding in (-1, 4):
-        expected, result = (
-            torch.embedding(table, tokens, padding),
-            ops.embedding(part, tokens, first, len(table), padding),
-        )
+        expected = torch.embedding(table, tokens, padding)
+        result = ops.embedding(part, tokens, first, len(table), padding)
         total = sum_of_parts(result.detach(), cutting)
         gradient = numbers(2, 5, 3, seed=3).detach()
-        (wanted,), (got,) = (
-            torch.autograd.grad(expected, table, gradient),
-            torch.autograd.grad(result, part, gradient),
-        )
+        (wanted,) = torch.autograd.grad(expected, table, gradient)
+        (got,) = torch.autograd.grad(result, part, gradient)
         yield "embedding", max(distance(total, expected), distance(got, cutting.part(wanted, 0)))
 
 
@@ -374,8 +382,10 @@ def cross_entropies(cutting: Cutting) -> Iterator[tuple[str, float]]:
     cuttings; backward sends nothing.
     """
     generator = torch.Generator().manual_seed(5)
-    num, first = 11, cutting.bounds(11)[0]
-    results, wanted = [], []
+    num = 11
+    first = cutting.bounds(11)[0]
+    results = []
+    wanted = []
     for shape in [(6, num), (2, num, 3), (num,)]:
         logits = (numbers(*shape).detach() * 5 + 30).requires_grad_()
         dim = 0 if len(shape) == 1 else 1

@@ -51,7 +51,9 @@ def linear_layers(groups: Groups) -> Iterator[tuple[str, float]]:
                 )
                 yield "linear", error
                 if is_even:
-                    out, into, gz = grid.size(rows_axis), grid.size(columns_axis), grid.gz
+                    out = grid.size(rows_axis)
+                    into = grid.size(columns_axis)
+                    gz = grid.gz
                     formula = 2 * ((out - 1) * m * k + (gz - 1) * k * n + (into - 1) * m * n)
                     formula += 0 if keep else (out - 1) * m * k + (gz - 1) * k * n
                     yield "linear: bytes", abs(num_sent - 8 * formula // grid.num_devices)
@@ -71,17 +73,18 @@ def one_linear(
     columns `rows`."""
     m, k, n = sizes
     place = dist.get_rank()
-    x, w, b = numbers(m, k), numbers(n, k), numbers(n)
-    x_cut, w_cut, y_cut = (Cut(m), Cut(k)), (Cut(n), Cut(k)), (Cut(m), Cut(n))
-    x_layout, x_used = Layout(x_cut, (("z", rows), (columns,))), Layout(x_cut, (("z",), (columns,)))
-    w_layout, w_used = (
-        Layout(w_cut, ((rows,), (columns, "z")), stored=frozenset("z")),
-        Layout(w_cut, ((rows,), (columns,))),
-    )
-    y_product, y_layout = (
-        Layout(y_cut, (("z",), (rows,)), frozenset(columns)),
-        Layout(y_cut, (("z", columns), (rows,))),
-    )
+    x = numbers(m, k)
+    w = numbers(n, k)
+    b = numbers(n)
+    x_cut = (Cut(m), Cut(k))
+    w_cut = (Cut(n), Cut(k))
+    y_cut = (Cut(m), Cut(n))
+    x_layout = Layout(x_cut, (("z", rows), (columns,)))
+    x_used = Layout(x_cut, (("z",), (columns,)))
+    w_layout = Layout(w_cut, ((rows,), (columns, "z")), stored=frozenset("z"))
+    w_used = Layout(w_cut, ((rows,), (columns,)))
+    y_product = Layout(y_cut, (("z",), (rows,)), frozenset(columns))
+    y_layout = Layout(y_cut, (("z", columns), (rows,)))
     b_layout = Layout((Cut(n),), ((rows,),))
     plan = ops.LinearPlan(
         plan_exchange(x_layout, x_used, grid, place),
@@ -112,12 +115,12 @@ def summa(groups: Groups) -> Iterator[tuple[str, float]]:
         (Grid(2, 2, 2), (8, 12, 4)),
         (Grid(2, 2, 2, work={"x": (2, 1), "y": (2, 1)}), (9, 7, 5)),
     ]:
-        x, w, b = numbers(3, m, k), numbers(n, k), numbers(n)
+        x = numbers(3, m, k)
+        w = numbers(n, k)
+        b = numbers(n)
         x_layout = Layout((Cut(3), Cut(m), Cut(k)), ((), ("z", "y"), ("x",)))
-        w_layout, b_layout = (
-            Layout((Cut(n), Cut(k)), (("x",), ("y",))),
-            Layout((Cut(n),), (("x",),)),
-        )
+        w_layout = Layout((Cut(n), Cut(k)), (("x",), ("y",)))
+        b_layout = Layout((Cut(n),), (("x",),))
         y_layout = Layout((Cut(3), Cut(m), Cut(n)), ((), ("z", "y"), ("x",)))
         panels = tuple(b - a for a, b in (x_layout.granules(grid, t, 2) for t in grid.line(0, "x")))
         plane = ops.Plane(
@@ -141,7 +144,9 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     """5 experts, unlike numbers of tokens (none for some), K and N different; the reference does
     one expert after the other.
     """
-    num_experts, k, n = 5, 3, 4
+    num_experts = 5
+    k = 3
+    n = 4
     weight = numbers(num_experts, k, n)
     places = cutting.grid.line(cutting.place, cutting.axes)
     layout = Layout((Cut(num_experts),), (cutting.axes,))
@@ -193,7 +198,8 @@ def random_numbers() -> Iterator[tuple[str, float]]:
     """Equal numbers exactly where the layout is the same; the stream of the chunk is untouched;
     attention draws too.
     """
-    grid, place = Grid(2, 2, 2), dist.get_rank()
+    grid = Grid(2, 2, 2)
+    place = dist.get_rank()
     layout = Layout((Cut(200), Cut(4)), (("z",), ("x",)))
     torch.manual_seed(11)  # the chunk's seed, on all devices
     state = torch.get_rng_state()
@@ -230,7 +236,8 @@ class Exchanged(torch.nn.Module):
 
     def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
         super().__init__()
-        self.plan, self.groups = plan, groups
+        self.plan = plan
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.exchange(x, self.plan, self.groups)
@@ -240,7 +247,9 @@ def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModul
     """Three linear layers of kinds A, B, A, with an exchange in front of every operand and behind
     every product.
     """
-    root, graph, place = torch.nn.Module(), torch.fx.Graph(), dist.get_rank()
+    root = torch.nn.Module()
+    graph = torch.fx.Graph()
+    place = dist.get_rank()
     cuts = (Cut(m), Cut(width))
     value = graph.placeholder("x")
     for number, (rows, columns) in enumerate([("y", "x"), ("x", "y"), ("y", "x")]):
@@ -282,7 +291,8 @@ def overlapped(groups: Groups) -> Iterator[tuple[str, float]]:
     """With messages under the work: the same bits. On the cube linear layers become one call, along
     z the next weight begins early.
     """
-    m, width = 16, 16
+    m = 16
+    width = 16
     for grid, keep in [
         (Grid(2, 2, 2), True),
         (Grid(2, 2, 2), False),

@@ -28,7 +28,10 @@ from whale.scheduling import Kind
 
 preload("tests.integration.test_adapt")
 
-WIDTH, NUM_LAYERS, BATCH_SIZE, NUM_STEPS = 32, 6, 48, 12
+WIDTH = 32
+NUM_LAYERS = 6
+BATCH_SIZE = 48
+NUM_STEPS = 12
 SAMPLE_S = 2e-3
 """what a forward of a sample takes on every rank, in truth: emulated by sleeping, since tests share
 their cores
@@ -132,7 +135,9 @@ def train(
         engine = wh.parallelize(
             Net(), data[0], optimizer=sgd, prepared=prepared, cluster=believed_cluster(*speeds)
         )
-        losses, shares, gradients = [], [], {}
+        losses = []
+        shares = []
+        gradients = {}
         for step, batch in enumerate(data):
             between(engine, step)
             shares.append(samples_by_rank(engine.plan, BATCH_SIZE))
@@ -164,7 +169,8 @@ def test_shares_follow_the_real_speed_and_training_stays_exact(
     runs = server.run(train, 2, {**ADAPT, "run_folder": str(tmp_path)}, WRONG)
     compare_with(local, runs)
     assert all(run.shares == runs[0].shares for run in runs)
-    first, last = runs[0].shares[0], runs[0].shares[-1]
+    first = runs[0].shares[0]
+    last = runs[0].shares[-1]
     assert first in ((9, 39), (10, 38)) and runs[0].num_rebalanced >= 1
     assert last[0] > first[0] and all(sum(shares) == BATCH_SIZE for shares in runs[0].shares)
     told = [message for message in runs[0].messages if "predicted share of the speed" in message]
@@ -233,7 +239,8 @@ def train_with_loader(
             BATCH_SIZE,
             collate=lambda rows: torch.stack([row for (row,) in rows]),
         )
-        losses, shares = [], []
+        losses = []
+        shares = []
         for _ in range(2):
             for batch in loader:
                 alike(engine, 0)

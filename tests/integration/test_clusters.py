@@ -251,7 +251,8 @@ def whale(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
-    file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
+    file = tmp_path / "cluster.yaml"
+    script = tmp_path / "train.py"
     file.write_text("hosts: [{name: localhost, devices: [{kind: V100-32GB}, {kind: P100}]}]")
     script.write_text(SCRIPT)
     planned = CliRunner().invoke(
@@ -280,7 +281,8 @@ def test_whale_plan_and_run_take_a_cluster_file(tmp_path: Path) -> None:
 def test_more_ranks_than_devices_are_refused_before_anything_starts(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
-    file, script = tmp_path / "cluster.yaml", tmp_path / "train.py"
+    file = tmp_path / "cluster.yaml"
+    script = tmp_path / "train.py"
     file.write_text("hosts: [{name: localhost, kind: T4, count: 2}]")
     script.write_text("raise SystemExit('the script ran')")
     done = CliRunner().invoke(app, [*words, "--cluster", str(file), str(script)])

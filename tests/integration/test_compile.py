@@ -42,7 +42,8 @@ def num_graphs() -> int:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + aten.linear.default(
@@ -69,7 +70,8 @@ def test_a_compiled_chunk_leaves_its_weight_products_to_the_second_part() -> Non
     batches = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (3, 2)]
     for x in batches:
         model(x).square().sum().backward()
-    expected, expected_inputs = gradients(model), [x.grad for x in batches]
+    expected = gradients(model)
+    expected_inputs = [x.grad for x in batches]
     model.zero_grad()
     deferred = Deferred()
     function = compile_chunk(symbolic_trace(model), "stage 1", deferred, with_torch=True)
@@ -98,7 +100,8 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.norm = Block(), nn.LayerNorm(8)
+        self.block = Block()
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.block(x)).square().mean()
@@ -106,7 +109,8 @@ class Net(nn.Module):
 
 def test_an_engine_with_compiled_chunks_trains_like_local() -> None:
     torch.manual_seed(0)
-    local, x = Net().double(), torch.randn(4, 8, dtype=torch.float64)
+    local = Net().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()

@@ -65,7 +65,9 @@ LAYERS = {
     "bloom": "transformer.h",
 }
 """where the layers of a model stand"""
-LENGTH, WIDTH, NUM_WORDS = 128, 768, 1000
+LENGTH = 128
+WIDTH = 768
+NUM_WORDS = 1000
 SIZES = {
     "hidden_size": WIDTH,
     "num_hidden_layers": NUM_LAYERS,
@@ -180,7 +182,8 @@ def test_t5_sends_the_encoder_output_straight_to_every_decoder_stage(num_stages:
     biases = {name for name in tied_parameters(plan) if "relative_attention_bias" in name}
     extra = Counter({edge: sum(sizes) for edge, sizes in edges(plan).items()})
     extra.subtract(expected)
-    heads, num_buckets = 4, 32
+    heads = 4
+    num_buckets = 32
     bias_bytes = heads * zoo.LENGTH * zoo.LENGTH * FLOAT_BYTES
     assert set(extra.values()) <= {0, bias_bytes}
     # the position bias of a half that is cut: its small parameter (buckets x heads) on both sides,
@@ -205,7 +208,8 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, SMALL)
-        self.first, self.second = nn.Linear(SMALL, SMALL), nn.Linear(SMALL, SMALL)
+        self.first = nn.Linear(SMALL, SMALL)
+        self.second = nn.Linear(SMALL, SMALL)
         self.register_buffer("frequency", torch.arange(1.0, SMALL + 1), persistent=False)
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ def test_the_position_fits_another_number_of_ranks() -> None:
     """Stopped after 3 steps on 4 ranks, continued on 2 and on 1: the same samples, each once, over
     the end of the epoch.
     """
-    dataset, batches = Counted(), expected_batches(6)
+    dataset = Counted()
+    batches = expected_batches(6)
     expected = [run_loss(build(), collated(dataset, samples), None).item() for samples in batches]
     (losses, _, position), *_ = run_ranks(load, 4, 2, None, 3)
     assert losses == pytest.approx(expected[:3], rel=EXACT) and position == {

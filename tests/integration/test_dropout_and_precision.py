@@ -54,7 +54,8 @@ def drop(seed: int) -> tuple[list[float], list[Tensor], float | None]:
     engine = wh.parallelize(
         Dropped(), powers(8), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
     )
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for _ in range(2):
         losses.append(engine.step(powers(8)).loss)
         gradients.append(engine.gradients()["weight"].clone())

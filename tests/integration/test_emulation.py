@@ -104,7 +104,8 @@ def check_against_simulation(folder: Path, config: dict[str, Any]) -> None:
         config=config,
         optimizer=adam,
     )
-    timeline, predicted = wh.simulate(plan), read(folder, "prediction.json")
+    timeline = wh.simulate(plan)
+    predicted = read(folder, "prediction.json")
     assert predicted["step_s"] / predicted["factor"] == pytest.approx(timeline.step_s, rel=1e-9)
     assert predicted["gradients_s"] / predicted["factor"] == pytest.approx(
         timeline.gradients_s, rel=1e-9
@@ -144,10 +145,8 @@ def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(
     for micro_batch in range(
         2
     ):  # 4 samples of 16 doubles over 10 GB/s, 0.1 microseconds on the way
-        sent, arrived = (
-            measured[0][f"send F 0>1.{micro_batch}"][0],
-            measured[1][f"receive F 0>1.{micro_batch}"][1],
-        )
+        sent = measured[0][f"send F 0>1.{micro_batch}"][0]
+        arrived = measured[1][f"receive F 0>1.{micro_batch}"][1]
         assert arrived - sent >= factor * (4 * 16 * 8 / 1e10 + 1e-7)
 
 

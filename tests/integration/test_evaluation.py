@@ -41,8 +41,10 @@ class Answers(nn.Module):
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
-        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, NUM_CLASSES)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.dropout(self.norm(torch.tanh(self.first(x))))
@@ -188,7 +190,8 @@ def test_evaluation_gives_the_local_outputs_in_sample_order(
     model.eval()
     batch = make_batch(7)
     with torch.no_grad():
-        expected, expected_without = model(**batch), model(x=batch["x"])
+        expected = model(**batch)
+        expected_without = model(x=batch["x"])
         own_loss = (
             expected.get("loss") if isinstance(expected, dict) else getattr(expected, "loss", None)
         )
@@ -214,7 +217,8 @@ class Sequences(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, words: Tensor, labels: Tensor, scale: Tensor, temperature: Tensor) -> Tensor:
         x = self.embedding(words) * scale
@@ -260,7 +264,9 @@ def train_on_shapes() -> tuple[Trace, list[dict[str, float]], tuple[str, ...]]:
     wh.init({"num_micro_batch": 2})
     data = [sequence_batch(step, *shape) for step, shape in enumerate(SHAPES)]
     engine = wh.parallelize(sequences(), data[0], optimizer=sgd)
-    losses, gradients, timings = [], {}, []
+    losses = []
+    gradients = {}
+    timings = []
     for batch in data:
         result = engine.step(batch)
         losses.append(result.loss)

@@ -246,7 +246,8 @@ def test_two_and_one_devices_train_like_one(hosts: tuple[Host, Host], tmp_path: 
     sides = start(hosts, tmp_path)
     wait_for("the end of the job", lambda: is_over(sides), sides, START_S)
     assert [side.process.returncode for side in sides] == [0, 0], sides[0].output + sides[1].output
-    first, second = sides[0].answers(), sides[1].answers()
+    first = sides[0].answers()
+    second = sides[1].answers()
     assert sorted((answer["rank"], answer["local_rank"]) for answer in first) == [(0, 0), (1, 1)]
     assert [(answer["rank"], answer["local_rank"]) for answer in second] == [(2, 0)]
     for answer in first + second:

@@ -23,7 +23,9 @@ from whale.capture.prepare import Prepared
 
 preload("tests.integration.test_memory")
 
-WIDTH, NUM_LAYERS, BATCH_SIZE = 8, 4, 12
+WIDTH = 8
+NUM_LAYERS = 4
+BATCH_SIZE = 12
 MIB = 2**20
 
 
@@ -254,7 +256,8 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        Kept.alive, Kept.made = Kept.alive + 1, Kept.made + 1
+        Kept.alive = Kept.alive + 1
+        Kept.made = Kept.made + 1
         Kept.peak = max(Kept.peak, Kept.alive)
         weakref.finalize(self, Kept.gone)
 
@@ -401,10 +404,8 @@ def test_a_builder_gives_the_same_weights_on_any_number_of_ranks(name: str) -> N
 def test_initial_weights_have_the_scale_of_local_construction() -> None:
     """Other numbers than local construction, from the same distribution."""
     torch.manual_seed(0)
-    local, made = (
-        Net(256),
-        wh.parallelize(lambda: Net(256), make_batch(256), optimizer=sgd).full_state_dict(),
-    )
+    local = Net(256)
+    made = wh.parallelize(lambda: Net(256), make_batch(256), optimizer=sgd).full_state_dict()
     for name, tensor in local.state_dict().items():
         assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.15, abs=1e-7)
         assert made[name].mean().item() == pytest.approx(tensor.mean().item(), abs=0.02)

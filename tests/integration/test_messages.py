@@ -20,7 +20,8 @@ from whale.runtime.transport import NUM_EPOCHS, Transport
 
 preload("tests.integration.test_messages")
 
-WIDTH, INSIDE = 3, 40
+WIDTH = 3
+INSIDE = 40
 """of the tensors that cross, and of those inside a stage; cuts go where least bytes cross"""
 
 
@@ -136,7 +137,9 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(10, 3)
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 4)
+        self.three = nn.Linear(10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         a = torch.tanh(self.one(x))
@@ -180,10 +183,8 @@ def test_all_values_of_an_edge_go_in_one_message(devices: tuple[int, int]) -> No
     for name, expected in local.state_dict().items():
         torch.testing.assert_close(answers[0][0][name], expected, rtol=1e-12, atol=1e-12)
     pairs = {(1, 1): 1, (2, 1): 2, (1, 2): 2, (2, 3): 4}[devices]  # of ranks whose samples overlap
-    forward, backward = (
-        sum(sent for _, sent in answers[: devices[0]]),
-        sum(sent for _, sent in answers[devices[0] :]),
-    )
+    forward = sum(sent for _, sent in answers[: devices[0]])
+    backward = sum(sent for _, sent in answers[devices[0] :])
     assert forward == backward == 2 * pairs  # micro-batches x pairs, three values each
 
 

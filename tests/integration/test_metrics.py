@@ -116,7 +116,8 @@ def test_top_follows_a_run_on_a_terminal(tmp_path: Path) -> None:
 
 def read_until(terminal: int, text: str | None) -> str:
     """What appears on the terminal until the text is there, or until its program ends."""
-    seen, deadline = "", time.monotonic() + 60.0
+    seen = ""
+    deadline = time.monotonic() + 60.0
     with contextlib.suppress(OSError):  # the other side is closed
         while (text is None or text not in seen) and time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.2)[0]:

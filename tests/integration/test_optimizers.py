@@ -128,7 +128,8 @@ def adamw_locally(num_steps: int = 5) -> tuple[list[float], list[float], nn.Modu
     model = build()
     optimizer = adamw(model.named_parameters())
     scheduler = step_lr(optimizer)
-    losses, rates = [], []
+    losses = []
+    rates = []
     for step in range(num_steps):
         optimizer.zero_grad()
         loss = run_loss(model, make_batch(step), None)
@@ -287,7 +288,8 @@ def train_nonfinite(mode: str) -> tuple[str, list[bool], list[float], dict[str, 
     """
     wh.init({"num_micro_batch": 2, "on_nonfinite": mode})
     engine = wh.parallelize(in_two_stages(build()), make_batch(0), optimizer=sgd)
-    message, results = "", []
+    message = ""
+    results = []
     for step in range(3):
         batch = make_batch(step)
         if step == 1:

@@ -92,7 +92,8 @@ def predicted(folder: Path) -> dict[str, Any]:
 
 
 def test_the_json_holds_the_timeline_and_what_each_device_does(folder: Path) -> None:
-    found, plan = predicted(folder), wh.Plan.load(folder / "plan.json")
+    found = predicted(folder)
+    plan = wh.Plan.load(folder / "plan.json")
     timeline = json.loads(json.dumps(wh.simulate(plan).to_json()))
     assert {key: found[key] for key in timeline if key != "devices"} == {
         key: timeline[key] for key in timeline if key != "devices"
@@ -156,12 +157,10 @@ def test_no_two_texts_of_a_picture_overlap(folder: Path) -> None:
         root = ElementTree.fromstring(picture)
         texts = []
         for text in root.iter(f"{SVG}text"):
-            x, y, size, words = (
-                float(text.get("x", "0")),
-                float(text.get("y", "0")),
-                float(text.get("font-size", "0")),
-                text.text or "",
-            )
+            x = float(text.get("x", "0"))
+            y = float(text.get("y", "0"))
+            size = float(text.get("font-size", "0"))
+            words = text.text or ""
             wide = text_width(words, size)
             left = x - {"middle": wide / 2, "end": wide}.get(text.get("text-anchor", ""), 0.0)
             assert left >= -1 and left + wide <= float(root.get("width", "0")) + 1, words
@@ -173,7 +172,8 @@ def test_no_two_texts_of_a_picture_overlap(folder: Path) -> None:
 
 
 def test_pictures_show_every_action_and_device(folder: Path) -> None:
-    page, timeline = (folder / "page.html").read_text(), predicted(folder)
+    page = (folder / "page.html").read_text()
+    timeline = predicted(folder)
     titles = set(re.findall(r"<title>([^<]*)</title>", page))
     for device in timeline["devices"]:
         for name, start, end in device["events"]:
@@ -241,7 +241,8 @@ def test_compare_says_in_words_what_differs(folder: Path, tmp_path: Path) -> Non
     )
     assert "batch: 32 in 4 micro-batches -> 32 in 2" in lines
     assert "cuts: 2 stages -> 1 stage" in lines
-    a, b = wh.simulate(plan), wh.simulate(other)
+    a = wh.simulate(plan)
+    b = wh.simulate(other)
     assert f"predicted step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)}" in lines
     faster = max(a.samples_per_s / b.samples_per_s, b.samples_per_s / a.samples_per_s)
     assert any(f"is {faster:.3g} times faster" in line for line in lines)

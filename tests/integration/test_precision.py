@@ -21,7 +21,8 @@ scaled
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bottom, self.top = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.bottom = nn.Linear(4, 4)
+        self.top = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return (
@@ -64,9 +65,11 @@ def train(stages: bool) -> tuple[list[bool], list[float], float, dict[str, Tenso
 
 
 def train_locally() -> tuple[list[bool], list[float], float, dict[str, Tensor]]:
-    model, scaler = build(), torch.amp.GradScaler("cpu")
+    model = build()
+    scaler = torch.amp.GradScaler("cpu")
     local = optimizer(model.parameters())
-    skipped, losses = [], []
+    skipped = []
+    losses = []
     for step in range(NUM_STEPS):
         local.zero_grad()
         with torch.autocast("cpu", torch.float16):

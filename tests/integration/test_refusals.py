@@ -29,7 +29,8 @@ from tests.zoo import Case
 
 preload("tests.integration.training")
 
-WIDTH, BATCH_SIZE = 6, 10
+WIDTH = 6
+BATCH_SIZE = 10
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.below, self.above = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.below = nn.Linear(WIDTH, WIDTH)
+        self.above = nn.Linear(WIDTH, WIDTH)
 
     def between(self, x: Tensor) -> Tensor:
         return x
@@ -213,7 +215,8 @@ def test_changed_gradients_are_refused(
 def test_function_with_the_same_derivative_passes_with_real_weights() -> None:
     """The self-check compares gradients: there is nothing to refuse, and training is exact."""
     batch = vectors(0, BATCH_SIZE).float()
-    model, twin = Squared(), Squared()
+    model = Squared()
+    twin = Squared()
     twin.load_state_dict(model.state_dict())
     engine = wh.parallelize(model, batch, optimizer=make_optimizer)
     reference = local_training(twin, [batch], None, make_optimizer)
@@ -275,7 +278,8 @@ class ProductOfMeans(Net):
 
 class Contrastive(Net):
     def forward(self, x: Tensor) -> Tensor:
-        left, right = F.normalize(self.below(x), dim=-1), F.normalize(self.above(x), dim=-1)
+        left = F.normalize(self.below(x), dim=-1)
+        right = F.normalize(self.above(x), dim=-1)
         logits = left @ right.T
         return F.cross_entropy(logits, torch.arange(x.shape[0]))
 
@@ -402,7 +406,8 @@ def test_loss_per_micro_batch_runs_on_two_devices(server: ModelServer) -> None:
     got = merge(
         server.run(train, 2, "contrastive", PlanCase("per part", 2, config), 1), case.build()
     )
-    model, batch = case.build(), case.batch(0, BATCH_SIZE)
+    model = case.build()
+    batch = case.batch(0, BATCH_SIZE)
     parts = batch.split([3, 2, 3, 2])
     expected = sum(model(part).item() * len(part) / BATCH_SIZE for part in parts)
     assert got.losses[0] == pytest.approx(expected, rel=1e-10)

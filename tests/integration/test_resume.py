@@ -23,7 +23,9 @@ import whale as wh
 from tests.exactness import EXACT_FLOAT64, Trace, compare
 from tests.ranks import ModelServer
 
-WIDTH, NUM_CLASSES, NUM_LAYERS = 8, 3, 6
+WIDTH = 8
+NUM_CLASSES = 3
+NUM_LAYERS = 6
 BATCH_SIZE, NUM_SAMPLES = (
     6,
     26,
@@ -162,7 +164,8 @@ def train_leg(prepared: None, leg: Leg, folder: Path, forgets: str = "") -> Rank
     if loaded is None:
         assert engine.step_count == 0
     last = engine.step_count + leg.num_steps
-    losses, rates = [], []
+    losses = []
+    rates = []
     while engine.step_count < last:
         for batch in loader:
             result = engine.step(batch)
@@ -197,7 +200,8 @@ def train_locally(num_steps: int) -> Local:
     model = build()
     optimizer = make_optimizer(model.named_parameters())
     scheduler = make_scheduler(optimizer)
-    samples, batches = Samples(), []
+    samples = Samples()
+    batches = []
     epoch = 0
     while len(batches) < num_steps:
         numbers = order(epoch)
@@ -206,7 +210,8 @@ def train_locally(num_steps: int) -> Local:
             for start in range(0, NUM_SAMPLES - BATCH_SIZE + 1, BATCH_SIZE)
         ]
         epoch += 1
-    losses, rates = [], []
+    losses = []
+    rates = []
     for batch in batches[:num_steps]:
         optimizer.zero_grad()
         loss = model(**default_collate([samples[index] for index in batch]))

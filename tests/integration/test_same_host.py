@@ -239,8 +239,10 @@ def touched_bytes(enough_bytes: int) -> int:
         mmap.mmap(-1, RING_START + RING_BYTES),
         cast(dist.ProcessGroup, None),
     )  # there is always room
-    outgoing, incoming = Outgoing(first, ring, group, 1), Incoming(second, ring, group, 0, {})
-    part, buffer = torch.ones(65_536, dtype=torch.uint8), torch.zeros(65_536, dtype=torch.uint8)
+    outgoing = Outgoing(first, ring, group, 1)
+    incoming = Incoming(second, ring, group, 0, {})
+    part = torch.ones(65_536, dtype=torch.uint8)
+    buffer = torch.zeros(65_536, dtype=torch.uint8)
     num_parts = 2 * RING_BYTES // part.nbytes
     assert outgoing.send_if_room(part, 0, enough_bytes)
     for number in range(1, num_parts):
@@ -261,9 +263,11 @@ def sums_with_full_rings() -> list[bool]:
     """Both ranks have sent a message that nearly fills the ring, and wait for it only after the
     sums.
     """
-    same_host.RING_BYTES, same_host_collectives.BLOCK_BYTES = 90_000, 64 * 1024
+    same_host.RING_BYTES = 90_000
+    same_host_collectives.BLOCK_BYTES = 64 * 1024
     ranks = Ranks("cpu")
-    transport, message = Transport(ranks, [(0, 1), (1, 0)]), Message(1 - ranks.rank, 0, ())
+    transport = Transport(ranks, [(0, 1), (1, 0)])
+    message = Message(1 - ranks.rank, 0, ())
     transport.begin()
     transport.send(content(ranks.rank, 80_000), message)
     told = transport.collectives.tell(content(ranks.rank, 20_000), None)

@@ -18,7 +18,8 @@ from tests.ranks import ModelServer, preload
 
 preload("tests.integration.test_seeds")
 
-WIDTH, NUM_CLASSES = 8, 3
+WIDTH = 8
+NUM_CLASSES = 3
 NUM_STEPS = 2
 
 
@@ -125,7 +126,8 @@ def train(model: nn.Module, batch_size: int) -> tuple[Trace, wh.Plan]:
     """
     data = [make_batch(step, batch_size) for step in range(NUM_STEPS)]
     engine = wh.parallelize(model, data[0], optimizer=sgd)
-    losses, gradients = [], {}
+    losses = []
+    gradients = {}
     for batch in data:
         losses.append(engine.step(batch).loss)
         gradients = gradients or {

@@ -17,7 +17,8 @@ from whale.runtime.update import NonFiniteError
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bottom, self.top = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.bottom = nn.Linear(4, 4)
+        self.top = nn.Linear(4, 3)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.top(torch.tanh(self.bottom(x))), labels)

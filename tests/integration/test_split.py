@@ -25,7 +25,9 @@ from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("tests.integration.test_split")
 
-BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 6, 3, 0.1
+BATCH_SIZE = 6
+NUM_STEPS = 3
+LEARNING_RATE = 0.1
 WIDTH, HIDDEN, NUM_CLASSES = 8, 12, 7  # 7 classes: no number of devices divides them
 
 
@@ -34,7 +36,8 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.mse_loss(x + self.down(F.gelu(self.up(x))), x.roll(1, 1))
@@ -76,11 +79,9 @@ class SharedBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, WIDTH)
-        self.a, self.b, self.head = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, NUM_CLASSES),
-        )
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         bias = self.table(torch.arange(4, device=x.device)).mean(0)
@@ -93,8 +94,10 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, HIDDEN, 3, padding=1), nn.BatchNorm2d(HIDDEN)
-        self.hidden, self.head = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.conv = nn.Conv2d(1, HIDDEN, 3, padding=1)
+        self.norm = nn.BatchNorm2d(HIDDEN)
+        self.hidden = nn.Linear(HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         features = F.relu(self.norm(self.conv(x.view(-1, 1, 2, WIDTH // 2)))).mean((2, 3))
@@ -111,7 +114,8 @@ class Balanced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, NUM_CLASSES), nn.Linear(WIDTH, HIDDEN)
+        self.gate = nn.Linear(WIDTH, NUM_CLASSES)
+        self.up = nn.Linear(WIDTH, HIDDEN)
         self.head = nn.Linear(HIDDEN, NUM_CLASSES)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -370,7 +374,8 @@ def train_on_rank(
         engine = wh.parallelize(
             subject.model, data[0], optimizer=sgd, prepared=subject.prepared, cluster=case.cluster
         )
-        losses, gradients = [], {}
+        losses = []
+        gradients = {}
         for batch in data:
             losses.append(engine.step(batch).loss)
             if len(losses) == 1:

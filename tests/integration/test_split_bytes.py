@@ -21,7 +21,10 @@ from whale.lowering.exchange import sent
 
 preload("tests.integration.test_split_bytes")
 
-WIDTH, LENGTH, SAMPLES, HOST = 64, 8, 16, "host0"
+WIDTH = 64
+LENGTH = 8
+SAMPLES = 16
+HOST = "host0"
 ONLY_BYTES = Link(bytes_per_s=1e6, latency_s=0.0)
 """messages cost nothing but their bytes, so that norms and losses are cut along their width"""
 
@@ -34,13 +37,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.layer_norm, self.rms_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.layer_norm = nn.LayerNorm(WIDTH)
+        self.rms_norm = nn.RMSNorm(WIDTH)
         self.register_buffer("class_weights", torch.arange(1.0, WIDTH + 1))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         x = self.second(self.layer_norm(torch.tanh(self.first(x))))
         x = self.third(self.rms_norm(x)).transpose(1, 2).softmax(1).transpose(1, 2)
-        logits, labels = self.head(x).flatten(0, 1), labels.flatten()
+        logits = self.head(x).flatten(0, 1)
+        labels = labels.flatten()
         probabilities = F.one_hot(labels, WIDTH).to(x.dtype)
         return F.cross_entropy(logits, labels, self.class_weights) + F.cross_entropy(
             logits, probabilities, reduction="sum"

@@ -180,7 +180,8 @@ class Between(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.between = between
-        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+        self.up = nn.Linear(5, 8)
+        self.down = nn.Linear(8, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.down(self.between(self.up(x))), y)
@@ -234,7 +235,8 @@ class Average(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+        self.up = nn.Linear(5, 8)
+        self.down = nn.Linear(8, 5)
         self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -251,7 +253,8 @@ class Copies(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.experts = nn.Linear(5, 6), nn.Parameter(torch.randn(4, 7, 6) / 3)
+        self.up = nn.Linear(5, 6)
+        self.experts = nn.Parameter(torch.randn(4, 7, 6) / 3)
 
     def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
         return torch.bmm(self.experts[numbers], self.up(x).unsqueeze(-1)).square().mean()

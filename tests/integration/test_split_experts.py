@@ -85,7 +85,8 @@ def sorting_mixtral() -> nn.Module:
 
 def train_in_float32(grid: tuple[int, int, int] | None) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps of unmodified Mixtral, without Whale where there is no grid."""
-    model, data = sorting_mixtral(), [tokens(step) for step in range(3)]
+    model = sorting_mixtral()
+    data = [tokens(step) for step in range(3)]
     losses = []
     if grid is None:
         optimizer = sgd(model.parameters())
@@ -120,7 +121,9 @@ def test_unmodified_mixtral_in_float32() -> None:
 # ---- sorted by hand
 # -------------------------------------------------------------------------------------------------------
 
-WIDTH, HIDDEN, NUM_EXPERTS = 8, 12, 5
+WIDTH = 8
+HIDDEN = 12
+NUM_EXPERTS = 5
 
 
 class Experts(nn.Module):

@@ -14,7 +14,8 @@ from tests.ranks import preload, run_ranks
 
 preload("benchmarks.peak_memory", "tests.integration.test_split_memory")
 
-WIDTH, BATCH_SIZE = 256, 1024
+WIDTH = 256
+BATCH_SIZE = 1024
 
 
 class Perceptron(nn.Module):

@@ -26,7 +26,9 @@ from tests.integration.test_split import (
 from tests.ranks import ModelServer, preload, run_ranks
 from whale.lowering.exchange import sent
 
-SAMPLES, WIDTH, HIDDEN = 8, 8, 12
+SAMPLES = 8
+WIDTH = 8
+HIDDEN = 12
 DOUBLE = 8
 """bytes"""
 
@@ -38,10 +40,14 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN)
-        self.down, self.head = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, 7)
+        self.norm_1 = nn.LayerNorm(WIDTH)
+        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, 7)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         x = torch.stack((x, x.roll(1, 1), x * x), 1)  # three positions

@@ -22,7 +22,10 @@ from whale.emulation.stub import make_stub
 
 preload("tests.integration.test_split_training")
 
-WIDTH, HIDDEN, NUM_CLASSES, NUM_SAMPLES = 6, 10, 5, 24
+WIDTH = 6
+HIDDEN = 10
+NUM_CLASSES = 5
+NUM_SAMPLES = 24
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -164,7 +167,8 @@ def everything_else(folder: Path) -> dict[str, Any]:
     found["loader"] = [engine.step(batch).loss for batch in loader]
     found["state"] = engine.full_state_dict()
     evaluated = engine.evaluate(data.batch(0, 7), outputs=True)
-    found["loss"], found["outputs"] = evaluated.loss, evaluated.outputs
+    found["loss"] = evaluated.loss
+    found["outputs"] = evaluated.outputs
     found["without labels"] = engine.evaluate({"x": data.x[:3]}, outputs=True).outputs
     engine.export(folder / "model.safetensors")
     engine.save(folder / "saved").wait()
@@ -188,7 +192,8 @@ def test_loader_outputs_and_export_on_a_grid(tmp_path: Path) -> None:
     from safetensors.torch import load_model
 
     ranks = run_ranks(everything_else, 4, tmp_path)
-    data, model = Data(), Net()
+    data = Data()
+    model = Net()
     load_model(model, tmp_path / "model.safetensors", strict=True)
     assert all(
         torch.equal(tensor, ranks[0]["state"][name]) for name, tensor in model.state_dict().items()
@@ -226,10 +231,8 @@ def initialised(grid: tuple[int, int, int]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_initial_weights_are_those_of_any_other_number_of_devices() -> None:
-    local, sharded = (
-        run_ranks(initialised, 1, (1, 1, 1))[0],
-        run_ranks(initialised, 4, (2, 2, 1))[0],
-    )
+    local = run_ranks(initialised, 1, (1, 1, 1))[0]
+    sharded = run_ranks(initialised, 4, (2, 2, 1))[0]
     assert all(torch.equal(local[name], sharded[name]) for name in local)
 
 

@@ -103,7 +103,8 @@ class RankTrace:
 
 def train_on_rank(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) -> RankTrace:
     """One rank of the distributed run."""
-    case, model = subject.case, subject.model
+    case = subject.case
+    model = subject.model
     with Float64Mode():
         wh.init(wh.Config(plan.config))
         if plan.stages:
@@ -124,7 +125,8 @@ def train_on_rank(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) 
             prepared=subject.prepared,
             cluster=cluster_of(plan),
         )
-        losses, gradients = [], {}
+        losses = []
+        gradients = {}
         for batch in data:
             losses.append(engine.step(batch).loss)
             if not gradients:

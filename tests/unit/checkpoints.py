@@ -66,7 +66,8 @@ def save_cut(
     for place, (name, tensor) in enumerate(tensors.items()):
         if tensor.dim() > dim and tensor.shape[dim] >= num_ranks:
             for rank, (piece, part) in enumerate(cut(tensor, num_ranks, dim)):
-                pieces[rank][name], parts[rank][name] = piece, part
+                pieces[rank][name] = piece
+                parts[rank][name] = part
         else:
             pieces[place % num_ranks][name] = tensor
     for rank in reversed(range(num_ranks)):

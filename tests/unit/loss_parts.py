@@ -16,7 +16,9 @@ from whale.capture.losses import LossPlan, rewrite_loss
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
-SAMPLES, TOKENS, CLASSES = 10, 6, 5
+SAMPLES = 10
+TOKENS = 6
+CLASSES = 5
 
 
 class Net(nn.Module):
@@ -112,7 +114,9 @@ def whole_values(plan: LossPlan, values: dict[str, Tensor], batch: Batch) -> tup
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[list[Tensor]]:
-    total, parts, start = sum(sizes), [], 0
+    total = sum(sizes)
+    parts = []
+    start = 0
     for size in sizes:
         parts.append(
             [

@@ -24,7 +24,8 @@ from whale.planning.adapt import (
 )
 from whale.planning.plan import Plan
 
-WIDTH, BATCH_SIZE = 4, 16
+WIDTH = 4
+BATCH_SIZE = 16
 THRESHOLD = 0.15
 
 

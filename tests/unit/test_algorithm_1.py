@@ -64,10 +64,8 @@ def test_ours_is_never_slower(devices: list[tuple[int, int]], memory: int) -> No
     """Loads of the paper cut down to whole samples that fit: the slowest device is no faster than
     with our shares.
     """
-    rates, capacities = (
-        [float(rate) for rate, _ in devices],
-        [float(capacity) for _, capacity in devices],
-    )
+    rates = [float(rate) for rate, _ in devices]
+    capacities = [float(capacity) for _, capacity in devices]
     total = 60
     paper = algorithm_1(rates, capacities, 1.0, float(memory))
     assert sum(paper.load_ratios) == pytest.approx(1)

@@ -22,7 +22,8 @@ from whale.planning.workload import INSIDE_OPERATIONS
 from whale.report.device_table import samples_by_rank
 from whale.report.units import human_seconds
 
-WIDTH, NUM_LAYERS = 32, 6
+WIDTH = 32
+NUM_LAYERS = 6
 
 
 class Net(nn.Module):
@@ -71,7 +72,8 @@ PARAMETERS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 
 def kept_by_eager(batch_size: int) -> int:
     """Bytes that autograd keeps in the model itself, beside weights and batch."""
-    model, batch = Net(), torch.randn(batch_size, WIDTH)
+    model = Net()
+    batch = torch.randn(batch_size, WIDTH)
     given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), batch)}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -185,7 +187,8 @@ def test_a_device_without_samples_is_said() -> None:
 
 def two_hosts(slow_link: Link, num_slow: int = 1) -> Cluster:
     """Two fast devices, and slow ones on another host."""
-    fast, slow = DeviceKind("fast", 1e12, 10**9, 1e12), DeviceKind("slow", 1e9, 10**9, 1e12)
+    fast = DeviceKind("fast", 1e12, 10**9, 1e12)
+    slow = DeviceKind("slow", 1e9, 10**9, 1e12)
     members = [Device(rank, "a", rank, fast) for rank in range(2)]
     members += [Device(2 + place, "b", place, slow) for place in range(num_slow)]
     return Cluster(tuple(members), Link(1e12, 1e-6), slow_link)
@@ -339,7 +342,8 @@ def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, re
         lambda less: plan_of(devices(*[memory] * 4), int(batch[1]) + 2 * less, **shape),
     ]
     if more is not None:
-        number, stages = int(more[1]), int(more[2])
+        number = int(more[1])
+        stages = int(more[2])
         assert number == 2 * (stages - 2)  # in both replicas
         trials.append(
             lambda less: plan_of(
@@ -369,7 +373,8 @@ def test_cuts_of_a_wave_count_messages_where_they_are() -> None:
     of the slow one. The wave turns on the slow device, where nothing is sent: every chunk has one
     message, so the layers follow the speed alone. Counted at the turn as well, the message would
     take layers from the slow device."""
-    layer_flop, sent_bytes = 2 * 16 * WIDTH * WIDTH, 16 * WIDTH * 4
+    layer_flop = 2 * 16 * WIDTH * WIDTH
+    sent_bytes = 16 * WIDTH * 4
     kinds = [DeviceKind("fast", 2e6, 10**9, 1e18), DeviceKind("slow", 1e6, 10**9, 1e18)]
     link = Link(sent_bytes / (0.5 * layer_flop / kinds[1].flop_per_s), 0.0)
     pair = Cluster(

@@ -128,7 +128,8 @@ def test_each_operand_of_a_product_is_half_of_its_measured_backward() -> None:
     captured = capture_training(
         model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)
     ).captured
-    gradients, costs = carries_gradient(captured), node_costs(captured, 4)
+    gradients = carries_gradient(captured)
+    costs = node_costs(captured, 4)
     first, second = (node for node in captured.compute_nodes() if "linear" in str(node.target))
     whole = measured_seconds(
         MEASURED, "aten.linear", costs[first].flop, costs[first].moved_bytes, True
@@ -178,7 +179,8 @@ def test_a_real_measurement_has_every_operation_forward_and_backward(
     )
     assert all(point.forward_s > 0 and point.backward_s > 0 and point.work > 0 for point in points)
     # the work of a linear layer is what torch itself counts
-    x, w = torch.ones(32, 32), torch.ones(32, 32)
+    x = torch.ones(32, 32)
+    w = torch.ones(32, 32)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         torch.nn.functional.linear(x, w)
     assert counter.get_total_flops() in [point.work for point in points if point.name == "linear"]
@@ -211,7 +213,8 @@ def _typical(*stretches: turns.Stretch) -> list[float]:
 
 def test_another_guest_of_the_processor_does_not_count() -> None:
     """It makes the core slow for a second or for ten: in most stretches, and not in all."""
-    alone, slow = turns.Stretch([[1e-3]] * 60), turns.Stretch([[2e-3]] * 30)
+    alone = turns.Stretch([[1e-3]] * 60)
+    slow = turns.Stretch([[2e-3]] * 30)
     assert _typical(slow, alone, slow, slow, alone, slow, alone, slow) == pytest.approx([1e-3])
 
 
@@ -222,7 +225,8 @@ def test_a_process_that_shares_the_core_counts() -> None:
     shared = turns.Stretch([[1.1e-2 if number % 10 == 5 else 1e-3] for number in range(60)], 0.5)
     assert _typical(shared, shared, shared, shared) == pytest.approx([2e-3])
     # a third of the stretches had the core for themselves; it was no faster in them
-    lucky, halved = turns.Stretch([[1e-3]] * 60, 1.0), turns.Stretch([[2e-3]] * 30, 0.5)
+    lucky = turns.Stretch([[1e-3]] * 60, 1.0)
+    halved = turns.Stretch([[2e-3]] * 30, 0.5)
     assert _typical(*[lucky, halved, halved] * 3) == pytest.approx([2e-3])
     assert _typical(*[lucky, halved, lucky] * 3) == pytest.approx(
         [1e-3]
@@ -244,7 +248,8 @@ class Core(Speed):
 
     def __init__(self, is_slow: Callable[[int], bool]) -> None:
         super().__init__()
-        self._is_slow, self.turns = is_slow, {"a": 0, "b": 0}
+        self._is_slow = is_slow
+        self.turns = {"a": 0, "b": 0}
 
     def look(self) -> float:
         return 2.0 if self._is_slow(sum(turns // 5 for turns in self.turns.values())) else 1.0

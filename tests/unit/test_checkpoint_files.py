@@ -248,7 +248,8 @@ def boxes_and_shape(draw: st.DrawFn) -> tuple[list[Any], tuple[int, ...]]:
     elif spoil == "twice":
         boxes.append(boxes[place])
     elif spoil == "move":
-        dim, by = draw(st.integers(0, len(shape) - 1)), draw(st.integers(-2, 2))
+        dim = draw(st.integers(0, len(shape) - 1))
+        by = draw(st.integers(-2, 2))
         side = draw(st.integers(0, 1))
         r = list(boxes[place][dim])
         r[side] += by

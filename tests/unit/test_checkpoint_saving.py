@@ -59,7 +59,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_keeps_earlier_checkpoints_and_training(small_disk: Path) -> None:
     saver = saver_of(small_disk)
-    small, large = torch.randn(1000), torch.randn(400_000)
+    small = torch.randn(1000)
+    large = torch.randn(400_000)
     saver.save(1, {"w": small}).wait()
     handle = saver.save(2, {"w": large})
     with pytest.raises(
@@ -227,7 +228,9 @@ class Faults:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int, error: BaseException) -> None:
-        self.count, self.allowed, self.error = 0, allowed, error
+        self.count = 0
+        self.allowed = allowed
+        self.error = error
         self.renamed = self.error_after_rename = False
         for name in OPERATIONS:
             monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))

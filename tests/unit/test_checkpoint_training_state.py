@@ -112,7 +112,8 @@ def test_an_optimizer_comes_back_as_torch_itself_would_bring_it(tmp_path: Path, 
     tensors, values = pack_optimizer(optimizer, names_of(model))
     saver_of(tmp_path).save(1, tensors, rank_values={"optimizer": values}).wait()
 
-    ours, oracle = OPTIMIZERS[kind](groups(model)), OPTIMIZERS[kind](groups(model))
+    ours = OPTIMIZERS[kind](groups(model))
+    oracle = OPTIMIZERS[kind](groups(model))
     oracle.load_state_dict(optimizer.state_dict())
     with Reader(tmp_path) as reader:
         unpack_optimizer(

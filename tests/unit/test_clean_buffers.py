@@ -94,10 +94,8 @@ def test_batch_norm_and_instance_norm_keep_their_own_updates() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv1d(2, 3, 2)
-            self.batch, self.instance = (
-                nn.BatchNorm1d(3),
-                nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
-            )
+            self.batch = nn.BatchNorm1d(3)
+            self.instance = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:

@@ -192,7 +192,8 @@ def random_program(steps: list[tuple[bool, int, int, int]], pool: list[Tensor]) 
     """
     early = []
     for write, op, first, second in steps:
-        chosen, other = pool[first % len(pool)], pool[second % len(pool)]
+        chosen = pool[first % len(pool)]
+        other = pool[second % len(pool)]
         if write:
             early.append((other * 0.7).sum())
             pool.append(RANDOM_WRITES[op % len(RANDOM_WRITES)](chosen, other))
@@ -295,7 +296,8 @@ def hugging_face(name: str) -> nn.Module:
 class LossOf(nn.Module):
     def __init__(self, model: nn.Module, main: str) -> None:
         super().__init__()
-        self.model, self.main = model, main
+        self.model = model
+        self.main = main
 
     def forward(self, given: Tensor, labels: Tensor) -> Tensor:
         return self.model(**{self.main: given, "labels": labels}).loss

@@ -79,7 +79,8 @@ def test_in_place_seen_through_an_earlier_view(name: str) -> None:
 
     def function(m: Case, h: Tensor) -> Tensor:
         h = h * 1
-        row, flat = h[2], h.view(-1)
+        row = h[2]
+        flat = h.view(-1)
         WHOLE[name](m, h)
         return row * flat[:6] + m.scale
 
@@ -236,7 +237,8 @@ def test_constant_tensor_written_in_place_every_time_anew() -> None:
 
 def test_out_argument() -> None:
     def function(m: Case, h: Tensor) -> Tensor:
-        x, y = torch.ones(6, dtype=torch.float64), torch.zeros(6, 6, dtype=torch.float64)
+        x = torch.ones(6, dtype=torch.float64)
+        y = torch.zeros(6, 6, dtype=torch.float64)
         torch.mul(x, 3, out=y[2])
         return h * y
 

@@ -83,7 +83,8 @@ def test_unknown_kinds_name_the_nearest(name: str, message: str) -> None:
 
 def test_rates_by_dtype() -> None:
     """Without hardware for a dtype it runs as float32 does."""
-    v100, a100 = device_kind("V100-32GB"), device_kind("A100-80GB")
+    v100 = device_kind("V100-32GB")
+    a100 = device_kind("A100-80GB")
     assert (v100.rate("fp16"), v100.rate("bf16"), v100.rate("tf32")) == (125e12, 15.7e12, 15.7e12)
     assert [a100.rate(dtype) / a100.rate("fp32") for dtype in ("tf32", "bf16", "fp16")] == [
         8,
@@ -143,7 +144,9 @@ def test_discovered_ranks_keep_their_hosts_and_kinds(caplog: pytest.LogCaptureFi
 
 
 def test_links_of_one_host() -> None:
-    kind, usual, own = device_kind("T4"), Link(1e9, 1e-5), Link(5e8, 3e-5)
+    kind = device_kind("T4")
+    usual = Link(1e9, 1e-5)
+    own = Link(5e8, 3e-5)
     devices = tuple(Device(rank, "ab"[rank // 2], rank % 2, kind) for rank in range(4))
     cluster = Cluster(
         devices,
@@ -165,7 +168,8 @@ def test_the_first_devices_in_file_order() -> None:
 
 
 def test_bad_clusters_are_refused() -> None:
-    kind, link = device_kind("T4"), Link(1e9, 1e-5)
+    kind = device_kind("T4")
+    link = Link(1e9, 1e-5)
     with pytest.raises(ValueError, match="rank 1; list the devices in rank order"):
         Cluster((Device(1, "a", 0, kind),), link, link)
     with pytest.raises(ValueError, match="ranks 0 and 1 are both local rank 0 of host 'a'"):

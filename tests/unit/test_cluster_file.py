@@ -39,7 +39,8 @@ kinds:
 
 def test_a_file_means_what_it_says() -> None:
     cluster = loads(MIXED)
-    v100, p100 = DEVICE_KINDS["V100-32GB"], DEVICE_KINDS["P100"]
+    v100 = DEVICE_KINDS["V100-32GB"]
+    p100 = DEVICE_KINDS["P100"]
     mine = DeviceKind(
         "my-card", 14e12, 8 * 10**9, 448e9, None, None, 28e12, (MatmulRate("fp32", 512, 3.5e12),)
     )

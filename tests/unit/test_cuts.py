@@ -150,7 +150,8 @@ def test_numbers_far_apart() -> None:
 @pytest.mark.parametrize("one_long", [False, True])
 def test_4000_positions_64_stages(one_long: bool) -> None:
     random = np.random.default_rng(0)
-    times, crossing_times = random.random(4000), random.random(4000)
+    times = random.random(4000)
+    crossing_times = random.random(4000)
     if (
         one_long
     ):  # nearly every cut is as good for the slowest stage: most work for the second objective
@@ -174,7 +175,8 @@ def problems_with_memory(
         min_size=num_stages,
         max_size=num_stages,
     )
-    times, num_bytes = draw(table), draw(table)
+    times = draw(table)
+    num_bytes = draw(table)
     crossing_times = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
     points = [point for point in range(1, size) if allowed[point]]
     starts = (0, *sorted(draw(st.permutations(points))[: num_stages - 1]), size)
@@ -195,7 +197,8 @@ def test_equals_brute_force_under_memory(
     problem: tuple[list[list[int]], list[int], list[bool], list[list[int]], list[int]],
 ) -> None:
     times, crossing_times, allowed, num_bytes, capacities = problem
-    size, num_stages = len(crossing_times), len(times)
+    size = len(crossing_times)
+    num_stages = len(times)
 
     def objective_of(starts: tuple[int, ...]) -> tuple[int, int]:
         slowest = 0
@@ -241,7 +244,8 @@ def test_4000_positions_16_stages_tight_memory() -> None:
     """Against a bound by hand: equal operations, 3 of 16 stages with a third of the room of the
     others.
     """
-    size, num_stages = 4000, 16
+    size = 4000
+    num_stages = 16
     capacities = np.full(num_stages, 300.0)
     capacities[[0, 5, 11]] = 100.0
     found = cut(

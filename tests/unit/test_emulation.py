@@ -52,7 +52,8 @@ def test_an_action_takes_its_time_from_its_start() -> None:
 
 
 def test_more_than_one_overrun_in_a_hundred_is_invalid() -> None:
-    late, idle = backward(1, 2), Action(Kind.WEIGHT, 1, 2)
+    late = backward(1, 2)
+    idle = Action(Kind.WEIGHT, 1, 2)
     pace = Pace({late: 0.001, forward(0, 0): 1e-9, idle: 0.0})
     pace.finish(late, time.perf_counter() - 0.5)
     assert (pace.num_overruns, pace.worst_overrun[1], pace.is_valid) == (
@@ -84,7 +85,8 @@ def test_two_senders_of_a_host_share_its_card(tmp_path: Path) -> None:
 
 
 def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
-    fast, slow = Link(100.0, 0.1), Link(10.0, 0.5)
+    fast = Link(100.0, 0.1)
+    slow = Link(10.0, 0.5)
     # 4 devices: 6 steps of a quarter of 80 bytes, 2 s each, and 0.5 s of latency each
     assert ring_s(80, [fast, slow, fast, fast], 4) == pytest.approx(6 * (2 + 0.5))
     assert ring_s(80, [fast, slow, fast, fast], 4, num_buckets=3) == pytest.approx(
@@ -94,10 +96,8 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
 
 
 def small_memory(room: int = 1000) -> Memory:
-    stages, states = (
-        (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),),
-        (StateFigures((0,), 300, 200, 20),),
-    )
+    stages = (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),)
+    states = (StateFigures((0,), 300, 200, 20),)
     network = Network(("cellar",), Link(1.0, 0.0), Link(1.0, 0.0))
     figures = Figures(
         stages,
@@ -210,7 +210,8 @@ def test_optimizer_state_is_measured(factory: object, expected: float) -> None:
 def planned(cluster: Cluster, **config: object) -> tuple[object, Times, Assignment]:
     """A GPT-2 with two tied ends, cut into 4 stages."""
     case = next(case for case in MAIN if case.name == "gpt2")
-    model, settings = case.build(), Config({"num_micro_batch": 3, "num_task_graph": 4, **config})
+    model = case.build()
+    settings = Config({"num_micro_batch": 3, "num_task_graph": 4, **config})
     layout, tensors = read_batch(case.batch(0, 12))
     prepared = _prepare(model, layout, tensors, case.loss, settings, "cpu")
     plan, assignment = make_plan(
@@ -243,7 +244,8 @@ def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(
     gpt2: tuple[object, Times, Assignment],
 ) -> None:
     prepared, times, assignment = gpt2
-    plan, stub = times.plan, make_stub(times.plan, times.figures)
+    plan = times.plan
+    stub = make_stub(times.plan, times.figures)
     assert Schedule.from_json(stub.plan.schedule) == Schedule.from_json(plan.schedule)
     assert set(stub.plan.holders.values()) == {holders for name, holders in plan.holders.items()}
     small = apply_plan(stub.plan, stub.prepared.captured, stub.prepared.kinds)
@@ -324,7 +326,8 @@ def refused(*words: str) -> str:
 
 
 def test_a_cluster_larger_than_the_machine_is_refused_with_the_limit(tmp_path: Path) -> None:
-    file, script = tmp_path / "c.yaml", tmp_path / "train.py"
+    file = tmp_path / "c.yaml"
+    script = tmp_path / "train.py"
     script.write_text("")
     file.write_text("hosts: [{name: a, kind: V100-16GB, count: 90000}]")
     message = refused("--emulate", str(file), str(script))
@@ -336,7 +339,8 @@ def test_a_cluster_larger_than_the_machine_is_refused_with_the_limit(tmp_path: P
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
-    file, script = tmp_path / "c.yaml", tmp_path / "train.py"
+    file = tmp_path / "c.yaml"
+    script = tmp_path / "train.py"
     script.write_text("")
     file.write_text("hosts: [{name: a, kind: V100-16GB, count: 2}]")
     emulate = ("--emulate", str(file))

@@ -113,7 +113,8 @@ def test_every_device_ends_with_what_the_target_layout_says(case) -> None:
 def test_large_sums_in_two_steps(case) -> None:
     grid, source, target = case
     value = np.random.default_rng(1).integers(-9, 9, source.shape).astype(float)
-    before, exchange_plan.TWO_STEPS_FROM = exchange_plan.TWO_STEPS_FROM, 0
+    before = exchange_plan.TWO_STEPS_FROM
+    exchange_plan.TWO_STEPS_FROM = 0
     try:
         assert np.array_equal(
             meaning(
@@ -158,10 +159,12 @@ def test_plans_of_all_places_fit_together_and_backward_is_the_transpose_in_bytes
 def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
     """The fewest elements possible: what all devices need and do not have."""
     grid, source, target = case
-    source, target = Layout(source.cuts, source.axes), Layout(target.cuts, target.axes)
+    source = Layout(source.cuts, source.axes)
+    target = Layout(target.cuts, target.axes)
     least = 0
     for place in range(grid.num_devices):
-        needed, held = np.zeros(source.shape, bool), np.zeros(source.shape, bool)
+        needed = np.zeros(source.shape, bool)
+        held = np.zeros(source.shape, bool)
         needed[index(target, grid, place)] = True
         held[index(source, grid, place)] = True
         least += int((needed & ~held).sum())
@@ -188,8 +191,10 @@ def test_bytes_of_the_collectives(g) -> None:
     """research/tensor3d.md 1.1: gather and reduce-scatter (g-1)/g of the whole, all-reduce twice
     that.
     """
-    grid, cuts = Grid(1, g, 1), (Cut(24), Cut(7))
-    shard, same = Layout(cuts, (("y",), ())), whole(cuts)
+    grid = Grid(1, g, 1)
+    cuts = (Cut(24), Cut(7))
+    shard = Layout(cuts, (("y",), ()))
+    same = whole(cuts)
     partial = same.conjugate(grid)
     n = prod(same.shape)
     for source, target, pattern, sent in [
@@ -213,7 +218,8 @@ def test_bytes_of_the_collectives(g) -> None:
 
 
 def test_a_large_all_reduce_scatters_and_gathers() -> None:
-    grid, cuts = Grid(1, 4, 1), (Cut(1024), Cut(512))
+    grid = Grid(1, 4, 1)
+    cuts = (Cut(1024), Cut(512))
     same = whole(cuts)
     plan = plan_exchange(same.conjugate(grid), same, grid, 2)
     assert (
@@ -239,7 +245,8 @@ def test_a_sum_that_moves_is_summed_first() -> None:
     """Terms along x of halves along y become halves along x: summing quarters first sends 3/4 of
     the tensor instead of all of it.
     """
-    grid, cuts = Grid(2, 2, 1), (Cut(1024), Cut(512))
+    grid = Grid(2, 2, 1)
+    cuts = (Cut(1024), Cut(512))
     n = 1024 * 512
     plans = [
         plan_exchange(
@@ -265,7 +272,8 @@ def test_equal_holders_on_the_own_line_send() -> None:
 
 
 def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:
-    grid, cuts = Grid(1, 1, 4), (Cut(16), Cut(3))
+    grid = Grid(1, 1, 4)
+    cuts = (Cut(16), Cut(3))
     plan = plan_exchange(Layout(cuts, (("z",), ())), whole(cuts), grid, 1)
     assert (
         plan.forward[0].is_in_order
@@ -289,7 +297,8 @@ def test_costs_are_the_bytes_of_the_plan(source) -> None:
     """Any two layouts on a 2 x 2 x 2 grid: exactly without sums; with sums, which may go by several
     ways, within a half.
     """
-    grid, cuts = Grid(2, 2, 2), (Cut(8), Cut(8), Cut(1 << 14))
+    grid = Grid(2, 2, 2)
+    cuts = (Cut(8), Cut(8), Cut(1 << 14))
     for target in PLACEMENTS:
         if any(after == PARTIAL != before for before, after in zip(source, target)):
             continue

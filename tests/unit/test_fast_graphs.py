@@ -14,7 +14,8 @@ from whale.capture.ops import op_name
 from whale.capture.simplify import simplify
 from whale.runtime.code import compile_chunk
 
-LENGTH, WIDTH = 6, 8
+LENGTH = 6
+WIDTH = 8
 
 
 def _packed_mask(batch_size: int, step: int) -> Tensor:
@@ -23,7 +24,8 @@ def _packed_mask(batch_size: int, step: int) -> Tensor:
     """
     positions = (torch.arange(LENGTH) * step)[None].expand(batch_size, -1)
     texts = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-    places, samples = torch.arange(LENGTH), torch.arange(batch_size)
+    places = torch.arange(LENGTH)
+    samples = torch.arange(batch_size)
     same_text = (
         texts[samples[:, None, None], places[None, :, None]]
         == texts[samples[:, None, None], places[None, None, :]]
@@ -104,7 +106,8 @@ def test_only_a_causal_mask_becomes_is_causal(mask: str, becomes_causal: bool) -
     attention = attention_of(module.graph)
     assert bool(attention.kwargs.get("is_causal")) == becomes_causal
     for batch_size in (2, 5):  # other sizes than the sample's
-        expected, got = model(*inputs(batch_size)), module(*inputs(batch_size))
+        expected = model(*inputs(batch_size))
+        got = module(*inputs(batch_size))
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -126,11 +129,9 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.linear = (
-            nn.Embedding(10, WIDTH),
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, words: Tensor) -> Tensor:
@@ -156,7 +157,8 @@ def test_a_chunk_as_a_function_gives_the_same_value_and_gradients() -> None:
     module = exported(model, words)
     function = compile_chunk(module, "stage 7")
     parameters = [parameter for _, parameter in module.named_parameters()]
-    expected, got = module(words), function(words)
+    expected = module(words)
+    got = function(words)
     expected, got = (
         value[0] if isinstance(value, (tuple, list)) else value for value in (expected, got)
     )
@@ -175,7 +177,8 @@ def test_a_chunk_as_a_function_sees_weights_that_change_in_place() -> None:
     with torch.no_grad():
         before = function(words)
         module.get_parameter("weight").mul_(2.0)
-        after, expected = function(words), module(words)
+        after = function(words)
+        expected = module(words)
     assert not torch.equal(torch.as_tensor(before[0]), torch.as_tensor(after[0]))
     assert torch.equal(torch.as_tensor(after[0]), torch.as_tensor(expected))
 

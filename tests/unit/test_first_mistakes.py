@@ -17,7 +17,9 @@ import whale as wh
 from tests.exactness import run_loss
 from whale.checkpoint import CheckpointError
 
-WIDTH, NUM_CLASSES, BATCH_SIZE = 6, 4, 6
+WIDTH = 6
+NUM_CLASSES = 4
+BATCH_SIZE = 6
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -132,7 +132,8 @@ def test_found_in_the_forward_and_refused_by_name(
     step: Any, kind: str, name: str, line: str
 ) -> None:
     torch.manual_seed(0)
-    model, x = Net(step), torch.randn(4, 4)
+    model = Net(step)
+    x = torch.randn(4, 4)
     with watch(model) as findings:
         program = export(model, x)
     # the reason for all this: the captured gradient is another one
@@ -249,7 +250,8 @@ def checkpointed(model: Net, x: Tensor) -> Tensor:
 
 
 def test_checkpoints_run_and_are_recorded_and_tagged() -> None:
-    model, x = Net(checkpointed), torch.randn(4, 4)
+    model = Net(checkpointed)
+    x = torch.randn(4, 4)
     with watch(model) as findings:
         program = export(model, x)
     assert findings.gradient_changes() == []
@@ -290,7 +292,8 @@ def test_selective_checkpoint_and_keyword_arguments() -> None:
             scale=3.0,
         )
 
-    model, x = Net(step), torch.randn(4, 4)
+    model = Net(step)
+    x = torch.randn(4, 4)
     with watch(model) as findings:
         program = export(model, x)
     assert [entry.name for entry in findings.checkpoints()] == ["linear"]

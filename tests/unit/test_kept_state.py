@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import Trace, compare, local_training
 
-WIDTH, NUM_CLASSES, BATCH_SIZE = 6, 4, 6
+WIDTH = 6
+NUM_CLASSES = 4
+BATCH_SIZE = 6
 
 
 class Net(nn.Module):
@@ -96,7 +98,8 @@ def test_buffers_train_as_locally(build: Callable[[], nn.Module]) -> None:
     wh.init()
     model = built(build)
     engine = wh.parallelize(model, data[0], optimizer=sgd)
-    losses, gradients = [], {}
+    losses = []
+    gradients = {}
     for each in data:
         losses.append(engine.step(each).loss)
         gradients = gradients or {

@@ -24,7 +24,8 @@ class WithBatch(nn.Module):
         self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     ) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model = model
+        self.loss = loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.loss(self.model, batch)
@@ -50,7 +51,9 @@ def export_graph(
         spec.arg.name: (spec.kind.name.lower(), spec.target)
         for spec in program.graph_signature.input_specs
     }
-    state, constants, symbol = {}, {}, None
+    state = {}
+    constants = {}
+    symbol = None
     for node in list(graph.nodes):
         if node.op == "call_function" and "_assert" in str(node.target):
             graph.erase_node(node)

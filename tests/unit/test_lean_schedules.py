@@ -23,7 +23,10 @@ from whale.planning.schedules import schedule_of_plan
 from whale.planning.ways_out import with_more
 from whale.scheduling import Schedule, StageGraph, build
 
-WIDTH, NUM_TOKENS, NUM_DEVICES, NUM_MICRO_BATCH = 64, 32, 4, 16
+WIDTH = 64
+NUM_TOKENS = 32
+NUM_DEVICES = 4
+NUM_MICRO_BATCH = 16
 PLENTY = 10**10
 
 
@@ -89,7 +92,8 @@ def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, flo
     """The last mini-batch of an epoch is smaller and gets a schedule of its own. Without the caps:
     2.07 times the memory of 1F1B.
     """
-    count, room = NUM_MICRO_BATCH - 4, 1.02 * plain[1]
+    count = NUM_MICRO_BATCH - 4
+    room = 1.02 * plain[1]
     plan = plan_of(room, schedule="zero-bubble")
     graph = Schedule.from_json(plan.schedule).stage_graph
     made = schedule_of_plan(plan, graph, 2 * count, count)
@@ -102,10 +106,8 @@ def plan_of_linears(cluster: Cluster, name: str) -> wh.Plan:
     """Between its two parts a split backward of the last one keeps its input and a gradient, twice
     of what a whole one has kept.
     """
-    model, batch = (
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES))),
-        torch.randn(16, 64 * NUM_TOKENS, WIDTH),
-    )
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_DEVICES)))
+    batch = torch.randn(16, 64 * NUM_TOKENS, WIDTH)
     config = {
         "num_task_graph": NUM_DEVICES,
         "num_micro_batch": 8,
@@ -155,7 +157,8 @@ def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(
     """A fifth device is not enough for 1F1B, and it is for an order that keeps fewer
     micro-batches.
     """
-    room, offer = 0.7 * plain[1], 'like rank 0 (k) and "num_task_graph": 5'
+    room = 0.7 * plain[1]
+    offer = 'like rank 0 (k) and "num_task_graph": 5'
     for name in ("1f1b", "zero-bubble"):
         with pytest.raises(ValueError, match="What would fit") as error:
             plan_of(room, schedule=name)
@@ -192,11 +195,9 @@ def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(256),
-            nn.Linear(256, 1024),
-            nn.Linear(1024, 256),
-        )
+        self.norm = nn.LayerNorm(256)
+        self.up = nn.Linear(256, 1024)
+        self.down = nn.Linear(1024, 256)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
@@ -229,7 +230,8 @@ def test_where_1f1b_fits_by_computing_again_so_does_a_schedule_that_is_made_for_
             )
         )
 
-    plain, made = timeline("1f1b"), timeline("zero-bubble")
+    plain = timeline("1f1b")
+    made = timeline("zero-bubble")
     assert made.step_s <= 1.01 * plain.step_s
     assert all(device.peak_total_bytes <= device.memory_bytes for device in made.devices)
 

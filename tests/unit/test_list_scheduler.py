@@ -129,7 +129,8 @@ class ExactSolver:
             return
         known.append(state)
         first = min(starts, key=lambda job: starts[job] + self.length[job])
-        device, until = self.device[first], starts[first] + self.length[first]
+        device = self.device[first]
+        until = starts[first] + self.length[first]
         rivals = [
             job
             for job in starts
@@ -230,11 +231,10 @@ def test_a_search_finds_the_same_without_its_short_cuts(
         else tuple(room * len(graph.stages_of(device)) for device in range(graph.num_devices))
     )
     costs = replace(costs, action_s=action_s, memory_cap=caps)
-    short, whole = (
-        Search(Problem(graph, costs, count), None, tries),
-        FinishingSearch(WholeRuns(graph, costs, count), None, tries),
-    )
-    found, reference = short.run(), whole.run()
+    short = Search(Problem(graph, costs, count), None, tries)
+    whole = FinishingSearch(WholeRuns(graph, costs, count), None, tries)
+    found = short.run()
+    reference = whole.run()
     assert (found.jobs, found.whole, found.time, found.peak) == (
         reference.jobs,
         reference.whole,

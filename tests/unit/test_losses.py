@@ -26,7 +26,8 @@ def ce(m: nn.Module, b: Batch, **options: Any) -> Tensor:
 
 
 def siamese(m: nn.Module, b: Batch) -> Tensor:
-    both, half = m(torch.cat([b["x"], -b["x"]])), b["x"].shape[0]
+    both = m(torch.cat([b["x"], -b["x"]]))
+    half = b["x"].shape[0]
     return F.l1_loss(both[:half], both[half:])
 
 

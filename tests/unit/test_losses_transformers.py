@@ -92,8 +92,12 @@ HEADS: dict[str, tuple[str, dict[str, Any], str, int]] = {
 def head_batch(task: str) -> Batch:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(5, V, (SAMPLES, 16), generator=generator)
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[0, 3:], labels[7], mask[1, 10:], mask[6, 4:] = -100, -100, 0, 0
+    labels = ids.clone()
+    mask = torch.ones_like(ids)
+    labels[0, 3:] = -100
+    labels[7] = -100
+    mask[1, 10:] = 0
+    mask[6, 4:] = 0
     three = torch.randint(0, 3, (SAMPLES,), generator=generator)
     pixels = torch.randn(SAMPLES, 3, 32, 32, generator=generator, dtype=torch.float64)
     spans = torch.randint(0, 20, (2, SAMPLES), generator=generator)  # beyond the 16 tokens: ignored

@@ -44,7 +44,8 @@ def logits_of(model: M6, batch: dict[str, Tensor], **changes: Tensor) -> Tensor:
 
 
 def test_small_fits_the_drawings() -> None:
-    config, batch = M6Config.small(), Drawings(10).batch(range(3))
+    config = M6Config.small()
+    batch = Drawings(10).batch(range(3))
     assert config.vocabulary_size == len(d.WORDS)
     assert batch["pixels"].shape == (3, config.num_channels, config.image_size, config.image_size)
     assert batch["prompt_ids"].shape == (3, config.prompt_length)
@@ -68,7 +69,8 @@ def test_a_word_depends_on_no_later_word() -> None:
     for place in (1, 4, 10):
         changed = batch["caption_ids"].clone()
         changed[:, place] = (changed[:, place] + 5) % len(d.WORDS)
-        before, after = logits_of(model, batch), logits_of(model, batch, caption_ids=changed)
+        before = logits_of(model, batch)
+        after = logits_of(model, batch, caption_ids=changed)
         assert torch.equal(before[:, :place], after[:, :place])
         assert not torch.allclose(before[:, place], after[:, place])
 
@@ -114,7 +116,8 @@ def test_generate_follows_the_likeliest_word_and_stops_at_the_end() -> None:
 
 
 def test_ties_and_sizes() -> None:
-    tied, untied = M6(tiny()), M6(tiny(tie_embeddings=False))
+    tied = M6(tiny())
+    untied = M6(tiny(tie_embeddings=False))
     assert tied.head.weight is tied.words.weight
     extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
     assert extra == 16 * len(d.WORDS)
@@ -153,10 +156,8 @@ def test_a_drawing_depends_on_its_number_only() -> None:
 
 
 def test_splits_share_no_scene_and_no_caption() -> None:
-    train, held_out = (
-        set(scenes_of_split("train").tolist()),
-        set(scenes_of_split("held_out").tolist()),
-    )
+    train = set(scenes_of_split("train").tolist())
+    held_out = set(scenes_of_split("held_out").tolist())
     assert not train & held_out
     assert train | held_out == set(range(d.NUM_SCENES))
     assert 0.07 < len(held_out) / d.NUM_SCENES < 0.13
@@ -213,7 +214,8 @@ def test_captions_tell_what_the_pixels_show() -> None:
 
 def _seen(colours: np.ndarray, covered: np.ndarray) -> str:
     """`a small red circle`, from the pixels of one shape and where they are."""
-    rows, columns = covered.any(1).nonzero()[0], covered.any(0).nonzero()[0]
+    rows = covered.any(1).nonzero()[0]
+    columns = covered.any(0).nonzero()[0]
     box = covered[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     size = "large" if box.shape[1] > 8 else "small"
     red, green, blue = colours.mean(0) > 0.45
@@ -287,7 +289,8 @@ def test_plan_of_the_demo_has_two_stages_of_similar_time() -> None:
 
 @pytest.mark.slow  # 12 s of one core
 def test_m6_10b_is_planned_without_weights() -> None:
-    config, batch_size = M6Config.m6_10b(), 35
+    config = M6Config.m6_10b()
+    batch_size = 35
     ids = torch.ones(batch_size, config.caption_length, dtype=torch.long)
     batch = {
         "pixels": torch.zeros(batch_size, 3, config.image_size, config.image_size),

@@ -62,7 +62,8 @@ def test_equal_experts_are_balanced() -> None:
 
 
 def test_samples_do_not_look_at_each_other() -> None:
-    model, batch = M6MoE(config(capacity_factor=0.7)).double(), Drawings(20).batch(range(6))
+    model = M6MoE(config(capacity_factor=0.7)).double()
+    batch = Drawings(20).batch(range(6))
     batch = {
         name: value.double() if value.is_floating_point() else value
         for name, value in batch.items()

@@ -236,7 +236,8 @@ class Normed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
         self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

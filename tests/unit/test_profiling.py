@@ -30,7 +30,8 @@ from whale.profiling.costs import (
     value_bytes,
 )
 
-SAMPLE_BATCH, OTHER_BATCH = 4, 7
+SAMPLE_BATCH = 4
+OTHER_BATCH = 7
 
 
 class Function(nn.Module):
@@ -93,7 +94,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         heads = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -279,7 +281,8 @@ def test_views_are_free() -> None:
 
 def test_an_embedding_reads_only_its_rows() -> None:
     costs = cost_by_operation(capture(nn.Embedding(100_000, 8), tokens(SAMPLE_BATCH)), 5)
-    ids_bytes, rows_bytes = 5 * 6 * 8, 5 * 6 * 8 * 4
+    ids_bytes = 5 * 6 * 8
+    rows_bytes = 5 * 6 * 8 * 4
     assert costs["aten.embedding.default"] == NodeCost(
         0.0, ids_bytes + 2 * rows_bytes, rows_bytes, "aten.embedding"
     )
@@ -337,7 +340,8 @@ def test_a_backward_is_one_product_for_each_operand_that_gets_a_gradient() -> No
     captured = capture_training(
         model, layout, tensors, Task(lambda output, batch: output.sum(), "cpu", None)
     ).captured
-    gradients, costs = carries_gradient(captured), node_costs(captured, OTHER_BATCH)
+    gradients = carries_gradient(captured)
+    costs = node_costs(captured, OTHER_BATCH)
     found = [
         backward_factors(node, costs[node], gradients)
         for node in captured.compute_nodes()

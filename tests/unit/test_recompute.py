@@ -16,17 +16,17 @@ from tests.exactness import Float64Mode
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.plan import Plan
 
-WIDTH, NUM_LAYERS, BATCH_SIZE = 16, 8, 16
+WIDTH = 16
+NUM_LAYERS = 8
+BATCH_SIZE = 16
 
 
 class Layer(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.wide, self.narrow, self.dropout = (
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-            nn.Dropout(dropout),
-        )
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.narrow(torch.tanh(self.wide(x)).square()))
@@ -95,7 +95,8 @@ def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> Non
     tight = devices(room_for(0.5 * BATCH_SIZE))
     with pytest.raises(ValueError, match=r'does not fit.*What would fit: "recompute": "auto"'):
         plan_of(tight, recompute=False)
-    plan, free = plan_of(tight), plan_of(devices(room_for(BATCH_SIZE)))
+    plan = plan_of(tight)
+    free = plan_of(devices(room_for(BATCH_SIZE)))
     assert 0 < plan.stages[0].num_recomputed <= plan.stages[0].num_regions
     assert plan.memory[0].total_bytes(BATCH_SIZE) <= tight.devices[0].kind.memory_bytes
     assert (
@@ -145,10 +146,8 @@ def test_only_the_stages_that_are_short_of_memory_compute_again() -> None:
 def test_forced_and_forbidden_and_by_name() -> None:
     forced = plan_of(devices(10**9), recompute=True).stages[0]
     assert forced.num_recomputed == forced.num_regions > 0
-    none, named = (
-        plan_of(devices(10**9), recompute=False),
-        plan_of(devices(10**9), recompute=["layers.[0-3]"]),
-    )
+    none = plan_of(devices(10**9), recompute=False)
+    named = plan_of(devices(10**9), recompute=["layers.[0-3]"])
     assert named.memory[0].sample_bytes < none.memory[0].sample_bytes
     # half of the layers run their forward twice: 3 parts of work become 3.5
     assert named.device_seconds[0] / none.device_seconds[0] == pytest.approx(3.5 / 3, rel=0.02)
@@ -195,11 +194,9 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.second = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.BatchNorm1d(WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.norm(torch.tanh(self.first(x))))).square().mean()

@@ -333,7 +333,8 @@ class _Trap:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch", "yaml"])
 def test_a_crafted_plan_file_executes_nothing(tmp_path: Path, kind: str) -> None:
-    mark, file = tmp_path / "executed", tmp_path / "plan.json"
+    mark = tmp_path / "executed"
+    file = tmp_path / "plan.json"
     if kind == "pickle":
         file.write_bytes(pickle.dumps(_Trap(str(mark))))
     elif kind == "torch":

@@ -103,7 +103,8 @@ def test_dropping_or_doubling_any_action_is_caught_by_name(
 def test_swapping_two_actions_is_caught(device: int, first: str, second: str, message: str) -> None:
     schedule = build("1f1b", StageGraph.chain(2), 2)
     order = list(schedule.orders[device])
-    a, b = order.index(parse_action(first)), order.index(parse_action(second))
+    a = order.index(parse_action(first))
+    b = order.index(parse_action(second))
     order[a], order[b] = order[b], order[a]
     with pytest.raises(ScheduleError) as error:
         check(changed(schedule, device, order))
@@ -296,7 +297,8 @@ def test_picture_drawn_by_hand() -> None:
 
 def test_picture_is_clipped_to_its_width_and_goes_beyond_ten() -> None:
     schedule = build("gpipe", StageGraph.chain(2), 12)
-    whole, clipped = draw(schedule).splitlines(), draw(schedule, width=50).splitlines()
+    whole = draw(schedule).splitlines()
+    clipped = draw(schedule, width=50).splitlines()
     assert whole[1].startswith("device 0 (stage 0)  0 1 2 3 4 5 6 7 8 9 a b . . . 0'0'")
     assert "a is micro-batch 10" in whole[3]
     for full, short in zip(whole[1:3], clipped[1:3], strict=True):

@@ -40,7 +40,8 @@ def test_the_table_names_every_schedule_with_its_bubble_and_peak() -> None:
 
 
 def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
-    drawing, page = tmp_path / "out.svg", tmp_path / "out.html"
+    drawing = tmp_path / "out.svg"
+    page = tmp_path / "out.html"
     result = CliRunner().invoke(app, [*ARGUMENTS, "--svg", str(drawing), "--html", str(page)])
     assert result.exit_code == 0, result.output
     root = ElementTree.parse(drawing).getroot()

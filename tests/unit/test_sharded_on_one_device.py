@@ -27,7 +27,9 @@ from whale.sharding.local import local_call
 from whale.sharding.operation import Shapes
 
 ALONE = Line(1, 0, None)
-FIRST, HERE, NUM_CLASSES = 2, 3, 7
+FIRST = 2
+HERE = 3
+NUM_CLASSES = 7
 """this device has the classes 2, 3 and 4 of 7"""
 
 
@@ -116,10 +118,8 @@ def test_norms_and_softmax_have_the_type_that_autocast_gives_there(name: str, de
 def test_a_loss_is_not_rounded_under_autocast() -> None:
     """A sum over many rows in bfloat16 has two digits."""
     generator = torch.Generator().manual_seed(0)
-    logits, labels = (
-        torch.randn(1000, NUM_CLASSES, generator=generator),
-        torch.randint(0, NUM_CLASSES, (1000,), generator=generator),
-    )
+    logits = torch.randn(1000, NUM_CLASSES, generator=generator)
+    labels = torch.randint(0, NUM_CLASSES, (1000,), generator=generator)
     results = []
     for run in (
         lambda x: F.cross_entropy(x, labels, reduction="sum"),
@@ -137,8 +137,10 @@ def test_a_mean_loss_divides_by_what_its_tensors_give_together() -> None:
     """A target wider than the input: a sum on each device, divided by the number of all
     differences.
     """
-    x, y = torch.randn(4, 1), torch.randn(4, 6)
-    captured, local = Graph(), Graph()
+    x = torch.randn(4, 1)
+    y = torch.randn(4, 6)
+    captured = Graph()
+    local = Graph()
     sources = captured.placeholder("x"), captured.placeholder("y")
     for source, value in zip(sources, (x, y), strict=True):
         source.meta["val"] = value

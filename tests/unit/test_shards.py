@@ -302,7 +302,8 @@ def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: s
     """Weight, a moment of the same shape, and a step: each rank writes its own; every other grid
     reads its parts of all.
     """
-    whole, moment = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    whole = torch.randn(WIDTH, WIDTH)
+    moment = torch.randn(WIDTH, WIDTH)
     shards = on_grid(plan, *GRIDS[source])
     parts = shards.of("second.weight")
     target = Target(tmp_path, 3, "job_1")

@@ -218,13 +218,11 @@ def test_two_rings_that_leave_the_same_hosts_take_turns() -> None:
 def test_sums_end_when_buckets_sent_one_by_one_would() -> None:
     for seed in range(200):
         draw = random.Random(seed)
-        start, length, free, seconds, count = (
-            draw.random(),
-            draw.random(),
-            2 * draw.random(),
-            draw.random(),
-            draw.randint(1, 6),
-        )
+        start = draw.random()
+        length = draw.random()
+        free = 2 * draw.random()
+        seconds = draw.random()
+        count = draw.randint(1, 6)
         clock = free
         for bucket in range(count):
             ready = start + length * (bucket + 1) / count
@@ -311,7 +309,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> wh.Plan:
 
 
 def test_busy_time_is_what_the_shares_were_planned_with(planned: wh.Plan) -> None:
-    found, loads = wh.simulate(planned), planned.loads()
+    found = wh.simulate(planned)
+    loads = planned.loads()
     samples = SampleMap(planned, 32, 4)
     for device in found.devices:
         place, replica, position = planned.place_of_rank(device.rank)

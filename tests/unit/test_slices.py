@@ -41,7 +41,8 @@ def test_two_to_one() -> None:
 
 
 def test_three_to_two() -> None:
-    source, destination = [(0, 2), (2, 4), (4, 6)], [(0, 3), (3, 6)]
+    source = [(0, 2), (2, 4), (4, 6)]
+    destination = [(0, 3), (3, 6)]
     slices = bridge(source, destination)
     assert slices == (Slice(0, 0, 0, 2), Slice(1, 0, 2, 3), Slice(1, 1, 3, 4), Slice(2, 1, 4, 6))
     # the third slice is the second row of source 1 and the first row of destination 1
@@ -81,10 +82,8 @@ def test_rows_moved_by_local_offsets(
     held = [list(range(*interval)) for interval in source]
     received: list[list[int | None]] = [[None] * (stop - start) for start, stop in destination]
     for slice_ in bridge(source, destination):
-        take, put = (
-            slice_.within(source[slice_.source]),
-            slice_.within(destination[slice_.destination]),
-        )
+        take = slice_.within(source[slice_.source])
+        put = slice_.within(destination[slice_.destination])
         received[slice_.destination][slice(*put)] = held[slice_.source][slice(*take)]
     assert received == [list(range(*interval)) for interval in destination]
 

@@ -53,7 +53,8 @@ def program_of(schedule: Schedule, device: int) -> Program:
     ]
 
     def chunk(stage: int) -> Chunk:
-        received, sent = tuple(values[max(stage - 1, 0) : stage]), tuple(values[stage : stage + 1])
+        received = tuple(values[max(stage - 1, 0) : stage])
+        sent = tuple(values[stage : stage + 1])
         return Chunk(stage, lambda samples: None, received, (), sent, 0, not sent, (), False)  # type: ignore[arg-type, return-value]
 
     parts = {
@@ -86,12 +87,14 @@ def most_in_flight(schedule: Schedule, device: int) -> int:
     """Counted by hand, one action after the other: what comes into being, what is there,
     what goes.
     """
-    graph, order = schedule.stage_graph, schedule.orders[device]
+    graph = schedule.stage_graph
+    order = schedule.orders[device]
     last = graph.num_stages - 1
     there: set[tuple[str, int, int]] = set()
     most = 0
     for action in order:
-        s, m = action.stage, action.micro_batch
+        s = action.stage
+        m = action.micro_batch
         gone: set[tuple[str, int, int]] = set()
         if action.kind is Kind.RECEIVE:
             there.add(("gradient" if action.gradient else "input", s, m))

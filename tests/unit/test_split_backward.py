@@ -22,16 +22,13 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.frozen, self.norm = (
-            nn.Linear(8, 8),
-            nn.Linear(8, 8).requires_grad_(False),
-            nn.LayerNorm(8),
-        )
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-        self.image, self.sound = (
-            nn.Conv2d(2, 4, 3, padding=1, stride=2, groups=2),
-            nn.Conv1d(4, 2, 2, dilation=2, bias=False),
-        )
+        self.linear = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.image = nn.Conv2d(2, 4, 3, padding=1, stride=2, groups=2)
+        self.sound = nn.Conv1d(4, 2, 2, dilation=2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = aten.linear.default(
@@ -66,7 +63,8 @@ def test_two_parts_give_the_gradients_of_a_whole_backward(model: Layers) -> None
     batches = inputs(3)
     for x in batches:
         model(x).square().sum().backward()
-    expected, expected_inputs = gradients(model), [x.grad for x in batches]
+    expected = gradients(model)
+    expected_inputs = [x.grad for x in batches]
     model.zero_grad()
     deferred = Deferred()
     function = compile_chunk(symbolic_trace(model), "stage 0", deferred)
@@ -120,12 +118,11 @@ class Unusual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-        self.vector, self.one, self.plain = (
-            nn.Parameter(torch.randn(8)),
-            nn.Parameter(torch.randn(1)),
-            nn.Parameter(torch.randn(8, 8)),
-        )
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.vector = nn.Parameter(torch.randn(8))
+        self.one = nn.Parameter(torch.randn(1))
+        self.plain = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = aten.addmm.default(self.bias, x.reshape(-1, 8), self.weight, beta=0.5, alpha=2.0)
@@ -137,11 +134,13 @@ class Unusual(nn.Module):
 
 
 def test_layers_that_are_not_plain_stay_whole() -> None:
-    model, (x,) = Unusual().double(), inputs(1)
+    model = Unusual().double()
+    (x,) = inputs(1)
     model(x).square().sum().backward()
     expected = gradients(model) | {"x": x.grad}
     model.zero_grad()
-    deferred, again = Deferred(), x.detach().requires_grad_()
+    deferred = Deferred()
+    again = x.detach().requires_grad_()
     result = compile_chunk(symbolic_trace(model), "stage 0", deferred)(again)
     products = deferred.begin()
     result.square().sum().backward()  # type: ignore[attr-defined]

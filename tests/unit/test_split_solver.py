@@ -41,7 +41,10 @@ BYTES_ONLY = GridCosts(
     bytes_per_s=dict.fromkeys("xyz", 1.0),
     memory_price=1e-12,
 )
-WIDTH, HEADS, LENGTH, SAMPLES = 64, 16, 32, 64
+WIDTH = 64
+HEADS = 16
+LENGTH = 32
+SAMPLES = 64
 ITEM = 4
 """bytes of a number"""
 
@@ -77,14 +80,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
-        self.up, self.down = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -153,7 +152,8 @@ class Counted(Nothing):
     """Counts what the exchanges of one device would send."""
 
     def __init__(self, grid: Grid) -> None:
-        self.grid, self.elements = grid, 0
+        self.grid = grid
+        self.elements = 0
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
         plan = plan_exchange(source, target, self.grid, place, backward=gradient)
@@ -165,11 +165,9 @@ class Counted(Nothing):
 def test_the_graphs_of_a_block_send_what_the_formula_says(shape: tuple[int, int, int]) -> None:
     counted = []
     for num_blocks in (2, 3):
-        space, sharding, count = (
-            space_of(num_blocks),
-            sharded(num_blocks, shape),
-            Counted(Grid(*shape)),
-        )
+        space = space_of(num_blocks)
+        sharding = sharded(num_blocks, shape)
+        count = Counted(Grid(*shape))
         weights = {
             str(node.target): torch.zeros(node.meta["val"].shape) for node in space.program.state
         }
@@ -223,14 +221,13 @@ class Layers(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.words, self.blocks, self.head = (
-            nn.Embedding(50, WIDTH),
-            nn.ModuleList(Block() for _ in range(number)),
-            nn.Linear(WIDTH, 50),
-        )
+        self.words = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(number))
+        self.head = nn.Linear(WIDTH, 50)
 
     def forward(self, words: Tensor) -> Tensor:
-        x, means = self.words(words), []
+        x = self.words(words)
+        means = []
         for block in self.blocks:
             x = block(x)
             means.append(x.mean(-1))
@@ -246,7 +243,8 @@ def test_three_of_many_equal_layers_say_it_all(shape: tuple[int, int, int]) -> N
     themselves.
     """
     space = layers_space()
-    grid, costs = Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
+    grid = Grid(*shape)
+    costs = GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
     quick, whole = (
         solve(space.program, grid, SAMPLES, costs, space=space, every_layer=every)
         for every in (False, True)
@@ -274,7 +272,9 @@ def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(
     """Against solving again with everything else as it was, for every other option of the
     operation.
     """
-    space, grid, costs = space_of(2), Grid(*shape), GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
+    space = space_of(2)
+    grid = Grid(*shape)
+    costs = GridCosts(bytes_per_s=dict.fromkeys("xyz", 1e9))
     chosen = solve(space.program, grid, SAMPLES, costs, space=space, every_layer=True)
     reasons = {
         each.node: each.why for each in with_reasons(space, chosen, SAMPLES, costs).operations
@@ -299,7 +299,8 @@ def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(
 def _one_axis_changed(
     space: Space, chosen: Sharding, index: int, grid: Grid
 ) -> list[tuple[str, str, str]]:
-    names, node = chosen.choices[index], list(space.program.captured.graph.nodes)[index]
+    names = chosen.choices[index]
+    node = list(space.program.captured.graph.nodes)[index]
     return [
         (*names[:place], option.name, *names[place + 1 :])  # type: ignore[misc]
         for place, axis in enumerate("xyz")

@@ -41,9 +41,12 @@ def test_pieces_change_the_same_bits_as_the_whole(kind: type[torch.optim.Optimiz
     """Parameters 1 and 3 are stage 7's, 0 is stage 8's, 2 is used by both, and 4 is on another rank
     too.
     """
-    whole, cut = parameters(), parameters()
-    one, other = optimizer_of(kind, whole), optimizer_of(kind, cut)
-    stages, ranks = [(8,), (7,), (7, 8), (7,), (7,)], [(0,), (0,), (0,), (0,), (0, 1)]
+    whole = parameters()
+    cut = parameters()
+    one = optimizer_of(kind, whole)
+    other = optimizer_of(kind, cut)
+    stages = [(8,), (7,), (7, 8), (7,), (7,)]
+    ranks = [(0,), (0,), (0,), (0,), (0, 1)]
     updates = StageUpdates(
         other, [Held(str(p), *held) for p, held in enumerate(zip(cut, ranks, stages, strict=True))]
     )

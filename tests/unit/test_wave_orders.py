@@ -104,7 +104,8 @@ def test_step_time_of_the_wave_is_the_closed_form(
 def test_step_times_of_interleaved_and_zero_bubble_are_the_textbook_formulas(
     num_devices: int, num_chunks: int
 ) -> None:
-    graph, count = looped(num_devices, num_chunks), 3 * num_devices
+    graph = looped(num_devices, num_chunks)
+    count = 3 * num_devices
     costs = even_costs(graph, 1.0, 2.0, input_share=0.5)
     step = simulate(build("interleaved", graph, count), costs).step_s
     assert step == pytest.approx(3 * count + (num_devices - 1) * 3 / num_chunks)

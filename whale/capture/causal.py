@@ -40,7 +40,8 @@ def _has_causal_mask(attention: Node) -> bool:
     same for all samples and heads.
     """
     mask, query, key = (argument(attention, name) for name in ("attn_mask", "query", "key"))
-    length, num_keys = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
+    length = query.meta["val"].shape[-2]
+    num_keys = key.meta["val"].shape[-2]
     if (
         not isinstance(mask, Node)
         or not isinstance(length, int)
@@ -104,7 +105,5 @@ def _replace_mask(attention: Node) -> None:
         for declared in schema(attention.target).arguments
     }
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    attention.args, attention.kwargs = (
-        (query, key, value),
-        {**given, "attn_mask": None, "is_causal": True},
-    )
+    attention.args = (query, key, value)
+    attention.kwargs = {**given, "attn_mask": None, "is_causal": True}

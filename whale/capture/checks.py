@@ -66,7 +66,8 @@ def _compare_samples(
     and nothing can be said.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    buffers, before = _Buffers(model), attributes(model)
+    buffers = _Buffers(model)
+    before = attributes(model)
     with torch.random.fork_rng(devices=[]), _no_gradients(parameters):
         expected = _eager_loss(model, layout, few, task)
         outside = _leaves_outside(expected, model)
@@ -79,7 +80,8 @@ def _compare_samples(
         with torch.no_grad():
             again = _eager_loss(model, layout, few, task)
         buffers.restore()
-    expected, got = expected.detach(), got.detach()
+    expected = expected.detach()
+    got = got.detach()
     _refuse_trained_outside(outside)
     if not bool(expected.isfinite()) and not bool(got.isfinite()):
         return False
@@ -219,7 +221,8 @@ def compare_parts(
         every = _samples(layout, tensors, 0, total)
         whole = _whole_values(prepared, model, every)
         expected = _term_sum(prepared, model, [*every, *whole])
-        got, start = torch.zeros_like(expected), 0
+        got = torch.zeros_like(expected)
+        start = 0
         for size in PARTS:
             try:
                 got += _term_sum(
@@ -290,7 +293,8 @@ class _Reader(Interpreter):
 
     def __init__(self, captured: CapturedGraph, state: Mapping[str, Tensor], quiet: bool) -> None:
         super().__init__(GraphModule(torch.nn.Module(), torch.fx.Graph()), graph=captured.graph)
-        self._state, self._quiet = state, quiet
+        self._state = state
+        self._quiet = quiet
 
     def get_attr(self, target, args, kwargs):  # type: ignore[no-untyped-def]
         return self._state[str(target)]
@@ -378,7 +382,8 @@ def _worst(
         (float(g.abs().max()) for g in expected.values() if g is not None and g.numel()),
         default=0.0,
     )
-    worst, figure = "", 0.0
+    worst = ""
+    figure = 0.0
     for name, reference in expected.items():
         other = got[name]
         if reference is None and other is None:
@@ -388,5 +393,6 @@ def _worst(
         difference = float((a - b).abs().max()) if a.numel() else 0.0
         scaled = difference / largest if largest else float(difference > 0)
         if not scaled <= figure:
-            worst, figure = name, scaled
+            worst = name
+            figure = scaled
     return worst, figure

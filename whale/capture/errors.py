@@ -119,16 +119,21 @@ def locate(frames: Frames, names: dict[int, str]) -> Place:
     """Innermost user line and innermost module of the model. Frames outside the model's forward do
     not count when there is one.
     """
-    inside, line, owner, in_loss = False, NOWHERE, None, False
+    inside = False
+    line = NOWHERE
+    owner = None
+    in_loss = False
     for frame, number in frames:
         if frame.f_code.co_name == LOSS_CALLER and frame.f_code.co_filename.startswith(
             _WHALE_FOLDER
         ):
-            in_loss, line = True, NOWHERE
+            in_loss = True
+            line = NOWHERE
         module = running_module(frame)
         if module is not None and id(module) in names:
             if not inside:
-                inside, line = True, NOWHERE
+                inside = True
+                line = NOWHERE
             owner = module
         file_name = frame.f_code.co_filename
         if is_user_file(file_name):
@@ -196,7 +201,8 @@ class _PlacedGuards(list[Any]):
 
     def __init__(self, found: SizeConditions, names: dict[int, str]) -> None:
         super().__init__()
-        self._found, self._names = found, names
+        self._found = found
+        self._names = names
 
     def append(self, guard: Any) -> None:
         super().append(guard)
@@ -208,7 +214,8 @@ def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
     """Around `torch.export.export`: notes where conditions on sizes come from. The export makes its
     own `ShapeEnv`, hence the patch.
     """
-    found, names = SizeConditions(), module_names(model)
+    found = SizeConditions()
+    names = module_names(model)
     original = ShapeEnv.__init__
 
     def with_places(self: ShapeEnv, *args: Any, **kwargs: Any) -> None:
@@ -226,7 +233,9 @@ def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_INSIDE_FORWARD, _OUTSIDE_FORWARD, _AFTER_FORWARD = "inside", "outside", "after"
+_INSIDE_FORWARD = "inside"
+_OUTSIDE_FORWARD = "outside"
+_AFTER_FORWARD = "after"
 
 
 @dataclass(frozen=True)
@@ -405,7 +414,8 @@ def explain(
     places = [place] if inside else []
     if known := _known(error, inside):
         rule, words = known
-        wrong, way_out = rule.wrong.format(**words), rule.way_out.format(**words)
+        wrong = rule.wrong.format(**words)
+        way_out = rule.way_out.format(**words)
         if rule.when == _AFTER_FORWARD and sizes is not None:
             places = sizes.equations()
     elif place.in_loss:

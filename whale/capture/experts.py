@@ -80,7 +80,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
     x, weight, experts = ctx.saved_tensors
-    of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
+    of_x = torch.zeros_like(x)
+    of_weight = torch.zeros_like(weight)
     for expert, rows in enumerate(rows_by_expert(experts, len(weight))):
         matrix = weight[expert] if ctx.transposed else weight[expert].T  # [N, K]
         of_x[rows] = gradient[rows] @ matrix
@@ -132,7 +133,8 @@ class _Sorted:
     """
 
     def __init__(self, graph: Graph, sort: Node) -> None:
-        self.graph, self.sort = graph, sort
+        self.graph = graph
+        self.sort = sort
         self.experts: Node = sort.args[0]  # type: ignore[assignment]
         self.made: list[Node] = []
         self.twins: dict[Node, Node] = {}
@@ -209,7 +211,8 @@ class _Sorted:
             self.repeated[node] = node.args[1]
             return True
         if name == "index_put":  # every row number is written once
-            indices, values = argument(node, "indices"), argument(node, "values")
+            indices = argument(node, "indices")
+            values = argument(node, "values")
             self.inverses.add(node)
             return set(indices) <= self.orders and values.target is aten.arange.default
         if name == "argsort" and node.args[0] in self.orders:
@@ -218,7 +221,8 @@ class _Sorted:
         return False
 
     def _understand_index(self, node: Node) -> bool:
-        source, indices = argument(node, "self"), argument(node, "indices")
+        source = argument(node, "self")
+        indices = argument(node, "indices")
         index = indices[0]
         if len(indices) != 1 or index is None:
             return False
@@ -355,7 +359,8 @@ def _use_no_copies(graph: Graph, node: Node, numbers: dict[tuple[Node, int], Nod
     for copies, x, row_dim in ((left, right, 2), (right, left, 1)):
         if not _copies_matrices(copies) or not _is_one(x.meta["val"].shape[row_dim]):
             continue
-        weight, (experts,) = argument(copies, "self"), argument(copies, "indices")
+        weight = argument(copies, "self")
+        (experts,) = argument(copies, "indices")
         has_rows = op_name(x) == "unsqueeze" and argument(x, "dim") % 3 == row_dim
         rows = x.args[0] if has_rows else _insert(graph, node, aten.squeeze.dim, (x, row_dim))
         read = experts, weight.meta["val"].shape[0]
@@ -392,7 +397,8 @@ def _copies_matrices(node: Node) -> bool:
     """`weight[numbers]` with weight [experts, .., ..] and numbers [rows]."""
     if op_name(node) != "index":
         return False
-    weight, indices = argument(node, "self"), argument(node, "indices")
+    weight = argument(node, "self")
+    indices = argument(node, "indices")
     shape = weight.meta["val"].shape
     if len(indices) != 1 or len(shape) != 3 or not all(isinstance(size, int) for size in shape):
         return False

@@ -177,7 +177,9 @@ class _LossOf(torch.nn.Module):
         super().__init__()
         self.model = model
         self.training = model.training
-        self.layout, self.task, self.keep_outputs = layout, task, keep_outputs
+        self.layout = layout
+        self.task = task
+        self.keep_outputs = keep_outputs
         self.seen = _Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -194,7 +196,9 @@ class _LossOf(torch.nn.Module):
             return (value,)
         leaves, structure, dropped = _output_leaves(output)
         seen = self.seen
-        seen.has_loss, seen.output_structure, seen.dropped = has_loss, structure, tuple(dropped)
+        seen.has_loss = has_loss
+        seen.output_structure = structure
+        seen.dropped = tuple(dropped)
         seen.output_is_tensor = tuple(leaf is not None for leaf in leaves)
         return ((value,) if has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
 

@@ -149,7 +149,8 @@ class _Functional:
             self.check_object_of_graph(node)
             node.target = twin_of(node)
         self.check_statistics(node)
-        sources, same = node.all_input_nodes, returned_argument(node)
+        sources = node.all_input_nodes
+        same = returned_argument(node)
         self.arguments[node] = (node.args, node.kwargs)
         if self.parents or self.object:  # otherwise there is nothing that could have changed
             node.args, node.kwargs = map_arg((node.args, node.kwargs), self.read)
@@ -280,7 +281,8 @@ class _Functional:
 
     def copied(self, source: Node, target: Node, node: Node) -> Node:
         """`source` with dtype, device and shape of `target`."""
-        old, new = source.meta["val"], target.meta["val"]
+        old = source.meta["val"]
+        new = target.meta["val"]
         if old.device != new.device:
             source = self.add(aten.to.device, (source, new.device, new.dtype), like=node)
         elif old.dtype != new.dtype:

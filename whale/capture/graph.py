@@ -81,7 +81,8 @@ def user_line(node: Node) -> str:
     foreign = ("/torch/", "/whale/capture/", "<eval_with_key>")
     own = [index for index in places if not any(part in lines[index] for part in foreign)] or places
     frame = lines[own[-1]].split('"')
-    file_name, line_number = frame[1].rsplit("/", 1)[-1], frame[2].split("line ")[1].split(",")[0]
+    file_name = frame[1].rsplit("/", 1)[-1]
+    line_number = frame[2].split("line ")[1].split(",")[0]
     source = lines[own[-1] + 1] if own[-1] + 1 < len(lines) else ""
     return f"{file_name}:{line_number}: {source}"
 

@@ -188,7 +188,8 @@ def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
     """While on, every call of `function` calls `handler(original, *args)`, also through names that
     were bound before.
     """
-    code, keyword_defaults = function.__code__, function.__kwdefaults__
+    code = function.__code__
+    keyword_defaults = function.__kwdefaults__
     template = _WithClassCell.call if code.co_freevars else _plain_call
     original = FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -200,7 +201,8 @@ def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
         function.__code__ = template.__code__
         yield
     finally:
-        function.__code__, function.__kwdefaults__ = code, keyword_defaults
+        function.__code__ = code
+        function.__kwdefaults__ = keyword_defaults
 
 
 class _Watch:
@@ -278,7 +280,8 @@ class _Watch:
     def _recomputed(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        index, place = len(self.findings.checkpoints()), calling_place(self.names)
+        index = len(self.findings.checkpoints())
+        place = calling_place(self.names)
         self.findings.add(CHECKPOINT, "", place)
         slot = len(self.findings.entries) - 1
         with _modules_called(self.names) as called, annotate({RECOMPUTE_TAG: index}):

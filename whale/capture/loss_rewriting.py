@@ -55,7 +55,9 @@ class Rewriter:
     """One rewriting of one graph."""
 
     def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
-        self.captured, self.flow, self.graph = captured, flow, captured.graph
+        self.captured = captured
+        self.flow = flow
+        self.graph = captured.graph
         self.whole = WholeGraph(captured, flow)
         self.whole_nodes: dict[Any, Node] = {}
         """what -> its `whole_k` placeholder"""
@@ -135,10 +137,8 @@ class Rewriter:
 
     def _samples_here(self) -> Node:
         if self.local is None:
-            last, anchor = (
-                [node for node in self.graph.nodes if node.op == "placeholder"][-1],
-                self.whole.anchor,
-            )
+            last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+            anchor = self.whole.anchor
             assert anchor is not None
             with self.graph.inserting_after(last):
                 self.local = self.graph.call_function(aten.sym_size.int, (anchor, 0))
@@ -200,11 +200,9 @@ class Rewriter:
             self.replaced.append(operand)
 
     def _lifted(self, operand: Node) -> Node:
-        value, source, text = (
-            operand.meta["val"],
-            self.whole.copy(operand),
-            f"`{operand.name}` ({user_line(operand)})",
-        )
+        value = operand.meta["val"]
+        source = self.whole.copy(operand)
+        text = f"`{operand.name}` ({user_line(operand)})"
         if isinstance(value, torch.Tensor):
             return self._placeholder(operand, source, value, text)
         if (
@@ -221,7 +219,8 @@ class Rewriter:
         """The placeholder for the number of targets (or for the number of each class, where classes
         have weights).
         """
-        weight, ignored = args["weight"], args["ignore_index"]
+        weight = args["weight"]
+        ignored = args["ignore_index"]
         shape = () if weight is None else tuple(weight.meta["val"].shape)
         key = (args["target"], ignored, shape)
         if key not in self.whole_nodes:
@@ -237,7 +236,9 @@ class Rewriter:
 
     def _rewrite_leaf(self, leaf: Node) -> Node:
         """Step 2: the node that now holds this leaf's sum over the samples at hand."""
-        how, name, line = self.flow.leaves[leaf], op_name(leaf), user_line(leaf)
+        how = self.flow.leaves[leaf]
+        name = op_name(leaf)
+        line = user_line(leaf)
         if how == "sum":
             self.leaf_info[leaf] = TermInfo(f"{name}, summed over the samples", line, ())
             return leaf
@@ -268,7 +269,8 @@ class Rewriter:
 
     def _class_mean(self, leaf: Node, after: Node) -> tuple[Node, str]:
         args = named_args(leaf)
-        weight, count = args["weight"], self._class_counts(args)
+        weight = args["weight"]
+        count = self._class_counts(args)
         text = str(count.meta["whole_text"])
         summed = self._call(leaf.target, tuple((args | {"reduction": SUM}).values()), leaf, after)
         if weight is not None:
@@ -293,7 +295,8 @@ class Rewriter:
 
     def _row_mean(self, leaf: Node, after: Node) -> tuple[Node, str]:
         """Sum / (rows of the whole mini-batch x elements of a row)."""
-        args, count = named_args(leaf), self._rows(self._mask(leaf))
+        args = named_args(leaf)
+        count = self._rows(self._mask(leaf))
         if "reduction" in args:
             shape = torch.broadcast_shapes(
                 args["input"].meta["val"].shape, args["target"].meta["val"].shape
@@ -317,7 +320,8 @@ class Rewriter:
 
     def _scale_addends(self, node: Node) -> None:
         """Step 3, for one node that adds values without samples to sums over samples."""
-        name, args = op_name(node), named_args(node)
+        name = op_name(node)
+        args = named_args(node)
         if name not in ("add", "sub", "rsub", "stack", "cat", "where") or node in self.flow.leaves:
             return
         keys = {"stack": ("tensors",), "cat": ("tensors",)}.get(name, ("input", "other"))
@@ -333,9 +337,11 @@ class Rewriter:
         if all(changed[key] == args[key] for key in keys):
             return
         if name == "where":
-            node.args, node.kwargs = (args["condition"], changed["input"], changed["other"]), {}
+            node.args = (args["condition"], changed["input"], changed["other"])
+            node.kwargs = {}
         elif name in ("stack", "cat"):
-            node.args, node.kwargs = (changed["tensors"], args["dim"]), {}
+            node.args = (changed["tensors"], args["dim"])
+            node.kwargs = {}
         else:
             self._replace_sum(
                 node, name, (changed["input"], changed["other"]), args.get("alpha", 1)
@@ -344,11 +350,9 @@ class Rewriter:
     def _replace_sum(self, node: Node, name: str, operands: tuple[Any, Any], alpha: Any) -> None:
         """a + alpha b, a - alpha b, or b - alpha a with tensors on both sides."""
         target = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}[name]
-        node.target, node.args, node.kwargs = (
-            target,
-            operands,
-            {} if alpha == 1 else {"alpha": alpha},
-        )
+        node.target = target
+        node.args = operands
+        node.kwargs = {} if alpha == 1 else {"alpha": alpha}
 
     def _is_shared(self, node: Node) -> bool:
         state = self.flow.states.get(node)
@@ -358,8 +362,10 @@ class Rewriter:
         """Step 4: nodes that add up to `node`."""
         if node in self.leaf_info or not isinstance(self.flow.states.get(node), Summed):
             return [node]
-        name, args = op_name(node), named_args(node)
-        first, other = args.get("input"), args.get("other")
+        name = op_name(node)
+        args = named_args(node)
+        first = args.get("input")
+        other = args.get("other")
         if name in ("add", "sub", "rsub"):
             return self._split_sum(node, name, args)
         if name in ("mul", "div", "neg") or name in CASTS | VIEWS:
@@ -440,7 +446,10 @@ class Rewriter:
         """What a term is: its leaves, and all whole-mini-batch values that it is divided or
         multiplied by.
         """
-        seen, stack, leaves, words = {term}, [term], [], []
+        seen = {term}
+        stack = [term]
+        leaves = []
+        words = []
         while stack:
             node = stack.pop()
             if node.meta.get("whole"):

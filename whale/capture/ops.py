@@ -95,7 +95,8 @@ def returned_argument(node: Node) -> Node | None:
     """The argument that this node returns as the same tensor object, not as a new view:
     `x.to(x.dtype)`, dropout with p = 0, ...
     """
-    name, value = op_name(node), node.meta.get("val")
+    name = op_name(node)
+    value = node.meta.get("val")
     source = node.args[0] if node.args else None
     if (
         not isinstance(source, Node)

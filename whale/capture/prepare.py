@@ -120,7 +120,9 @@ class _Outputs:
     """
 
     def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], has_loss: bool) -> None:
-        self.captured, self.kinds, self.loss = captured, kinds, results(captured)[:has_loss]
+        self.captured = captured
+        self.kinds = kinds
+        self.loss = results(captured)[:has_loss]
         self.all = results(captured)[has_loss:]
         self.now = {node: node for node in self.all if node not in self.loss}
         """output -> the node that holds it after rewriting"""

@@ -43,7 +43,8 @@ def _rows(flow: SampleFlow, index: Any) -> bool:
 
 def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
     """Whether an index into the batch dim of `source` gives every sample rows of its own."""
-    state, place = flow.of(source), flow.of(index)
+    state = flow.of(source)
+    place = flow.of(index)
     if (
         not isinstance(state, PerSample)
         or not isinstance(place, PerSample)
@@ -51,7 +52,8 @@ def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
         or state.outer != 1
     ):
         return False
-    inner, position = expression(source.meta["val"].shape[state.dim]) / flow.symbol, place.position
+    inner = expression(source.meta["val"].shape[state.dim]) / flow.symbol
+    position = place.position
     return (
         position.stride == inner and 0 <= position.low < inner and (inner > 1 or not position.moved)
     )
@@ -59,7 +61,8 @@ def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
 
 @rule("index", "index_put")
 def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    source, indices = args["input"], list(args["indices"])
+    source = args["input"]
+    indices = list(args["indices"])
     state = flow.of(source)
     if any(isinstance(index, Node) and index.meta["val"].dtype is torch.bool for index in indices):
         return _mask_state(flow, node, args, indices)
@@ -100,7 +103,8 @@ def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: lis
     """`x[mask] = number` is elementwise; `x[mask]` gives a number of rows that depends on the data,
     sample after sample.
     """
-    state, mask = flow.of(args["input"]), indices[0]
+    state = flow.of(args["input"])
+    mask = indices[0]
     place = flow.of(mask)
     together = (
         isinstance(place, PerSample)
@@ -165,7 +169,8 @@ def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> S
 def index_select_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    state, index = flow.of(args["input"]), flow.of(args["index"])
+    state = flow.of(args["input"])
+    index = flow.of(args["index"])
     at_batch = (
         isinstance(state, PerSample) and int(args["dim"]) % rank_of(args["input"]) == state.dim
     )
@@ -185,7 +190,8 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         and op_name(args["input"]) in ("zeros", "new_zeros", "zeros_like")
         and not flow.dims(node)
     ):
-        places, added = flow.of(args["index"]), flow.of(args["src"])
+        places = flow.of(args["index"])
+        added = flow.of(args["src"])
         if (
             isinstance(places, PerSample)
             and places == added
@@ -234,11 +240,9 @@ def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
 
 @rule("slice_scatter", "select_scatter")
 def slice_scatter_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source, written, dim = (
-        flow.of(args["input"]),
-        flow.of(args["src"]),
-        int(args["dim"]) % rank_of(node),
-    )
+    source = flow.of(args["input"])
+    written = flow.of(args["src"])
+    dim = int(args["dim"]) % rank_of(node)
     if isinstance(source, PerSample) and dim == source.dim:
         return Mixed(node, "some samples are overwritten by their position in the batch")
     if isinstance(source, PerSample) and isinstance(written, PerSample):
@@ -287,10 +291,8 @@ def _role(flow: SampleFlow, operand: Node, left: bool) -> tuple[str, int] | None
 def _product_state(
     flow: SampleFlow, node: Node, left: Node, right: Node
 ) -> State | tuple[State, ...]:
-    states, roles = (
-        (flow.of(left), flow.of(right)),
-        (_role(flow, left, True), _role(flow, right, False)),
-    )
+    states = (flow.of(left), flow.of(right))
+    roles = (_role(flow, left, True), _role(flow, right, False))
     outers = {state.outer for state in states if isinstance(state, PerSample)}
     if roles == (("inner", 0), ("inner", 0)) and len(outers) == 1:
         return flow.reduction(node, "sum")
@@ -316,10 +318,8 @@ def addmm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
         return Mixed(node, f"`{op_name(node)}` adds to a product over all samples")
     if not any(isinstance(flow.of(operand), PerSample) for operand in (left, right)):
         return flow.aligned(node, [bias], rank_of(node))
-    state, added = (
-        _product_state(flow, node, left, right),
-        flow.aligned(node, [bias], rank_of(node)),
-    )
+    state = _product_state(flow, node, left, right)
+    added = flow.aligned(node, [bias], rank_of(node))
     if isinstance(added, PerSample) and added != state:
         return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
     return state
@@ -354,7 +354,8 @@ def expert_product_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> 
 
 @rule("einsum")
 def einsum_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    equation, sources = args["equation"].replace(" ", ""), args["tensors"]
+    equation = args["equation"].replace(" ", "")
+    sources = args["tensors"]
     operands, arrow, result = equation.partition("->")
     if "." in equation or not arrow:
         return unknown_state(flow, node, args)
@@ -394,7 +395,8 @@ def attention_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
 
 def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """A loss function of torch. Reduction 0 is none, 1 the mean, 2 the sum."""
-    name, sources = op_name(node), tensor_operands(node)
+    name = op_name(node)
+    sources = tensor_operands(node)
     if name in CLASS_LOSSES:
         wrong = _class_loss_problem(flow, args)
     elif name in POINTWISE_LOSSES:
@@ -422,7 +424,8 @@ def _class_loss_problem(flow: SampleFlow, args: dict[str, Any]) -> bool:
     """Scores are (N, C, ...), targets (N, ...) classes or (N, C, ...) probabilities; scores of one
     sample alone are (C).
     """
-    scores, target = flow.of(args["input"]), flow.of(args["target"])
+    scores = flow.of(args["input"])
+    target = flow.of(args["target"])
     class_dim = 1 if rank_of(args["input"]) > 1 else 0
     if not isinstance(scores, PerSample) or scores.dim == class_dim:
         return True

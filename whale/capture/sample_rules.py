@@ -92,7 +92,8 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
     to work along that dim.
     """
     for operand in tensor_operands(node)[:1]:
-        source, dims = flow.of(operand), args.get("dim", args.get("dims"))
+        source = flow.of(operand)
+        dims = args.get("dim", args.get("dims"))
         if (
             isinstance(source, PerSample)
             and isinstance(dims, int | list | tuple)
@@ -125,7 +126,8 @@ def pointwise_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State
 
 def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Position) -> Position:
     """Position after adding or multiplying; stride 0 where the values count no rows any more."""
-    first, other = args["input"], args["other"]
+    first = args["input"]
+    other = args["other"]
     state = flow.of(first)
     if not (isinstance(state, PerSample) and state.position):
         first, other = other, first
@@ -252,7 +254,8 @@ def recurrent_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
     source = args.get("input", args.get("data"))
-    state, batch = flow.of(source), 0 if args.get("batch_first") else 1
+    state = flow.of(source)
+    batch = 0 if args.get("batch_first") else 1
     if not isinstance(state, PerSample) or state.dim != batch or "data" in args:
         return Mixed(
             node,
@@ -287,7 +290,9 @@ def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     lost = Mixed(node, f"`{op_name(node)}` cuts the batch dim into pieces that are not samples")
     if not isinstance(state, PerSample) or len(dims) != 1:
         return lost
-    old, new, dim = source.meta["val"].shape, node.meta["val"].shape, dims[0]
+    old = source.meta["val"].shape
+    new = node.meta["val"].shape
+    dim = dims[0]
     if isinstance(state.outer, Irregular):
         same = expression(old[state.dim]) == expression(new[dim]) and product_of(
             old[: state.dim]
@@ -364,7 +369,8 @@ def repeat_interleave_state(
 
 @rule("select")
 def select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state, dim = flow.of(args["input"]), int(args["dim"]) % rank_of(args["input"])
+    state = flow.of(args["input"])
+    dim = int(args["dim"]) % rank_of(args["input"])
     if not isinstance(state, PerSample) or dim == state.dim:
         return Mixed(node, "one sample is picked out of the batch by its position")
     return PerSample(state.dim - (dim < state.dim), state.outer)
@@ -414,7 +420,8 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
 
 @rule("unbind")
 def unbind_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    state, dim = flow.of(args["input"]), int(args["dim"]) % rank_of(args["input"])
+    state = flow.of(args["input"])
+    dim = int(args["dim"]) % rank_of(args["input"])
     if not isinstance(state, PerSample) or dim == state.dim:
         return Mixed(node, "the batch is cut into single samples")
     return flow.by_shape(node, state.outer)

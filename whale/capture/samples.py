@@ -277,7 +277,8 @@ class SampleFlow:
         return state
 
     def _tensor(self, node: Node) -> State | tuple[State, ...]:
-        name, args = op_name(node), named_args(node)
+        name = op_name(node)
+        args = named_args(node)
         if name in CREATORS or name in COUNTERS:
             dims = self.dims(node)
             return (
@@ -316,7 +317,8 @@ class SampleFlow:
     def _counted(self, node: Node, args: dict[str, Any]) -> Position:
         """Position of the values of `arange(batch x c)`; stride 0 where they count no rows."""
         rows = whole_number(expression(node.meta["val"].shape[0]) / self.symbol)
-        start, step = args.get("start", 0), args.get("step", 1)
+        start = args.get("start", 0)
+        step = args.get("step", 1)
         known = (
             op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
         )

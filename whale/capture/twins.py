@@ -43,7 +43,8 @@ def refuse(node: Node, why: str, way_out: str = "use the out-of-place form") -> 
 def twin_of(node: Node) -> Any:
     """The operation without a write that computes what this in-place (or out=) operation writes."""
     _, name, overload = str(node.target).split(".")
-    key, written = f"{name}.{overload}", written_names(node)
+    key = f"{name}.{overload}"
+    written = written_names(node)
     if not op_name(node) or name in NOT_DATA:
         refuse(
             node,

@@ -38,7 +38,8 @@ def view_inverse(
     where we know no such operation.
     """
     before: torch.Tensor = parent.meta["val"]
-    name, dim = op_name(view), argument(view, "dim") if op_name(view) else None
+    name = op_name(view)
+    dim = argument(view, "dim") if op_name(view) else None
     if view.target is operator.getitem:
         return _part_inverse(view, parent, value)
     if name == "select":

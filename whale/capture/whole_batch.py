@@ -22,7 +22,8 @@ class WholeGraph:
     """Collects the parameter-free operations that compute whole-mini-batch values."""
 
     def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
-        self.captured, self.flow = captured, flow
+        self.captured = captured
+        self.flow = flow
         self.graph = Graph()
         self.module = torch.nn.Module()
         self.buffers: dict[str, str] = {}
@@ -36,7 +37,8 @@ class WholeGraph:
 
     def copy(self, node: Node) -> Node:
         """`node` and all it needs, from the captured graph."""
-        needed, stack = {node}, [node]
+        needed = {node}
+        stack = [node]
         while stack:
             current = stack.pop()
             if not self._is_size(current):

@@ -116,7 +116,8 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     if bounds.shape[1] == 0:  # two pieces of a 0-dim tensor
         return 0, 1
     order = np.lexsort(bounds[:, ::-1, 0].T)
-    start, stop = bounds[order, :, 0], bounds[order, :, 1]
+    start = bounds[order, :, 0]
+    stop = bounds[order, :, 1]
     varying = np.flatnonzero((start != start[0]).any(0) | (stop != stop[0]).any(0))
     if len(varying) == 1:  # cut along one dim: neighbours only
         dim = varying[0]

@@ -47,7 +47,8 @@ class Patience:
             self._last_look = now
             seen = _sizes(self.folder)
             if seen != self._seen:
-                self._seen, self._last_progress = seen, now
+                self._seen = seen
+                self._last_progress = now
         return now - self._last_progress > self.limit_s
 
 

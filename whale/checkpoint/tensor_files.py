@@ -186,7 +186,8 @@ class TensorFile:
         self._descriptor = open_regular(path, follow_links)
         try:
             self.num_bytes = os.fstat(self._descriptor).st_size
-            self.header, self.num_bytes_read = b"", 0
+            self.header = b""
+            self.num_bytes_read = 0
             self.header = self._read_header()
             self.metadata, self.tensors = self._parse()
         except BaseException:
@@ -258,7 +259,8 @@ class TensorFile:
                     "or copy it again"
                 )
             self.num_bytes_read += count
-            view, offset = view[count:], offset + count
+            view = view[count:]
+            offset = offset + count
 
     def _read_header(self) -> bytes:
         if self.num_bytes < 8:

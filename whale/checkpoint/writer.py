@@ -347,7 +347,8 @@ def _write_index(target: Target, reports: Sequence[RankReport], values: Mapping[
 
 def _rename_into_place(target: Target) -> None:
     """A checkpoint of the same step is set aside first, and put back if the rename fails."""
-    final, old = target.final, target.final.with_name(target.final.name + OLD)
+    final = target.final
+    old = target.final.with_name(target.final.name + OLD)
     has_old = final.exists()
     if has_old:
         shutil.rmtree(old, ignore_errors=True)

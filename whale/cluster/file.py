@@ -273,7 +273,9 @@ def _explain(error: ValidationError) -> str:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(
         "."
     )
-    kind, value, more = problem["type"], problem.get("input"), error.error_count() - 1
+    kind = problem["type"]
+    value = problem.get("input")
+    more = error.error_count() - 1
     context = problem.get("ctx", {})
     if kind == "extra_forbidden":
         allowed = _fields_at(place[:-1])

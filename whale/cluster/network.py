@@ -52,11 +52,13 @@ class Network:
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
-        host_a, host_b = self.hosts[rank_a], self.hosts[rank_b]
+        host_a = self.hosts[rank_a]
+        host_b = self.hosts[rank_b]
         own_a, own_b = (self._own_links.get(host, HostLinks(host)) for host in (host_a, host_b))
         if host_a == host_b:
             return own_a.intra_host or self.intra_host
-        a, b = own_a.inter_host or self.inter_host, own_b.inter_host or self.inter_host
+        a = own_a.inter_host or self.inter_host
+        b = own_b.inter_host or self.inter_host
         return (
             a if a == b else Link(min(a.bytes_per_s, b.bytes_per_s), max(a.latency_s, b.latency_s))
         )

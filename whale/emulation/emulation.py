@@ -95,7 +95,9 @@ class Emulation:
         """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of
         this cluster, stub chunks run.
         """
-        self.cluster, self.full_plan, self.ranks = cluster, plan, ranks
+        self.cluster = cluster
+        self.full_plan = plan
+        self.ranks = ranks
         told = _tell(settings, cluster, plan, prepared, ranks, config)
         self.figures = told.figures
         self.times = Times(_on(plan, cluster), told.figures)
@@ -123,7 +125,8 @@ class Emulation:
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
         """All ranks refuse together what does not fit from the start."""
-        figures, error = self.figures.on(self.ranks.rank), None
+        figures = self.figures.on(self.ranks.rank)
+        error = None
         shared = shared_bytes(self.full_plan, figures, own_stages)
         memory = Memory(
             self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes
@@ -236,7 +239,8 @@ def _tell(
     try:
         if ranks.rank == 0:
             figures = _figures(cluster, plan, prepared, config)
-            needed, free = _bytes_of_all_ranks(Times(plan, figures)), free_memory_bytes()
+            needed = _bytes_of_all_ranks(Times(plan, figures))
+            free = free_memory_bytes()
             is_stub = settings.stub or prepared is None or needed > free
             if is_stub and not settings.stub:
                 sizes = human_bytes(needed), human_bytes(free)
@@ -264,7 +268,8 @@ def _figures(cluster: Cluster, plan: Plan, prepared: Prepared | None, config: Co
 
 def stub_job(emulation: Emulation, config: Config) -> Job:
     """The job of a rehearsal, which trains the stub in place of the model."""
-    stub, held = emulation.stub, emulation.stub_weights()
+    stub = emulation.stub
+    held = emulation.stub_weights()
     assert stub is not None
     own = config.replace(
         run_folder=emulation.run_folder

@@ -76,7 +76,9 @@ class EmulatedTransport(Transport):
         self.num_bytes: Callable[[Message], float] = lambda message: message.num_bytes
         """of what a message stands for"""
         super().__init__(ranks, pairs, share_memory)
-        self._cluster, self._cards, self._factor = cluster, cards, factor
+        self._cluster = cluster
+        self._cards = cards
+        self._factor = factor
         self._host_number = {host: place for place, host in enumerate(cluster.hosts)}
         self._free: dict[int, float] = {}
         """for each peer on this host"""
@@ -99,7 +101,8 @@ class EmulatedTransport(Transport):
 
     def _book(self, peer: int, num_bytes: float) -> float:
         """When a message that is sent now arrives."""
-        own, other = self._cluster.devices[self.ranks.rank].host, self._cluster.devices[peer].host
+        own = self._cluster.devices[self.ranks.rank].host
+        other = self._cluster.devices[peer].host
         link = self._cluster.link(self.ranks.rank, peer)
         on_the_way = self._factor * num_bytes / link.bytes_per_s
         if own == other or self._cards is None:

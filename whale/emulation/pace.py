@@ -17,7 +17,8 @@ from whale.scheduling import Action
 SHORTEST_S = 5e-3
 """the shortest action of an emulation; all times are stretched by one factor until it holds"""
 MOST_OVERRUNS = 0.01
-LATE_S, LATE_PART = 1e-3, 0.1
+LATE_S = 1e-3
+LATE_PART = 0.1
 """an action that ends so many seconds, and such a part of its time, after its time is an overrun"""
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
 
@@ -56,7 +57,8 @@ class Pace:
     def forget(self) -> None:
         """Counts from here on."""
         self.num_actions = self.num_overruns = 0
-        self.worst_overrun, self.worst_ratio = (0.0, ""), 1.0
+        self.worst_overrun = (0.0, "")
+        self.worst_ratio = 1.0
 
     @property
     def is_valid(self) -> bool:

@@ -48,7 +48,8 @@ class _Value(nn.Module):
 
     def __init__(self, number: int, gradient: bool) -> None:
         super().__init__()
-        self.number, self.gradient = number, gradient
+        self.number = number
+        self.gradient = gradient
 
     def forward(self, x: Tensor) -> Tensor:
         result = torch.tanh(x + self.number)

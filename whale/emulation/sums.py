@@ -37,7 +37,8 @@ class SumClock:
         self._own = {
             each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks
         }
-        self._ranks, self._cards = ranks, cards
+        self._ranks = ranks
+        self._cards = cards
         self._host = cluster.devices[ranks.rank].host
         self._host_number = cluster.hosts.index(self._host)
         self._leaves = {each: _leaves_host(each, ranks.rank, cluster) for each in self._own}

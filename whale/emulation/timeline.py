@@ -62,8 +62,12 @@ class Recorder:
         memory: Memory,
         cluster: Cluster,
     ) -> None:
-        self._folder, self._factor, self._rank, self._cluster = folder, factor, rank, cluster
-        self._is_stub, self._memory = is_stub, memory
+        self._folder = folder
+        self._factor = factor
+        self._rank = rank
+        self._cluster = cluster
+        self._is_stub = is_stub
+        self._memory = memory
         self._num_seen = 0
         self._steps: list[tuple[float, float]] = []
         self._events: list[Event] = []

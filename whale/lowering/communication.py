@@ -48,7 +48,8 @@ class GridGroups:
         """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such
         sums go over all replicas.
         """
-        self._plan, self._ranks = plan, ranks
+        self._plan = plan
+        self._ranks = ranks
         self._lines: dict[tuple[int, int], dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
         self._statistics: dict[tuple[int, tuple[int, ...]], Line] = {}
         for device in plan.virtual_devices:
@@ -138,7 +139,9 @@ class Exchange(nn.Module):
         afterwards.
         """
         super().__init__()
-        self.plan, self.groups, self.is_gather = plan, groups, is_gather
+        self.plan = plan
+        self.groups = groups
+        self.is_gather = is_gather
 
     def forward(self, x: Tensor) -> Tensor:
         return sharded_ops.exchange(x, self.plan, self.groups)
@@ -182,10 +185,12 @@ def _dtype(special: Special) -> torch.dtype:
 
 
 def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line, is_layer = around.line(special), op_name(special.node) == "layer_norm"
+    line = around.line(special)
+    is_layer = op_name(special.node) == "layer_norm"
 
     def run(given: dict[str, Any]) -> Tensor:
-        num_dims, x = len(given["normalized_shape"]), given["input"].to(_dtype(special))
+        num_dims = len(given["normalized_shape"])
+        x = given["input"].to(_dtype(special))
         if is_layer:
             return sharded_ops.layer_norm(
                 x, num_dims, given["weight"], given["bias"], given["eps"], line
@@ -220,7 +225,8 @@ def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
 
 
 def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line, rank = around.line(special), len(special.inputs[0].cuts)
+    line = around.line(special)
+    rank = len(special.inputs[0].cuts)
     dim = int(named_args(special.node)["dim"]) % rank
     first = around.first_of(special, 0, dim)
     return _by_name(
@@ -230,7 +236,8 @@ def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
 
 
 def _class_loss(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line, first = around.line(special), around.first_of(special, 0, 1)
+    line = around.line(special)
+    first = around.first_of(special, 0, 1)
     num_classes = special.inputs[0].shape[1]
 
     def run(given: dict[str, Any]) -> Tensor:
@@ -250,7 +257,8 @@ def _class_loss(special: Special, around: RealCommunication) -> Callable[..., An
 
 
 def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    first, num_rows = around.first_of(special, 0, 0), special.inputs[0].shape[0]
+    first = around.first_of(special, 0, 0)
+    num_rows = special.inputs[0].shape[0]
     return _by_name(
         special.node,
         lambda given: sharded_ops.embedding(
@@ -261,7 +269,8 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
 
 def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
     """Along axes that cut the rows as well as the experts, tokens travel."""
-    rows, weight = special.inputs[0], special.inputs[1]
+    rows = special.inputs[0]
+    weight = special.inputs[1]
     axes = tuple(axis for axis in weight.axes[0] if axis in rows.axes[0])
     places = around.grid.line(around.place, axes)
     bounds = tuple((weight.ranges(around.grid, place, 0) or [(0, 0)])[0] for place in places)
@@ -303,7 +312,8 @@ def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
     """Any operation that draws numbers; those that make a tensor of random numbers make their part
     of it.
     """
-    node, output = special.node, special.outputs[0]
+    node = special.node
+    output = special.outputs[0]
     number = next(place for place, other in enumerate(node.graph.nodes) if other is node)
     draw = Draw.of(number, output, around.grid, around.place)
     shape = list(output.local_shape(around.grid, around.place))

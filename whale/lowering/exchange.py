@@ -59,7 +59,8 @@ def exchange(x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
-        ctx.plan, ctx.groups = plan, groups
+        ctx.plan = plan
+        ctx.groups = groups
         return _fresh(run(x, plan.forward, groups), x)
 
     @staticmethod

@@ -49,7 +49,8 @@ def _take_apart(module: GraphModule) -> bool:
     """Line (1); whether there was something to do. Products of the same tokens have the
     same route.
     """
-    graph, routes = module.graph, {}
+    graph = module.graph
+    routes = {}
     for node in list(graph.nodes):
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if not isinstance(called, ExpertProduct) or called.experts.line.size == 1:

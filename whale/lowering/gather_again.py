@@ -26,7 +26,9 @@ class Gathered:
     """One gather that can be repeated."""
 
     def __init__(self, source: Tensor, plan: ExchangePlan, groups: Groups) -> None:
-        self.source, self.plan, self.groups = source.detach(), plan, groups
+        self.source = source.detach()
+        self.plan = plan
+        self.groups = groups
         self.num_readers = 0
         self._value: Tensor | None = None
 

@@ -62,7 +62,8 @@ def build_bridges(
     sending: dict[tuple[int, int, int], list[Part]] = {}
     receiving: dict[tuple[int, int, int], list[Part]] = {}
     for node, source, destination in assignment.crossings:
-        here, there = device_of_stage[source], device_of_stage[destination]
+        here = device_of_stage[source]
+        there = device_of_stage[destination]
         if here == there or device not in (here, there):
             continue
         for micro_batch in range(samples.num_micro_batch):
@@ -111,10 +112,8 @@ def _slices(
     """(place of the sender, place of the receiver, first sample, end) of everything that
     must move.
     """
-    source, destination = (
-        samples.devices(micro_batch, replica, here),
-        samples.devices(micro_batch, replica, there),
-    )
+    source = samples.devices(micro_batch, replica, here)
+    destination = samples.devices(micro_batch, replica, there)
     if value.batch_dim is None:
         return [
             (sender, receiver, *destination[receiver])

@@ -42,7 +42,8 @@ class Underway:
     """
 
     def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
-        self.plan, self.groups = plan, groups
+        self.plan = plan
+        self.groups = groups
         self.way: Under | None = None
         self.token: Tensor | None = None
         """carries the history from one half to the other"""
@@ -55,7 +56,9 @@ class Begin(nn.Module):
 
     def __init__(self, plan: ExchangePlan, groups: Groups, again: bool) -> None:
         super().__init__()
-        self.plan, self.groups, self.again = plan, groups, again
+        self.plan = plan
+        self.groups = groups
+        self.again = again
 
     def forward(self, x: Tensor) -> Underway:
         underway = Underway(self.plan, self.groups)
@@ -90,7 +93,8 @@ class _Begin(torch.autograd.Function):
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, underway: Underway) -> Tensor:
-        ctx.underway, ctx.shape = underway, token.shape
+        ctx.underway = underway
+        ctx.shape = token.shape
         result = _arrived(underway)
         return result.view_as(result)
 
@@ -103,7 +107,8 @@ class _End(torch.autograd.Function):
 
 
 def _arrived(underway: Underway) -> Tensor:
-    way, underway.way = underway.way, None
+    way = underway.way
+    underway.way = None
     assert way is not None
     return way.wait()
 
@@ -113,7 +118,8 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, plan: LinearPlan, groups: Groups) -> None:
         super().__init__()
-        self.plan, self.groups = plan, groups
+        self.plan = plan
+        self.groups = groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return sharded_linear(x, weight, bias, self.plan, self.groups)
@@ -159,7 +165,8 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
     weight.
     """
     x, weight, *rest = node.args
-    plan_x, plan_w = _plan(module, x), _plan(module, weight)
+    plan_x = _plan(module, x)
+    plan_w = _plan(module, weight)
     if plan_x is None or not plan_x.sends_back or len(x.users) > 1:  # type: ignore[union-attr]
         return
     fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
@@ -186,7 +193,8 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
 
 def _take_apart(module: GraphModule, node: Node, keep: bool) -> tuple[Node, Node]:
     """The beginning where the exchange was, the end in front of its first reader."""
-    plan, exchange = _plan(module, node), module.get_submodule(str(node.target))
+    plan = _plan(module, node)
+    exchange = module.get_submodule(str(node.target))
     assert plan is not None
     name = f"{str(node.target).replace('.', '_')}_begins"
     module.add_module(name, Begin(plan, exchange.groups, not keep and bool(exchange.is_gather)))  # type: ignore[arg-type]

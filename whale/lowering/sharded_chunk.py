@@ -74,7 +74,8 @@ class _Modules:
     """Makes the module for a number of samples when it is first asked for."""
 
     def __init__(self, program: StageProgram, around: OnGrid) -> None:
-        self.around, self.space = around, Space(program)
+        self.around = around
+        self.space = Space(program)
         self.sharding = self._sharding(program)
         self.weights = {**program.captured.constants, **around.weights}
         self.made: dict[int, GraphModule] = {}
@@ -83,7 +84,8 @@ class _Modules:
         """The same on all ranks: as planned, or chosen from the same graph for the same number of
         samples.
         """
-        planned, grid = self.around.planned, self.around.communication.grid
+        planned = self.around.planned
+        grid = self.around.communication.grid
         if self.around.is_planned_graph:
             return planned.sharding(grid)
         fixed = {name: stored.layout() for name, stored in planned.stored.items()}
@@ -94,7 +96,8 @@ class _Modules:
     def __call__(self, num_samples: int) -> GraphModule:
         if num_samples not in self.made:
             communication = self.around.communication
-            place, regions = communication.place, self.around.regions
+            place = communication.place
+            regions = self.around.regions
             module = emit(
                 self.space, self.sharding, place, num_samples, self.weights, communication, regions
             )

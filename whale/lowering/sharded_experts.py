@@ -63,7 +63,8 @@ class ExpertProduct(nn.Module):
 
     def __init__(self, experts: Experts, transposed: bool) -> None:
         super().__init__()
-        self.experts, self.transposed = experts, transposed
+        self.experts = experts
+        self.transposed = transposed
 
     def forward(self, x: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
         return expert_mm(x, weight, numbers, self.transposed, self.experts)
@@ -139,7 +140,9 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], line: Line) -> Tensor:
-        ctx.arriving, ctx.leaving, ctx.line = leaving, arriving, line
+        ctx.arriving = leaving
+        ctx.leaving = arriving
+        ctx.line = line
         return _all_to_all(x, arriving, leaving, line)
 
     @staticmethod

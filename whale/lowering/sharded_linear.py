@@ -57,11 +57,14 @@ class Under:
     """An exchange of some steps under way: the first step travels, the others follow in `wait`."""
 
     def __init__(self, x: Tensor, steps: Sequence[Step], groups: Groups) -> None:
-        self.rest, self.groups, self.x = steps[1:], groups, x
+        self.rest = steps[1:]
+        self.groups = groups
+        self.x = x
         self.first: Pending | None = start(x, steps[0], groups) if steps else None
 
     def wait(self) -> Tensor:
-        first, self.first = self.first, None
+        first = self.first
+        self.first = None
         x = self.x if first is None else first.wait()
         del first  # with its buffers, before the steps that follow
         return run(x, self.rest, self.groups)
@@ -92,7 +95,9 @@ class _ShardedLinear(torch.autograd.Function):
         else:
             whole_x = pending_x.wait()
             product = F.linear(whole_x, whole_w)
-        ctx.plan, ctx.groups, ctx.dtypes = plan, groups, (x.dtype, weight.dtype)
+        ctx.plan = plan
+        ctx.groups = groups
+        ctx.dtypes = (x.dtype, weight.dtype)
         ctx.save_for_backward(
             *((whole_x.to(product.dtype), whole_w.to(product.dtype)) if plan.keep else (x, weight))
         )
@@ -100,7 +105,8 @@ class _ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        plan, groups = ctx.plan, ctx.groups
+        plan = ctx.plan
+        groups = ctx.groups
         of_x, of_w = ctx.dtypes  # under autocast wider than those of the products
         x, weight = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
@@ -128,7 +134,9 @@ class _Chunks:
     """Line (2): all gathers are under way; they arrive in order."""
 
     def __init__(self, x: Tensor, step: Step, groups: Groups, num_chunks: int) -> None:
-        self.num_devices, self.x, self.shape = len(step.places), x, step.shape
+        self.num_devices = len(step.places)
+        self.x = x
+        self.shape = step.shape
         group = groups[step.places]
         sent.num_bytes += step.num_sent * x.element_size()
         self.arriving: list[tuple[Tensor, dist.Work | None]] = []

@@ -78,11 +78,9 @@ def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor,
         torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]),
         line,
     )
-    means, squares, counts = (
-        everyone[:, :rows],
-        everyone[:, rows : 2 * rows],
-        everyone[:, 2 * rows :],
-    )
+    means = everyone[:, :rows]
+    squares = everyone[:, rows : 2 * rows]
+    counts = everyone[:, 2 * rows :]
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     variance = (squares + counts * (means - mean).square()).sum(0) / total
@@ -114,12 +112,10 @@ class _LayerNorm(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         normal = (values - mean).mul_(scale)
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.line, ctx.dims, ctx.total, ctx.bias_dtype = (
-            line,
-            dims,
-            total,
-            None if bias is None else bias.dtype,
-        )
+        ctx.line = line
+        ctx.dims = dims
+        ctx.total = total
+        ctx.bias_dtype = None if bias is None else bias.dtype
         if weight is not None:
             normal = (
                 normal * weight if bias is None else torch.addcmul(wide(bias), normal, wide(weight))
@@ -174,7 +170,9 @@ class _RMSNorm(torch.autograd.Function):
         total = float(sums[-1])
         scale = torch.rsqrt(sums[:-1].view(squares.shape) / total + eps)
         ctx.save_for_backward(x, weight, scale)
-        ctx.line, ctx.dims, ctx.total = line, dims, total
+        ctx.line = line
+        ctx.dims = dims
+        ctx.total = total
         normal = values * scale
         return (normal if weight is None else normal * weight).to(x.dtype)
 
@@ -225,7 +223,8 @@ class _BatchNorm(torch.autograd.Function):
         if bias is not None:
             result += bias.view(shape)
         ctx.save_for_backward(x, weight, mean, rate, count)
-        ctx.line, ctx.bias_dtype = line, None if bias is None else bias.dtype
+        ctx.line = line
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return result.to(x.dtype), mean, variance, count
 

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from whale.lowering.lines import Line, gathered, summed, wide
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE = 0
+MEAN = 1
+SUM = 2
 """reductions, as aten numbers them"""
 
 
@@ -68,7 +70,8 @@ def cross_entropy(
         logits = wide(logits)  # torch takes losses out of autocast: their sums would lose digits
     is_single = logits.ndim == 1
     if is_single:
-        logits, target = logits.unsqueeze(0), target.unsqueeze(0)
+        logits = logits.unsqueeze(0)
+        target = target.unsqueeze(0)
     by_class = logits.movedim(1, -1)
     rows = by_class.reshape(prod(by_class.shape[:-1]), by_class.shape[-1])
     is_index = not target.is_floating_point()
@@ -121,7 +124,8 @@ class _CrossEntropy(torch.autograd.Function):
             ((largest - largest_of_all).exp() / total).nan_to_num_(0.0).unsqueeze(1)
         )
         ctx.save_for_backward(probabilities, labels, weight, coefficient)
-        ctx.classes, ctx.dtype = classes, logits.dtype
+        ctx.classes = classes
+        ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(divisor)
         return losses.to(logits.dtype), divisor.to(logits.dtype)
 
@@ -145,8 +149,11 @@ class _Rows:
     def __init__(
         self, values: Tensor, labels: Tensor, weight: Tensor | None, classes: _Classes
     ) -> None:
-        self.values, self.weight, self.smoothing = values, weight, classes.label_smoothing
-        self.num_here, self.num_classes = values.shape[1], classes.num_classes
+        self.values = values
+        self.weight = weight
+        self.smoothing = classes.label_smoothing
+        self.num_here = values.shape[1]
+        self.num_classes = classes.num_classes
         self.weight_sum = (
             values.new_tensor(float(self.num_here)) if weight is None else weight.sum()
         )
@@ -162,7 +169,8 @@ class _Rows:
         wrong = counted & _is_outside(labels, classes.num_classes)
         _check("a label", labels, wrong, classes.num_classes)
         here = counted & (labels >= classes.first) & (labels < classes.first + self.num_here)
-        self.counted, self.here = counted.to(values.dtype), here.to(values.dtype)
+        self.counted = counted.to(values.dtype)
+        self.here = here.to(values.dtype)
         self.local = torch.where(here | wrong, labels - classes.first, 0).unsqueeze(1)
         if weight is not None:
             self.own = self._at_target(weight.expand_as(values))
@@ -289,13 +297,16 @@ class _Softmax(torch.autograd.Function):
             result = (values - of_all.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         result = result.movedim(-1, dim).to(x.dtype).contiguous()
         ctx.save_for_backward(result)
-        ctx.line, ctx.dim, ctx.is_log = line, dim, is_log
+        ctx.line = line
+        ctx.dim = dim
+        ctx.is_log = is_log
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
-        dy, y = wide(gradients[0]), wide(result)
+        dy = wide(gradients[0])
+        y = wide(result)
         if ctx.is_log:
             dx = dy - y.exp() * summed(dy.sum(ctx.dim, keepdim=True), ctx.line)
         else:
@@ -313,11 +324,10 @@ def argmax(x: Tensor, dim: int, keepdim: bool, first: int, line: Line) -> Tensor
         index = index + first
     else:
         lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-        value, index = (
-            x.new_full(shape, lowest),
-            torch.full(shape, torch.iinfo(torch.int64).max, device=x.device),
-        )
-    values, indices = gathered(value, line), gathered(index, line)
+        value = x.new_full(shape, lowest)
+        index = torch.full(shape, torch.iinfo(torch.int64).max, device=x.device)
+    values = gathered(value, line)
+    indices = gathered(index, line)
     is_best = (values == values.amax(0)) | (values != values)
     best = torch.where(is_best, indices, torch.iinfo(torch.int64).max).amin(0)
     return best.unsqueeze(dim) if keepdim else best

@@ -48,7 +48,9 @@ def summa_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plane: Plane) -
     """x [..., K here], weight [N here, K here], bias [N here]: lines (1) and (2)."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     rows = x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
     result: Tensor = _Summa.apply(rows, weight, plane)  # type: ignore[no-untyped-call]
     result = result.view(*x.shape[:-1], weight.shape[0])
@@ -70,7 +72,8 @@ class _Summa(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        plane, dy = ctx.plane, gradients[0]
+        plane = ctx.plane
+        dy = gradients[0]
         dx = dw = None
         if ctx.needs_input_grad[0]:
             panels = _Panels(weight, plane.y, [(weight.shape[0], size) for size in plane.panels])
@@ -89,7 +92,9 @@ class _Panels:
     """
 
     def __init__(self, own: Tensor, line: Line, shapes: Sequence[tuple[int, int]]) -> None:
-        self.own, self.line, self.shapes = own.contiguous(), line, shapes
+        self.own = own.contiguous()
+        self.line = line
+        self.shapes = shapes
         self.next = self._start(0)
 
     def _start(self, t: int) -> tuple[Tensor, dist.Work | None]:

@@ -72,11 +72,10 @@ def rebalance(
     corrected = _with_times(
         plan, [factor / mean if factor is not None else 1.0 for factor in factors]
     )
-    old, new = samples_by_rank(plan, batch_size), samples_by_rank(corrected, batch_size)
-    before_s, after_s = (
-        slowest_seconds(corrected, plan, batch_size),
-        slowest_seconds(corrected, corrected, batch_size),
-    )
+    old = samples_by_rank(plan, batch_size)
+    new = samples_by_rank(corrected, batch_size)
+    before_s = slowest_seconds(corrected, plan, batch_size)
+    after_s = slowest_seconds(corrected, corrected, batch_size)
     if old == new or after_s > before_s * (1 - LEAST_GAIN):
         return None
     speed = sum(1.0 + each[worst] for each in drifts) / len(drifts)
@@ -106,12 +105,14 @@ def _steady(drifts: Sequence[Sequence[float]], threshold: float) -> int | None:
     """The rank that is furthest from its prediction, among those that are beyond the threshold, to
     the same side, in every step.
     """
-    worst, most = None, 0.0
+    worst = None
+    most = 0.0
     for rank in range(len(drifts[0])):
         own = [each[rank] for each in drifts]
         least = min(map(abs, own))
         if least > threshold and (min(own) > 0 or max(own) < 0) and least > most:
-            worst, most = rank, least
+            worst = rank
+            most = least
     return worst
 
 

@@ -117,7 +117,8 @@ class Situation:
 
     def samples_by_rank(self, size: int) -> list[int]:
         """Of a micro-batch of that size."""
-        division, found = self.divide(size), [0] * len(self.loads)
+        division = self.divide(size)
+        found = [0] * len(self.loads)
         for device in self.virtual_devices:
             for replica, ranks in enumerate(device.ranks):
                 for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):

@@ -95,7 +95,8 @@ class ChunkMemory:
 
     def over_full(self, starts: Sequence[int]) -> float:
         """Line (1) for chunks that start at these operations."""
-        found, each = 0.0, self.operations
+        found = 0.0
+        each = self.operations
         bounds = list(pairwise((*starts, len(each.kept))))
         for device, (moments, room) in enumerate(zip(self.in_flight, self.rooms, strict=True)):
             own = [
@@ -115,11 +116,9 @@ def moments_in_flight(order: Sequence[Action], stages: Sequence[int]) -> Floats:
     """(moments, stages): micro-batches that each of these stages of a device has in flight, all
     different combinations.
     """
-    place, now, seen = (
-        {stage: index for index, stage in enumerate(stages)},
-        [0] * len(stages),
-        set(),
-    )
+    place = {stage: index for index, stage in enumerate(stages)}
+    now = [0] * len(stages)
+    seen = set()
     for action in order:
         if action.kind is Kind.FORWARD or action.kind in ENDS_BACKWARD:
             now[place[action.stage]] += 1 if action.kind is Kind.FORWARD else -1

@@ -37,7 +37,8 @@ messages
 """
 FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
 """schedules that are the same whatever the stages cost: made once for all drafts"""
-UNEVEN, LONG_MESSAGE = 1.05, 0.5
+UNEVEN = 1.05
+LONG_MESSAGE = 0.5
 """of the mean work of the devices, and of the longest chunk: where a device has more, or a message
 takes longer, cuts are moved
 """
@@ -118,7 +119,10 @@ class ChunkCuts:
         num_moves_of: NumMoves | None,
         over_full: OverFull | None,
     ) -> tuple[TaskGraphs, Placement]:
-        config, placement, count, devices = self.config, self.placement, self.count, self.devices
+        config = self.config
+        placement = self.placement
+        count = self.count
+        devices = self.devices
         try:
             cut = from_cuts(
                 operations,
@@ -261,10 +265,8 @@ class ChunkCuts:
         that there is, which is a formula. A little is added for unlike work: where a change does
         not make the step shorter, it may be half of one that does.
         """
-        graph, number = (
-            scheduling.StageGraph.chain(len(stages), self.devices),
-            self.config.num_micro_batch,
-        )
+        graph = scheduling.StageGraph.chain(len(stages), self.devices)
+        number = self.config.num_micro_batch
         costs = costs_of_cut(stages, crossings, number)
         spread = SPREAD_PART * float(np.sqrt(np.mean(np.square(self._work(stages)))))
         if self.is_list_scheduled:

@@ -141,14 +141,13 @@ def cut(
         chosen = _best(chain)
         if (_between(used, chosen) > limit).any():
             free = float(_stage_times(chain, chosen).max())
-            chain, chosen = within, _best(within)
+            chain = within
+            chosen = _best(within)
             why = f"; memory moved the cuts (slowest without limits: {human_seconds(free)})"
     stage_times = _stage_times(chain, chosen)
     starts = tuple(int(start) for start in chain.points[chosen[:-1]])
-    slowest, total_crossing = (
-        float(stage_times.max()),
-        float(chain.crossing[np.arange(num_stages + 1), chosen].sum()),
-    )
+    slowest = float(stage_times.max())
+    total_crossing = float(chain.crossing[np.arange(num_stages + 1), chosen].sum())
     worst = int(stage_times.argmax())
     last = int(chain.points[chosen[worst + 1]]) - 1
     num_operations = int(chain.points[-1])
@@ -207,7 +206,8 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
     if _fits(chain, np.inf):
         return
     reached = np.zeros(len(chain.points), dtype=bool)  # points at which a stage can end
-    reached[0], done = True, 0
+    reached[0] = True
+    done = 0
     for stage in range(chain.num_stages):
         assert chain.firsts is not None
         before = np.concatenate([[0], np.cumsum(reached)])
@@ -240,7 +240,8 @@ def _smallest_time(chain: _Chain) -> float:
     most = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
     upper = min(2 * lower, most)
     while upper < most and not _fits(chain, upper):
-        lower, upper = upper, min(2 * upper, most)
+        lower = upper
+        upper = min(2 * upper, most)
     while upper - lower > BISECTION_WIDTH * upper:
         middle = (lower + upper) / 2
         if not lower < middle < upper:
@@ -261,8 +262,10 @@ def _ends(chain: _Chain, time: float) -> list[Indices] | None:
     """The points at which each stage can end, all stages up to it within `time`; None where no cut
     is.
     """
-    needs, last = chain.need(time), len(chain.points) - 1
-    ends, found = np.zeros(1, dtype=np.int64), []
+    needs = chain.need(time)
+    last = len(chain.points) - 1
+    ends = np.zeros(1, dtype=np.int64)
+    found = []
     for stage in range(chain.num_stages):
         room = chain.room[stage][ends]
         # of points from the first end on: the largest room before it, and what the last of these
@@ -307,26 +310,28 @@ def _in_window(
 
 def _least_crossing(chain: _Chain, time: float) -> list[int]:
     """Boundaries (as indices into `chain.points`) of the cut within `time` that sends least."""
-    needs, found = chain.need(time), _ends(chain, time)
+    needs = chain.need(time)
+    found = _ends(chain, time)
     assert found is not None, f"no cut within {time} s, though one was found before"
     sums: dict[int, float] = {0: 0.0}  # G_{k-1}, of points that can end a stage
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        rooms, need, crossing = (
-            chain.room[stage].tolist(),
-            needs[stage].tolist(),
-            chain.crossing[stage + 1].tolist(),
-        )
-        stairs, starts = _Staircase(), iter(sums.items())
+        rooms = chain.room[stage].tolist()
+        need = needs[stage].tolist()
+        crossing = chain.crossing[stage + 1].tolist()
+        stairs = _Staircase()
+        starts = iter(sums.items())
         start = next(starts, None)
-        next_sums, before = {}, {}
+        next_sums = {}
+        before = {}
         for point in ends.tolist():
             while start is not None and start[0] < point:
                 stairs.add(rooms[start[0]], start[1], start[0])
                 start = next(starts, None)
             cheapest = stairs.cheapest(need[point])
             assert cheapest is not None
-            next_sums[point], before[point] = cheapest[0] + crossing[point], cheapest[1]
+            next_sums[point] = cheapest[0] + crossing[point]
+            before[point] = cheapest[1]
         sums = next_sums
         chosen_before.append(before)
     return _backwards(chosen_before, len(chain.points) - 1)
@@ -336,24 +341,27 @@ def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
     """As `_least_crossing`, with the starts that memory allows. A point that another beats may
     outlive it here: so no staircase.
     """
-    needs, found = chain.need(time), _ends(chain, time)
+    needs = chain.need(time)
+    found = _ends(chain, time)
     assert chain.firsts is not None
     assert found is not None, f"no cut within {time} s, though one was found before"
-    starts, sums = np.zeros(1, dtype=np.int64), np.zeros(1)
+    starts = np.zeros(1, dtype=np.int64)
+    sums = np.zeros(1)
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        room, need = chain.room[stage][starts], needs[stage][ends]
-        firsts, lasts = (
-            np.searchsorted(starts, chain.firsts[stage][ends]),
-            np.searchsorted(starts, ends),
-        )
-        next_sums, before = np.empty(len(ends)), {}
+        room = chain.room[stage][starts]
+        need = needs[stage][ends]
+        firsts = np.searchsorted(starts, chain.firsts[stage][ends])
+        lasts = np.searchsorted(starts, ends)
+        next_sums = np.empty(len(ends))
+        before = {}
         for place, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
             candidates = np.where(room[first:last] >= need[place], sums[first:last], np.inf)
             best = int(candidates.argmin())
             next_sums[place] = candidates[best] + chain.crossing[stage + 1, ends[place]]
             before[int(ends[place])] = int(starts[first + best])
-        starts, sums = ends, next_sums
+        starts = ends
+        sums = next_sums
         chosen_before.append(before)
     return _backwards(chosen_before, len(chain.points) - 1)
 
@@ -383,11 +391,9 @@ class _Staircase:
         first = bisect_left(
             self.sums, total, 0, place
         )  # from here to `place`: less room, and no cheaper
-        self.rooms[first:place], self.sums[first:place], self.points[first:place] = (
-            [room],
-            [total],
-            [point],
-        )
+        self.rooms[first:place] = [room]
+        self.sums[first:place] = [total]
+        self.points[first:place] = [point]
 
     def cheapest(self, need: float) -> tuple[float, int] | None:
         place = bisect_left(self.rooms, need)
@@ -402,10 +408,8 @@ def _chain(
     speeds: Sequence[float] | None,
 ) -> _Chain:
     """Check the arguments of `cut` and keep only the points that matter."""
-    times, crossing_times = (
-        np.asarray(times, dtype=np.float64),
-        np.asarray(crossing_times, dtype=np.float64),
-    )
+    times = np.asarray(times, dtype=np.float64)
+    crossing_times = np.asarray(crossing_times, dtype=np.float64)
     num_operations = times.shape[-1]
     if num_operations < 1 or num_stages < 1:
         raise ValueError(

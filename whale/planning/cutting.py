@@ -42,7 +42,8 @@ class Cutting:
     @cached_property
     def annotated(self) -> TaskGraphs | None:
         """None: the model is to be cut."""
-        problem, wanted = self.problem, self.problem.config.num_task_graph
+        problem = self.problem
+        wanted = self.problem.config.num_task_graph
         if wanted is None or problem.cluster.num_devices == 1:
             return from_marks(
                 self.operations, problem.kinds, problem.marks, problem.default_strategy
@@ -89,7 +90,8 @@ class Cutting:
         say of it)
         """
         config = self.problem.config
-        count, recompute = config.num_micro_batch, config.recompute
+        count = config.num_micro_batch
+        recompute = config.recompute
         yield count, recompute is True, ""
         if recompute == "auto":
             yield count, True, ""
@@ -106,7 +108,8 @@ class Cutting:
 
     def _most_in_flight(self, again: bool) -> int:
         """The largest number for which there is a cut, 1 where there is none; by bisection."""
-        low, high = 1, min(self._cuts.num_stages, self.problem.config.num_micro_batch)
+        low = 1
+        high = min(self._cuts.num_stages, self.problem.config.num_micro_batch)
         while low < high:
             middle = (low + high + 1) // 2
             try:
@@ -118,7 +121,8 @@ class Cutting:
 
     @cached_property
     def _cuts(self) -> CutProblem:
-        problem, config = self.problem, self.problem.config
+        problem = self.problem
+        config = self.problem.config
         number = len(self.wanted.strategies)
         return CutProblem(
             self.workload,
@@ -131,7 +135,8 @@ class Cutting:
         )
 
     def _cut(self, most_in_flight: int, again: bool) -> TaskGraphs:
-        cuts, kinds = self._cuts, self.problem.kinds
+        cuts = self._cuts
+        kinds = self.problem.kinds
 
         def names_behind(node: Node) -> list[str]:
             return [name for name, _ in state_behind(node, kinds)]

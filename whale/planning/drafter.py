@@ -99,7 +99,8 @@ class Drafter:
 
     def choose(self) -> tuple[Priced, Priced]:
         """(nothing computed again, the best); raises where memory is too small."""
-        wanted, name = self.problem.config.recompute, self.problem.config.schedule
+        wanted = self.problem.config.recompute
+        name = self.problem.config.schedule
         nothing = self.price(self.kept.nothing, name)
         is_short = self.is_short(nothing)
         if wanted is not True and not (wanted == "auto" and is_short):
@@ -168,7 +169,8 @@ class Drafter:
         return {}
 
     def _price(self, choice: Choice, name: str) -> Priced:
-        count, stages = self.problem.config.num_micro_batch, self._stages(choice)
+        count = self.problem.config.num_micro_batch
+        stages = self._stages(choice)
         costs = self.costs(stages, count)
         is_trial = self.problem.is_trial
         schedule = fastest_schedule(
@@ -200,7 +202,8 @@ class Drafter:
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
     def _stages(self, choice: Choice) -> tuple[Stage, ...]:
-        problem, workload = self.problem, self.workload
+        problem = self.problem
+        workload = self.workload
         kinds = [
             [problem.cluster.devices[rank].kind for rank in _ranks(device)]
             for device in self.placement.virtual_devices
@@ -253,7 +256,8 @@ class Drafter:
         """How much longer the slowest device takes for its micro-batches because memory keeps
         samples from faster ones.
         """
-        size, count = self.problem.largest_micro_batch, self.problem.config.num_micro_batch
+        size = self.problem.largest_micro_batch
+        count = self.problem.config.num_micro_batch
         free_s = priced.situation.without_limits().divide(size).slowest_s
         return count * (priced.situation.divide(size).slowest_s - free_s)
 
@@ -295,20 +299,16 @@ class Drafter:
         """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets
         which samples.
         """
-        division, found = (
-            priced.situation.without_limits().divide(self.problem.largest_micro_batch),
-            [],
-        )
+        division = priced.situation.without_limits().divide(self.problem.largest_micro_batch)
+        found = []
         for device in self.placement.virtual_devices:
             ranks = []
             for replica, members in enumerate(device.ranks):
                 for rank, share in zip(members, division.runs[replica][device.index], strict=True):
                     ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
-            order, shared = (
-                priced.fastest.orders[device.index],
-                self._shared_bytes(stages) if device.grid is None else 0,
-            )
+            order = priced.fastest.orders[device.index]
+            shared = self._shared_bytes(stages) if device.grid is None else 0
             most = (
                 partial(self._most_on_grid, stages, priced.fastest)
                 if device.grid is not None
@@ -347,9 +347,11 @@ class Drafter:
         """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
         devices do together.
         """
-        problem, workload = self.problem, self.workload
+        problem = self.problem
+        workload = self.workload
         kinds = [device.kind for device in problem.cluster.devices]
-        loads, memory = {}, {}
+        loads = {}
+        memory = {}
         for device in self.placement.virtual_devices:
             stages = self._stages_of(device)
             operations = [
@@ -410,7 +412,8 @@ class Drafter:
 
     @cached_property
     def _shared_bytes_of_device(self) -> dict[int, int]:
-        replicas, devices = self.placement.num_replicas, self.placement.virtual_devices
+        replicas = self.placement.num_replicas
+        devices = self.placement.virtual_devices
         found = dict.fromkeys(range(len(devices)), 0)
         for name, held_by in holders(self.problem.captured, self.assignment).items():
             owners = {self.device_of_stage[stage] for stage in held_by}

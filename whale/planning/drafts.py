@@ -89,9 +89,11 @@ def draft_stages(
     """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of
     its own.
     """
-    captured, config = problem.captured, problem.config
+    captured = problem.captured
+    config = problem.config
     if is_chunked:
-        stage_of, device_of_stage = dict(task_graphs.of_operation), list(placement.of_task_graph)
+        stage_of = dict(task_graphs.of_operation)
+        device_of_stage = list(placement.of_task_graph)
     else:
         virtual_device_of = {
             node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()

@@ -46,7 +46,8 @@ class StageTimes:
     """
 
     def __add__(self, other: StageTimes) -> StageTimes:
-        forward, inputs = self.forward + other.forward, self.input_backward + other.input_backward
+        forward = self.forward + other.forward
+        inputs = self.input_backward + other.input_backward
         return StageTimes(
             forward,
             inputs,

@@ -67,12 +67,10 @@ class OnDevice:
     """Sizes of the values of a stage on one device of a grid."""
 
     def __init__(self, space: Space, sharding: Sharding, num_samples: int) -> None:
-        self.space, self.sharding, self.grid, self.num_samples = (
-            space,
-            sharding,
-            sharding.grid,
-            num_samples,
-        )
+        self.space = space
+        self.sharding = sharding
+        self.grid = sharding.grid
+        self.num_samples = num_samples
         self.operations = space.program.operations
         nodes = list(space.program.captured.graph.nodes)
         self.chosen: dict[Node, dict[str, Option]] = {}
@@ -164,7 +162,8 @@ class OnDevice:
         return plan_exchange(self.lies(key[0]), key[1], self.grid, 0).sends_back
 
     def _change(self, value: Value, target: Layout, is_fused: bool) -> Change:
-        source, gradient = self.lies(value), value[0] in self.space.program.gradients
+        source = self.lies(value)
+        gradient = value[0] in self.space.program.gradients
         places = range(self.grid.num_devices) if self.grid.work or self.grid.memory else (0,)
         plans = [
             plan_exchange(source, target, self.grid, place, backward=gradient) for place in places
@@ -188,17 +187,21 @@ def room_on_grid(
     """The largest of lines (1) to (4), less all that is kept. `parts`: of each storage that is
     kept, what this device keeps of it.
     """
-    operations, gradients = device.operations, device.space.program.gradients
-    let_go, (begins, ends) = _let_go(device, saved, parts, keeps_gathered), _waiting(device, saved)
+    operations = device.operations
+    gradients = device.space.program.gradients
+    let_go = _let_go(device, saved, parts, keeps_gathered)
+    (begins, ends) = _waiting(device, saved)
     moments = [_sum([each.before + each.there for each in device.changes.get(len(operations), ())])]
     moments.append(
         _sum([each.after + each.back for each in device.changes.get(len(operations), ())])
     )
     freed = pending = travelling = NOTHING
     for index in reversed(range(len(operations))):
-        node, changes = operations[index], device.changes.get(index, ())
+        node = operations[index]
+        changes = device.changes.get(index, ())
         pending = pending - ends.get(index, NOTHING)
-        there, gone = pending - freed, pending - freed - let_go.get(index, NOTHING)
+        there = pending - freed
+        gone = pending - freed - let_go.get(index, NOTHING)
         moments.append(gone - pending + _sum([each.before + each.there for each in changes]))
         if node in gradients:
             own, largest = _largest(device, node)
@@ -270,10 +273,8 @@ def _waiting(device: OnDevice, saved: Saved) -> tuple[dict[int, Bytes], dict[int
     """Gradients that are there once an operation is differentiated, until the one that made the
     value: by where they begin and end.
     """
-    gradients, place = (
-        device.space.program.gradients,
-        {node: index for index, node in enumerate(device.operations)},
-    )
+    gradients = device.space.program.gradients
+    place = {node: index for index, node in enumerate(device.operations)}
     made: dict[int, int] = {}
     last_read: dict[int, int] = {}
     for index, node in enumerate(device.operations):

@@ -66,7 +66,8 @@ def idle_decision(plan: Plan) -> Decision | None:
     if not idle:
         return None
     figures = figures_in(plan)
-    with_s, without_s = run(plan, figures).step_s, run(plan, without(plan, figures, idle)).step_s
+    with_s = run(plan, figures).step_s
+    without_s = run(plan, without(plan, figures, idle)).step_s
     if without_s > with_s * (1 - LEAST_GAIN):
         return None
     they, them, compute, take = (

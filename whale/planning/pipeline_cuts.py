@@ -62,7 +62,8 @@ class CutProblem:
 
     def times(self, operations: Sequence[Node]) -> Floats:
         """(stages, operations)"""
-        shares, known = self.shares(), {}
+        shares = self.shares()
+        known = {}
         for kind in {device.kind for device in self.cluster.devices}:
             known[kind] = np.array(self.workload.forward_seconds(operations, kind))
         rows = []
@@ -93,7 +94,8 @@ class CutProblem:
         """Of a step with these forwards and crossings of a mini-batch, by simulation of one
         replica.
         """
-        graph, count = scheduling.StageGraph.chain(self.num_stages), self.num_micro_batch
+        graph = scheduling.StageGraph.chain(self.num_stages)
+        count = self.num_micro_batch
         orders = (
             scheduling.gpipe(graph, count)
             if self.schedule == "gpipe"
@@ -119,10 +121,8 @@ class CutProblem:
         static = np.array(
             self.workload.static_by_operation(operations, names_behind, len(self.ranks[0]) > 1)
         )
-        fixed, per_sample = (
-            np.array([each.fixed_bytes for each in kept]),
-            np.array([each.sample_bytes for each in kept]),
-        )
+        fixed = np.array([each.fixed_bytes for each in kept])
+        per_sample = np.array([each.sample_bytes for each in kept])
         micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
         samples = np.ceil(self.shares() * micro_batch)  # of each replica
         stages = range(self.num_stages)

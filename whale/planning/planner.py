@@ -59,10 +59,12 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
 
 def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """Of all orders of the devices."""
-    captured, config = problem.captured, problem.config
+    captured = problem.captured
+    config = problem.config
     check_names(captured, config.recompute)
     workload = _workload(problem)
-    drafts, errors = [], []
+    drafts = []
+    errors = []
     for order in _orders(problem):
         try:
             drafts.append(_draft(problem, workload, order))
@@ -115,7 +117,8 @@ def _place_of_samples(plan: Plan) -> int:
 
 
 def _workload(problem: Problem) -> Workload:
-    captured, config = problem.captured, problem.config
+    captured = problem.captured
+    config = problem.config
     share = typical_share(
         problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem)
     )
@@ -156,7 +159,9 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     """The best number of chunks for this order of the devices; raises where memory is too small for
     every one.
     """
-    captured, config, cluster = problem.captured, problem.config, problem.cluster
+    captured = problem.captured
+    config = problem.config
+    cluster = problem.cluster
     operations = live_operations(captured)
     cutting = Cutting(problem, workload, operations, order)
     placement = place(
@@ -238,14 +243,13 @@ def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
-    captured, config, cluster, assignment = (
-        problem.captured,
-        problem.config,
-        problem.cluster,
-        draft.assignment,
-    )
+    captured = problem.captured
+    config = problem.config
+    cluster = problem.cluster
+    assignment = draft.assignment
     kinds = [device.kind for device in cluster.devices]
-    placement, situation = draft.placement, draft.situation
+    placement = draft.placement
+    situation = draft.situation
     held = holders(captured, assignment)
     ranks_of = [
         [rank for replica in device.ranks for rank in replica]
@@ -332,7 +336,8 @@ def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """What the planner has computed again in backward, and what that costs."""
-    before, now = draft.without_recompute, draft.situation
+    before = draft.without_recompute
+    now = draft.situation
     shares = now.samples_by_rank(problem.largest_micro_batch)
     ranks = range(len(shares))
     saved = max(

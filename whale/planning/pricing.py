@@ -38,7 +38,8 @@ UPDATE_PASSES = 3
 besides
 """
 
-UNFUSED_PASSES, UNFUSED_STATE_PASSES = 3, 8
+UNFUSED_PASSES = 3
+UNFUSED_STATE_PASSES = 8
 """the same on a CPU that was not measured, where torch's optimizers run operation by operation"""
 
 OWN_CALLS = 60
@@ -114,12 +115,11 @@ def figures_of(
     backward; `on_grids`: what grids change.
     """
     on_grids = on_grids or OnGrids()
-    stages, described = [], Stages(workload, assignment, wanted)
+    stages = []
+    described = Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
-        needed, again = (
-            described.bytes(index, choice[index]),
-            described.regions(index, choice[index]),
-        )
+        needed = described.bytes(index, choice[index])
+        again = described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {}
         for kind in kinds:
@@ -252,7 +252,8 @@ def price(
     )
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
-    held, wanted = holders_of(captured, assignment), plan.config.get("recompute", False)
+    held = holders_of(captured, assignment)
+    wanted = plan.config.get("recompute", False)
     grids = _grids_of(plan, captured, held)
     return replace(
         plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
@@ -293,7 +294,8 @@ def sharded_weights(
     known: dict[tuple[Layout, int], tuple[list[tuple[int, ...]], list[int]]] = {}
     for name, layout in layouts.items():
         device = devices[holders[name][0]]
-        grid, key = device.grid, (layout, device.index)
+        grid = device.grid
+        key = (layout, device.index)
         if grid is None or not layout.sharded:
             continue  # whole everywhere
         if key not in known:
@@ -324,7 +326,8 @@ def _states(
             key, StateFigures(stages, parts=held.parts, part_bytes=((0, 0),) * len(held.parts))
         )
         if tensor.kind == "parameter":
-            most, trained = max(held.part_bytes), int(tensor.trainable)
+            most = max(held.part_bytes)
+            trained = int(tensor.trainable)
             added = zip(known.part_bytes, held.part_bytes)
             states[key] = replace(
                 known,

@@ -115,7 +115,9 @@ def _runs(
         region = None if _is_barrier(node) else region_of(node)
         if region != current:
             found |= dict.fromkeys(run, (current, number)) if current is not None else {}
-            run, current, number = [], region, number + 1
+            run = []
+            current = region
+            number = number + 1
         if region is not None and node in dependent:
             run.append(node)
     return found | (dict.fromkeys(run, (current, number)) if current is not None else {})
@@ -147,10 +149,12 @@ def cut_regions(
         last = max((place[user] for user in node.users if user in place), default=index)
         change[index + 1] += sizes[index]
         change[last + 1 if last + 1 < len(change) else last] -= sizes[index]
-    alive, before = list(accumulate(change)), list(accumulate(sizes, initial=0))
+    alive = list(accumulate(change))
+    before = list(accumulate(sizes, initial=0))
     starts = [0]
     for number in range(1, count):
-        goal, reach = before[-1] * number / count, before[-1] / (2 * count)
+        goal = before[-1] * number / count
+        reach = before[-1] / (2 * count)
         points = [
             point
             for point in range(starts[-1] + 1, len(operations))

@@ -89,7 +89,9 @@ class Stages:
             needed = self.bytes(stage, (count, count))
             return in_flight * needed.kept.sample_bytes + needed.working_sample_bytes
 
-        best, least, tries_left = 1, peak(1), PATIENCE
+        best = 1
+        least = peak(1)
+        tries_left = PATIENCE
         for count in TRIED_REGIONS[1:]:
             needed = peak(count)
             best, least, tries_left = (

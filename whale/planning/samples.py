@@ -76,9 +76,11 @@ def divide(
     widest = max(device.num_sample_parts for device in virtual_devices)
     replicas = shares_of_series(size, series, least * widest)
     inside: dict[tuple[int, int, tuple[Load, ...]], tuple[int, ...]] = {}
-    devices, runs = [], []
+    devices = []
+    runs = []
     for share, group in zip(replicas, groups, strict=True):
-        parts, run = [], []
+        parts = []
+        run = []
         for device, members in zip(virtual_devices, group, strict=True):
             place = (share, device.index, tuple(members))
             if place not in inside:

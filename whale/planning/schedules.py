@@ -104,7 +104,8 @@ class Room:
 
         A grid has no cap here: its schedule is the fastest one or 1F1B.
         """
-        activation, weight_part = [0.0] * len(self.stages), [0.0] * len(self.stages)
+        activation = [0.0] * len(self.stages)
+        weight_part = [0.0] * len(self.stages)
         caps = [math.inf] * len(self.virtual_devices)
         for device in self.virtual_devices:
             own = [
@@ -112,7 +113,8 @@ class Room:
             ]
             limited = []
             for rank in (rank for members in device.ranks for rank in members):
-                memory, number = self.memory[rank], self.num_samples[rank]
+                memory = self.memory[rank]
+                number = self.num_samples[rank]
                 if memory.capacity_bytes and number and device.grid is None:
                     static = (
                         memory.static_bytes
@@ -146,10 +148,8 @@ def schedule_of_plan(
     """A schedule for what the plan's own does not fit: fewer micro-batches, or a graph with other
     edges. Within the same memory.
     """
-    name, costs = (
-        str(plan.schedule["name"]),
-        schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch),
-    )
+    name = str(plan.schedule["name"])
+    costs = schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch)
     room = Room.of_plan(plan, batch_size, num_micro_batch)
     if name in FIXED_ORDERS or room is None:
         return fastest_schedule(name, graph, num_micro_batch, costs)

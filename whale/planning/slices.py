@@ -61,7 +61,8 @@ def bridge(source: Sequence[Interval], destination: Sequence[Interval]) -> tuple
     slices = []
     i = j = 0
     while i < len(source) and j < len(destination):
-        start, stop = max(source[i][0], destination[j][0]), min(source[i][1], destination[j][1])
+        start = max(source[i][0], destination[j][0])
+        stop = min(source[i][1], destination[j][1])
         if start < stop:
             slices.append(Slice(i, j, start, stop))
         # whoever ends first has nothing more to give or to get

@@ -84,7 +84,8 @@ class Split:
             one = entry_bytes * layout.local_count(grid, place)
             parameters += number * one
             if is_trained:
-                trained, largest = trained + number * one, max(largest, one)
+                trained = trained + number * one
+                largest = max(largest, one)
                 shared += (
                     number
                     * one

@@ -54,7 +54,8 @@ def arranged(
     devices are alike.
     """
     kinds = kinds_of(cluster, devices[0], dtype)
-    speeds, memories = [speed for speed, _ in kinds], [memory for _, memory in kinds]
+    speeds = [speed for speed, _ in kinds]
+    memories = [memory for _, memory in kinds]
     if len(set(kinds)) == 1:
         return []
     room = [float(each) for each in memories] if min(memories) > 0 else None

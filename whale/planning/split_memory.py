@@ -88,7 +88,9 @@ def working_on_grid(
     """What the backward of a stage works with beside all that is kept, weights' own gradients
     apart. `alone`: on one device, for each sample; a grid has its part of that where this is more,
     for a region that is computed again or a backward in two parts."""
-    sharding, space, device = split.shardings[stage], split.spaces[stage], split.on_device(stage)
+    sharding = split.shardings[stage]
+    space = split.spaces[stage]
+    device = split.on_device(stage)
     part = alone / sharding.grid.num_devices
     if regions:
         exchanged = most_exchanged(device)
@@ -124,7 +126,8 @@ def on_grids(
     """
 
     def figures(stage: int, alone: StageFigures) -> StageFigures:
-        sharding, space = split.shardings[stage], split.spaces[stage]
+        sharding = split.shardings[stage]
+        space = split.spaces[stage]
         kept = kept_on_grid(workload, space, sharding, regions[stage])
         again = repeated_part(workload, space, regions[stage])
         forward, inputs, weights = (
@@ -172,7 +175,8 @@ def repeated_part(workload: Workload, space: Space, regions: Regions) -> float:
 
 def kept_on_grid(workload: Workload, space: Space, sharding: Sharding, regions: Regions) -> Kept:
     """Line (1); and gathered copies."""
-    saved, parts = workload.saved, kept_parts(workload, space, sharding, regions)
+    saved = workload.saved
+    parts = kept_parts(workload, space, sharding, regions)
     copies = (1.0 - repeated_part(workload, space, regions)) * sharding.keeps_gathered
     return Kept(
         sum(part * saved.kept[storage].sample_bytes for storage, part in parts.items())

@@ -38,7 +38,8 @@ SHORT_OF_MEMORY = 1e-9
 """seconds that a byte of a stored weight is worth where the fastest way has no room: more than any
 message costs
 """
-COUNTED_UP_TO, COUNTED_IN_A_QUICK_LOOK = 64, 16
+COUNTED_UP_TO = 64
+COUNTED_IN_A_QUICK_LOOK = 16
 """devices of a grid up to which messages are counted where no formula holds
 (`sharding/exchange_costs.py`): when solved, when ranked
 """
@@ -151,7 +152,8 @@ class SplitProblem:
 
     def solve(self) -> Split:
         """Grids and shardings of all stages."""
-        devices, decisions = list(self.placement.virtual_devices), []
+        devices = list(self.placement.virtual_devices)
+        decisions = []
         shardings: dict[int, Sharding] = {}
         for (_, given), alike in self._alike.items():
             shapes = (
@@ -419,7 +421,8 @@ class SplitProblem:
 
     def _costs(self, device: VirtualDevice, grid: Grid) -> GridCosts:
         kinds = {self.cluster.devices[rank].kind for members in device.ranks for rank in members}
-        rates, latencies = {}, []
+        rates = {}
+        latencies = []
         for axis in grid.axes:
             links = self._links(device, grid, axis)
             rates[axis] = min(link.bytes_per_s for link in links)

@@ -236,7 +236,8 @@ def _move_cuts(
     def starts_at(places: Sequence[int]) -> tuple[int, ...]:
         return (0, *(int(points[place]) for place in places[1:-1]))
 
-    best, is_better = cost_of(starts_at(places)), True
+    best = cost_of(starts_at(places))
+    is_better = True
     while is_better:
         is_better = False
         for cut_index in range(1, len(places) - 1):
@@ -252,7 +253,9 @@ def _move_cuts(
                 if cost[0] < best[0] * (1 - SAME_TIME) or (
                     cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)
                 ):
-                    best, places, is_better = cost, moved, True
+                    best = cost
+                    places = moved
+                    is_better = True
     return starts_at(places)
 
 

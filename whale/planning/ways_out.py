@@ -21,7 +21,8 @@ from whale.cluster.cluster import Cluster, Device
 from whale.planning.chunks import FIXED_ORDERS
 from whale.planning.problem import Problem
 
-OPERATIONS_TRIED, LEAST_TRIES = 5000, 3
+OPERATIONS_TRIED = 5000
+LEAST_TRIES = 3
 """for each kind of change: so many operations are drafted in all, with at least so many tries"""
 
 CUTS = 4
@@ -43,7 +44,8 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
     if not is_over_full:
         first = {"recompute": _Changes.recompute, "more micro-batches": _Changes.micro_batches}
         more = {**first, **more, "a smaller batch": _Changes.batch}
-    found, tried = [], []
+    found = []
+    tried = []
     for name, change in more.items():
         changes = _Changes(problem, fits)
         way = change(changes)
@@ -93,7 +95,8 @@ class _Changes:
     def stages(self) -> str | None:
         if self._is_annotated:
             return None
-        number, now = self.problem.cluster.num_devices, self.problem.config.num_task_graph or 1
+        number = self.problem.cluster.num_devices
+        now = self.problem.config.num_task_graph or 1
         more = (stages for stages in range(now + 1, number + 1) if number % stages == 0)
         found = next(
             (stages for stages in more if self._try(config={"num_task_graph": stages})), None
@@ -104,7 +107,8 @@ class _Changes:
         return f'"num_task_graph": {found} instead of {now}: {found} stages x {replicas} on the same devices'
 
     def devices(self) -> str | None:
-        cluster, now = self.problem.cluster, self.problem.config.num_task_graph
+        cluster = self.problem.cluster
+        now = self.problem.config.num_task_graph
         if cluster.num_devices == 1:
             now = 1
         if now is None or self._is_annotated:
@@ -125,7 +129,8 @@ class _Changes:
 
     def batch(self) -> str | None:
         """In steps of one sample for each micro-batch."""
-        now, count = self.problem.batch_size, self.problem.config.num_micro_batch
+        now = self.problem.batch_size
+        count = self.problem.config.num_micro_batch
         largest = (now - 1) // count  # samples of a micro-batch
         found = self._smallest(
             -1,
@@ -164,7 +169,8 @@ class _Changes:
     ) -> bool:
         if not self.tries_left:
             return False
-        self.tries_left, self.is_tried = self.tries_left - 1, True
+        self.tries_left = self.tries_left - 1
+        self.is_tried = True
         problem = self.problem
         try:
             changed = problem.config.replace(**(config or {}))
@@ -185,6 +191,7 @@ class _Changes:
 def with_more(cluster: Cluster, like: Device, number: int) -> Cluster:
     """The cluster with so many devices more on the host of one of them, of its kind."""
     places = [device.local_rank for device in cluster.devices if device.host == like.host]
-    first, rank = max(places) + 1, cluster.num_devices
+    first = max(places) + 1
+    rank = cluster.num_devices
     new = (replace(like, rank=rank + place, local_rank=first + place) for place in range(number))
     return replace(cluster, devices=(*cluster.devices, *new))

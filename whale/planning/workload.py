@@ -146,7 +146,8 @@ class Workload:
         """Of each operation alone, for a mini-batch in micro-batches of the usual size on one such
         device.
         """
-        known, times = self._times_of_nodes(kind), self.batch_size / self.share
+        known = self._times_of_nodes(kind)
+        times = self.batch_size / self.share
         return [times * known[node].forward.of(self.share) for node in operations]
 
     def _times_of_nodes(self, kind: DeviceKind) -> dict[Node, StageTimes]:

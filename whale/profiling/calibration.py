@@ -92,7 +92,8 @@ OTHERS = "add"
 VIEW = "view"
 BATCH_NORM_OVER_DEVICES = "batch_norm_over_devices"
 """with the statistics of all ranks"""
-WITHOUT_STATE, WITH_TWO_STATES = "sgd", "adamw"
+WITHOUT_STATE = "sgd"
+WITH_TWO_STATES = "adamw"
 """updates of one parameter of so many bytes, by an optimizer without state and by one that keeps
 two averages
 """
@@ -182,7 +183,8 @@ def update_costs(kind: DeviceKind, state_ratio: float) -> tuple[float, float] | 
         )
         if not points:
             return None
-        (small, small_s), (large, large_s) = points[0], points[-1]
+        (small, small_s) = points[0]
+        (large, large_s) = points[-1]
         byte_s = max(0.0, large_s - small_s) / (large - small) if large > small else small_s / small
         found.append((max(0.0, small_s - byte_s * small), byte_s))
     (call_s, byte_s), (call_2_s, byte_2_s) = found

@@ -95,7 +95,8 @@ def _added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Val
 
 
 def _grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    first, second = arguments[0].shape, arguments[1].shape
+    first = arguments[0].shape
+    second = arguments[1].shape
     # with one 2-D side the groups cut one of the three sizes; with two 3-D sides each group is a
     # whole product
     num_products = first[0] if len(first) == len(second) == 3 else 1
@@ -134,7 +135,8 @@ def _attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value)
         arguments[0].shape,
         arguments[1].shape,
     )  # (..., tokens, width); heads of the keys may be fewer
-    num_queries, num_keys = prod(output.shape[:-1]), key[-2]
+    num_queries = prod(output.shape[:-1])
+    num_keys = key[-2]
     return 2.0 * num_queries * num_keys * (query[-1] + output.shape[-1])
 
 
@@ -151,7 +153,8 @@ def _einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) ->
     """Pairs are contracted one after the other, in the order of `path` (else from the left), as
     torch does.
     """
-    equation, operands = arguments[0].replace(" ", ""), arguments[1]
+    equation = arguments[0].replace(" ", "")
+    operands = arguments[1]
     inputs, _, result = equation.partition("->")
     terms, sizes = _einsum_terms(inputs.split(","), [operand.shape for operand in operands])
     hidden = (

@@ -48,8 +48,10 @@ slow a dtype
 """
 COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
 """larger than any cache"""
-SMALL_BYTES, LARGE_BYTES = 8, 8 * 2**20
-NUM_SMALL, NUM_LARGE = 60, 30
+SMALL_BYTES = 8
+LARGE_BYTES = 8 * 2**20
+NUM_SMALL = 60
+NUM_LARGE = 30
 """messages there and back"""
 SAME = 0.1
 """devices whose figures differ by less than this are of one kind"""
@@ -161,7 +163,8 @@ def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
 
 def _product(ranks: Ranks, dtype: str, size: int) -> Subject:
     a = torch.randn(size, size, device=ranks.device).to(TORCH_DTYPES[dtype])
-    b, out = a.clone(), torch.empty_like(a)
+    b = a.clone()
+    out = torch.empty_like(a)
     one = loop(lambda: torch.mm(a, b, out=out), ranks)
 
     def turn() -> Turn:
@@ -183,10 +186,8 @@ def _copy(ranks: Ranks, num_bytes: int) -> Subject:
 
 def _sum(transport: Transport, num_bytes: int) -> Subject:
     """Over all ranks, as gradients are summed."""
-    tensor, everyone = (
-        torch.zeros(num_bytes // 4, device=transport.ranks.device),
-        tuple(range(transport.ranks.num_ranks)),
-    )
+    tensor = torch.zeros(num_bytes // 4, device=transport.ranks.device)
+    everyone = tuple(range(transport.ranks.num_ranks))
     is_short = num_bytes <= SMALL_BYTES
     if transport.reaches_through_memory(everyone):
         return once(

@@ -36,13 +36,15 @@ OF_CONVOLUTIONS = frozenset(
     {"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"}
 )
 """what networks with convolutions are made of; all other operations are those of transformers"""
-LARGE_WIDTH, LONG = 1024, frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
+LARGE_WIDTH = 1024
+LONG = frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
 WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 4096)}
 """of square matrices"""
 MANY_VIEWS = 11
-HEADS, HEAD_WIDTH = 8, 64
+HEADS = 8
+HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class Trial:
 
 def trials(device: str, n: int) -> list[Trial]:
     """What is measured at one size: the operations of `models`."""
-    x, w = _leaf(device, n, n), _leaf(device, n, n)
-    scale, shift = _leaf(device, n), _leaf(device, n)
+    x = _leaf(device, n, n)
+    w = _leaf(device, n, n)
+    scale = _leaf(device, n)
+    shift = _leaf(device, n)
     positive = (x.detach().abs() + 1).requires_grad_()
     size = 4.0 * n * n
     found = [
@@ -114,10 +118,14 @@ def _attention(device: str, length: int) -> list[Trial]:
 
 
 def _convolution(device: str, width: int) -> list[Trial]:
-    channels, size = max(4, min(width // 8, 64)), 4 * max(4, min(width // 32, 14))
-    x, w = _leaf(device, 4, channels, size, size), _leaf(device, channels, channels, 3, 3)
-    scale, shift = _leaf(device, channels), _leaf(device, channels)
-    flop, moved = 2.0 * 9 * channels * x.numel(), 8.0 * x.numel()
+    channels = max(4, min(width // 8, 64))
+    size = 4 * max(4, min(width // 32, 14))
+    x = _leaf(device, 4, channels, size, size)
+    w = _leaf(device, channels, channels, 3, 3)
+    scale = _leaf(device, channels)
+    shift = _leaf(device, channels)
+    flop = 2.0 * 9 * channels * x.numel()
+    moved = 8.0 * x.numel()
     return [
         Trial("conv2d", flop, lambda: F.conv2d(x, w, padding=1), (x, w)),
         Trial(
@@ -184,7 +192,8 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
     gradients = [torch.ones_like(trial.run()) for trial in chosen]
 
     def points(seconds: Sequence[float]) -> list[OperationPoint]:
-        forward, backward = seconds[: len(chosen)], seconds[len(chosen) :]
+        forward = seconds[: len(chosen)]
+        backward = seconds[len(chosen) :]
         start_s = _start_s(*backward[-2:])
         return [
             OperationPoint(
@@ -209,8 +218,11 @@ def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
     """Seconds of each forward and of each backward, on a CPU. Results and gradients stay until the
     end, as in a step.
     """
-    results, kept, now = [], [], time.perf_counter
-    forward, backward = [0.0] * len(chosen), [0.0] * len(chosen)
+    results = []
+    kept = []
+    now = time.perf_counter
+    forward = [0.0] * len(chosen)
+    backward = [0.0] * len(chosen)
     for place, trial in enumerate(chosen):
         start = now()
         results.append(trial.run())

@@ -192,7 +192,8 @@ class _Effects:
             storages.append(tensor.untyped_storage())
             return tensor
 
-        fake_args, fake_kwargs = _mapped(args, make), _mapped(kwargs, make)
+        fake_args = _mapped(args, make)
+        fake_kwargs = _mapped(kwargs, make)
         num_given = len(storages)
         number = {id(storage): place for place, storage in enumerate(storages)}
 
@@ -210,7 +211,8 @@ class _Effects:
         finally:
             if entered is not None:
                 exit_autocast(entered)
-            packed, self._packed = self._packed, None
+            packed = self._packed
+            self._packed = None
         placed = _mapped(
             list(result) if isinstance(result, tuple) else result,
             lambda value: (
@@ -229,7 +231,8 @@ class _Watch:
     """Numbers the storages of a graph, and notes who keeps them."""
 
     def __init__(self, captured: CapturedGraph, batch_size: int) -> None:
-        self.captured, self.batch_size = captured, batch_size
+        self.captured = captured
+        self.batch_size = batch_size
         self.storages: list[tuple[int, Node | None]] = []
         """(bytes, node whose result it holds; None: a temporary of some operation)"""
         self.given: set[int] = set()
@@ -244,10 +247,8 @@ class _Watch:
         return _Placed(self._given_form(node), len(self.storages) - 1)
 
     def run(self, node: Node, values: Mapping[Node, Any], effects: _Effects) -> Any:
-        args, kwargs = (
-            map_arg(node.args, values.__getitem__),
-            map_arg(node.kwargs, values.__getitem__),
-        )
+        args = map_arg(node.args, values.__getitem__)
+        kwargs = map_arg(node.kwargs, values.__getitem__)
         effect = effects.of(node, args, kwargs)
         numbers: list[int] = []
         _mapped(

@@ -26,8 +26,10 @@ class Speed:
     def __init__(self, device: str = "cpu") -> None:
         self._is_core = device == "cpu"
         self._looks: list[float] = []
-        self._small, self._large = torch.ones(64, 64), torch.ones(192, 192)
-        self._out, self._out_large = torch.empty(64, 64), torch.empty(192, 192)
+        self._small = torch.ones(64, 64)
+        self._large = torch.ones(192, 192)
+        self._out = torch.empty(64, 64)
+        self._out_large = torch.empty(192, 192)
 
     def look(self) -> float:
         """Seconds of about a millisecond of products, memory and calls."""

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from whale.profiling.speed import NEARLY, Speed
 from whale.runtime.ranks import Ranks
 
-FEWEST_PASSES, MOST_S = 6, 120.0
+FEWEST_PASSES = 6
+MOST_S = 120.0
 """over all subjects; and no pass begins later than that"""
 NUM_FASTEST = 3
 """stretches of each subject that count; it takes turns until so many were at fast moments, on every
@@ -120,7 +121,10 @@ def take_turns(
     for subject in subjects.values():
         subject.turn()  # warm
     records = {key: Record() for key in subjects}
-    speed, begin, waiting, num_told = Speed(ranks.device), time.perf_counter(), list(subjects), 0
+    speed = Speed(ranks.device)
+    begin = time.perf_counter()
+    waiting = list(subjects)
+    num_told = 0
     for number in itertools.count(1):
         if number <= FEWEST_PASSES or len(waiting) != num_told:
             progress(f"pass {number} over {len(waiting)} of {len(subjects)} kinds of work")
@@ -165,7 +169,9 @@ def _stretch(subject: Subject, device: str) -> Stretch:
     if subject.is_together:
         subject.turn()  # ranks come here one after the other, and the first one waits
         return Stretch([subject.turn() for _ in range(TURNS_TOGETHER)])
-    begin, begin_cpu, turns = time.perf_counter(), time.process_time(), [subject.turn()]
+    begin = time.perf_counter()
+    begin_cpu = time.process_time()
+    turns = [subject.turn()]
     while (
         time.perf_counter() - begin < STRETCH_S
     ):  # a slow rank is not waited for: all go on computing
@@ -182,7 +188,9 @@ def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subj
 
     def turn() -> Turn:
         finish(ranks.device)
-        start, number, calls = time.perf_counter(), 0, 1
+        start = time.perf_counter()
+        number = 0
+        calls = 1
         while True:
             for _ in range(calls):
                 run()

@@ -27,7 +27,8 @@ def compare(a: Plan, b: Plan) -> list[str]:
             "step and memory are not compared: a plan has no figures of its cluster (make it "
             "again)",
         ]
-    first, second = simulate(a), simulate(b)
+    first = simulate(a)
+    second = simulate(b)
     return [*lines, *_memory(first, second), *_step(first, second)]
 
 

@@ -56,13 +56,12 @@ def _sharding(sharding: StageSharding) -> dict[str, Any]:
 
 def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
     """What each rank does: stages and layers, samples, its part of a grid, FLOP."""
-    found, counts = [], samples_by_rank(plan)
+    found = []
+    counts = samples_by_rank(plan)
     for rank, samples in enumerate(counts):
         index, replica, place = plan.place_of_rank(rank)
-        device, own = (
-            plan.virtual_devices[index],
-            [plan.stages[stage] for stage in plan.stages_of_rank(rank)],
-        )
+        device = plan.virtual_devices[index]
+        own = [plan.stages[stage] for stage in plan.stages_of_rank(rank)]
         found.append(
             {
                 "virtual_device": index,

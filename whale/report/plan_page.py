@@ -99,10 +99,8 @@ def _work(plan: Plan, timeline: Timeline) -> str:
     counts = samples_by_rank(plan)
     rows = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
-        own, key = (
-            [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)],
-            f"devices.{device.rank}",
-        )
+        own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
+        key = f"devices.{device.rank}"
         samples = sum(counts[device.rank])
         flop = forward_flop(plan, device.rank, own, samples)
         times = (

@@ -36,7 +36,8 @@ EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part", "W": "weight 
 MEMORY_CURVE = "#b9c6d3"
 GREY, SOFT, INK, WEAK = "#eef1f4", "#f7f9fb", "#1f2933", "#616e7c"
 LABEL = 170
-SHOWN_HOSTS, SHOWN_GROUPS = 12, 8
+SHOWN_HOSTS = 12
+SHOWN_GROUPS = 8
 SHOWN_REPLICAS = 6
 TOO_NARROW = 0.25
 """pixels: an event that nobody could see is not drawn"""
@@ -60,26 +61,35 @@ def cluster_picture(plan: Plan, timeline: Timeline) -> str:
         (host, list(members))
         for host, members in groupby(timeline.devices, key=lambda device: device.host)
     ]
-    drawing, x, y, row_high = Drawing(WIDTH), 0.0, 0.0, 0.0
+    drawing = Drawing(WIDTH)
+    x = 0.0
+    y = 0.0
+    row_high = 0.0
     shown = num_shown(len(hosts), SHOWN_HOSTS)
     for host, members in hosts[:shown]:
         groups = _device_groups(members)
         per_row = min(len(groups), 4)
-        wide, high = 20 + per_row * 138, 40 + 58 * -(-len(groups) // 4)
+        wide = 20 + per_row * 138
+        high = 40 + 58 * -(-len(groups) // 4)
         if x and x + wide > WIDTH:
-            x, y, row_high = 0.0, y + row_high + 14, 0.0
+            x = 0.0
+            y = y + row_high + 14
+            row_high = 0.0
         drawing.box(x, y, wide, high, SOFT, line="#c3ccd5", radius=8)
         drawing.text(x + 12, y + 20, shortened(f"host {host}", 13, wide - 20), 13, bold=True)
         for place, group in enumerate(groups):
-            left, top = x + 12 + 138 * (place % 4), y + 32 + 58 * (place // 4)
+            left = x + 12 + 138 * (place % 4)
+            top = y + 32 + 58 * (place // 4)
             _device_box(drawing, plan, group, left, top)
-        row_high, x = max(row_high, high), x + wide + 14
+        row_high = max(row_high, high)
+        x = x + wide + 14
     y += row_high + 22
     if len(hosts) > shown:
         drawing.text(0, y, f"... and {count(len(hosts) - shown, 'host')} more", fill=WEAK)
         y += 18
     if network is not None:
-        inside, between = network.intra_host, network.inter_host
+        inside = network.intra_host
+        between = network.inter_host
         words = (
             f"inside a host {human_bytes(inside.bytes_per_s)}/s, "
             f"{human_seconds(inside.latency_s)} latency"
@@ -133,7 +143,9 @@ def stages_picture(plan: Plan) -> str:
     model replica on the right.
     """
     drawing = Drawing(WIDTH)
-    left, high, gap = 372, 64, 26
+    left = 372
+    high = 64
+    gap = 26
     shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     wide = (WIDTH - left) / shown
     for replica in range(shown):
@@ -246,7 +258,8 @@ def _stage_cell(
 
 def memory_picture(timeline: Timeline) -> str:
     """One bar for each device, on one scale, with its capacity as the frame."""
-    drawing, shown = Drawing(WIDTH), timeline.devices[: num_devices_shown(timeline)]
+    drawing = Drawing(WIDTH)
+    shown = timeline.devices[: num_devices_shown(timeline)]
     room = WIDTH - LABEL - 190
     largest = max(max(device.memory_bytes, device.peak_total_bytes) for device in shown) or 1.0
     legend(drawing, LABEL, 12, [(MEMORY_COLOURS[name], name) for name in CLASSES])
@@ -283,8 +296,10 @@ def memory_picture(timeline: Timeline) -> str:
 
 def timeline_picture(timeline: Timeline) -> str:
     """What every device does when, and below each row its memory over time."""
-    drawing, shown = Drawing(WIDTH), timeline.devices[: num_devices_shown(timeline)]
-    top, fullest = 26.0, max(device.peak_total_bytes for device in shown) or 1.0
+    drawing = Drawing(WIDTH)
+    shown = timeline.devices[: num_devices_shown(timeline)]
+    top = 26.0
+    fullest = max(device.peak_total_bytes for device in shown) or 1.0
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
     used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
     entries = [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used]
@@ -300,7 +315,8 @@ def timeline_picture(timeline: Timeline) -> str:
         top += 50
     drawing.line(LABEL, top, WIDTH, top)
     for tick in range(9):
-        x, seconds = LABEL + (WIDTH - LABEL - 1) * tick / 8, timeline.step_s * tick / 8
+        x = LABEL + (WIDTH - LABEL - 1) * tick / 8
+        seconds = timeline.step_s * tick / 8
         drawing.line(x, top, x, top + 5)
         drawing.text(
             x,

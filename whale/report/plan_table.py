@@ -104,10 +104,8 @@ def _devices(plan: Plan) -> Table:
     )
     table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
     _add_numbers(table, "FLOP", "parameters", "time")
-    samples, shown = (
-        SampleMap(plan, plan.batch_size, plan.num_micro_batch),
-        num_shown(plan.num_replicas, SHOWN_REPLICAS),
-    )
+    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+    shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
         share = plan.num_replicas * device.num_devices

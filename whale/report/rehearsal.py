@@ -147,7 +147,8 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
         )
         return True
     write_trace(rehearsal, folder / "trace.json")
-    step_s, predicted_s = rehearsal.step_s, rehearsal.predicted_gradients_s
+    step_s = rehearsal.step_s
+    predicted_s = rehearsal.predicted_gradients_s
     labels = [f"rank {record.rank} {record.kind}" for record in rehearsal.records]
     last_s = max(end for row in rehearsal.measured for _, _, end in row)
     text = [

@@ -37,18 +37,17 @@ SIGNS = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.INPUT: "-", Kind.WEIGHT: "+
 """what fills an action in the terminal behind its micro-batch: readable without colours"""
 IDLE = "."
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-LABEL_WIDTH, LEAST_COLUMNS = 11, 20
+LABEL_WIDTH = 11
+LEAST_COLUMNS = 20
 
 # sizes of the SVG in pixels
-PAGE_WIDTH, LEFT, ROW_HEIGHT, ROW_GAP, TITLE_HEIGHT, PANEL_GAP, TEXT_WIDTH = (
-    1180,
-    76,
-    20,
-    3,
-    24,
-    18,
-    7,
-)
+PAGE_WIDTH = 1180
+LEFT = 76
+ROW_HEIGHT = 20
+ROW_GAP = 3
+TITLE_HEIGHT = 24
+PANEL_GAP = 18
+TEXT_WIDTH = 7
 LEGEND_HEIGHT = 26
 
 
@@ -141,7 +140,8 @@ def _columns(timeline: Timeline, device: int, columns: int) -> list[tuple[str, K
         order, timeline.starts[device], timeline.ends[device], strict=True
     ):
         if action.is_compute:
-            first, last = round(start * scale), max(round(end * scale), round(start * scale) + 1)
+            first = round(start * scale)
+            last = max(round(end * scale), round(start * scale) + 1)
             for column in range(first, min(last, columns)):
                 character = (
                     DIGITS[action.micro_batch % len(DIGITS)]
@@ -213,14 +213,16 @@ def _panel(row: Row, top: int, scale: float) -> list[str]:
         ):
             if not action.is_compute:
                 continue
-            x, wide = LEFT + start * scale, (end - start) * scale
+            x = LEFT + start * scale
+            wide = (end - start) * scale
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW_HEIGHT}" fill="{COLOURS[action.kind]}" stroke="white" '
                 f'stroke-width="0.5"><title>{action} from {start:.4g} to {end:.4g}</title></rect>'
             )
             number = str(action.micro_batch)
             if wide >= TEXT_WIDTH * len(number) + 2:
-                middle, fill = x + wide / 2, LETTERS[action.kind]
+                middle = x + wide / 2
+                fill = LETTERS[action.kind]
                 parts.append(
                     f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{fill}">{number}</text>'
                 )

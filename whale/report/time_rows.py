@@ -8,8 +8,11 @@ Event = tuple[str, float, float]
 """(action, start, end) in seconds"""
 WIDTH = 100
 """columns of time in a picture"""
-FORWARDS, BACKWARDS = "0123456789", "abcdefghij"
-WEIGHT_PART, WAITING, IDLE = "+", ".", " "
+FORWARDS = "0123456789"
+BACKWARDS = "abcdefghij"
+WEIGHT_PART = "+"
+WAITING = "."
+IDLE = " "
 LEGEND = (
     "0 to 9: forward of micro-batch 0 to 9 (then from 0 again), a to j: its backward or the input "
     "part of it, +: weight part, "
@@ -26,7 +29,8 @@ def picture(rows: Sequence[Sequence[Event]], labels: Sequence[str], step_s: floa
         for name, start, end in events:
             mark = _mark(name)
             if mark:
-                first, last = round(start / step_s * WIDTH), round(end / step_s * WIDTH)
+                first = round(start / step_s * WIDTH)
+                last = round(end / step_s * WIDTH)
                 cells[first:last] = mark * (min(last, WIDTH) - first)
         lines.append((label.ljust(wide) + "".join(cells)).rstrip())
     return "\n".join(lines)

@@ -113,7 +113,9 @@ class Forward:
             action.micro_batch,
             (action.stage, action.micro_batch),
         )
-        self.chunk, self.function, self.seed_parts = chunk, function, program.seed_parts
+        self.chunk = chunk
+        self.function = function
+        self.seed_parts = program.seed_parts
         self.arguments = []
         for value in chunk.received:
             source = program.source_of[action.stage, value.index]
@@ -129,7 +131,8 @@ class Forward:
             )
         self.results = [slots.of[Role.RESULT, *self.visit, value.index] for value in chunk.sent]
         self.inputs = [(place, program.batched[place]) for place in chunk.inputs]
-        self.num_sent, self.num_results = len(chunk.sent), len(chunk.sent) + chunk.num_outputs
+        self.num_sent = len(chunk.sent)
+        self.num_results = len(chunk.sent) + chunk.num_outputs
         self.is_idle = _is_idle(program, action)
 
     def run(self, this: Pass) -> None:
@@ -166,7 +169,8 @@ class Forward:
         return tensor
 
     def _keep(self, this: Pass, results: tuple[Tensor, ...]) -> None:
-        chunk, outcome = self.chunk, this.outcome
+        chunk = self.chunk
+        outcome = this.outcome
         roots: list[Root] = []
         for slot, result in zip(self.results, results, strict=False):
             this.held[slot] = result
@@ -219,8 +223,10 @@ class Backward:
             (action.stage, action.micro_batch),
             chunk.has_loss,
         )
-        self.is_last, self.deferred = is_last, deferred
-        self.is_idle, self.device = _is_idle(program, action), program.device
+        self.is_last = is_last
+        self.deferred = deferred
+        self.is_idle = _is_idle(program, action)
+        self.device = program.device
         start, stop = program.edges[action.micro_batch]
         # (slot of a result's gradient, what it is when none comes: on a grid zeros of this shape,
         # elsewhere nothing)

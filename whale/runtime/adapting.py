@@ -24,7 +24,9 @@ class Adapting:
     """The measuring side of one rank. All ranks call `after_step` after every step."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._config, self._ranks = job, job.config, job.ranks
+        self._job = job
+        self._config = job.config
+        self._ranks = job.ranks
         self.num_rebalanced = 0
         self._own: list[tuple[int, float]] = []
         """(samples of the mini-batch, seconds of this rank) of the steps since the last exchange"""
@@ -75,7 +77,8 @@ class Adapting:
         self._own.append((batch_size, outcome.compute_s))
         if len(self._own) < self._config.adapt_steps:
             return None
-        everyone, self._own = self._ranks.gather(self._own), []
+        everyone = self._ranks.gather(self._own)
+        self._own = []
         found: Rebalanced | None = None
         if self._ranks.rank == 0:
             window = [

@@ -40,7 +40,8 @@ def boundary_slots(program: Program) -> Slots[Boundary]:
 
 
 def _mentioned(program: Program, action: Action) -> list[Boundary]:
-    stage, micro_batch = action.stage, action.micro_batch
+    stage = action.stage
+    micro_batch = action.micro_batch
     if action.is_message:
         role = {
             (Kind.RECEIVE, False): Role.INPUT,
@@ -51,7 +52,8 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
         return [(role, stage, micro_batch, part.value.index) for part in parts_of(program, action)]
     found: list[Boundary] = []
     if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
-        chunk, is_forward = program.chunks[stage], action.kind is Kind.FORWARD
+        chunk = program.chunks[stage]
+        is_forward = action.kind is Kind.FORWARD
         for value in chunk.received:
             source = program.source_of[stage, value.index]
             found.append((Role.INPUT, stage, micro_batch, value.index))
@@ -72,7 +74,8 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
 
 def parts_of(program: Program, action: Action) -> tuple[Part, ...]:
     """What a send or receive of this rank carries, to or from all its peers."""
-    bridges, is_receive = program.bridges, action.kind is Kind.RECEIVE
+    bridges = program.bridges
+    is_receive = action.kind is Kind.RECEIVE
     if action.gradient:  # the gradient takes the way of its value backwards
         parts = (bridges.sending if is_receive else bridges.receiving).get(
             (action.destination, action.source, action.micro_batch), ()

@@ -43,7 +43,8 @@ from whale.sharding.shards import Shard, Shards
 
 logger = logging.getLogger("whale")
 
-MODEL, RNG = "model/", "rng/0/"
+MODEL = "model/"
+RNG = "rng/0/"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Checkpoints:
     """Saves and loads the state of one engine."""
 
     def __init__(self, job: Job, updater: Updater) -> None:
-        self._job, self._updater = job, updater
+        self._job = job
+        self._updater = updater
         self._savers: dict[Path, AsyncSaver] = {}
         self._whole = _whole_tensors(job.model, job.names)
         self._own = _own_shards(self._whole, job.shards, job.ranks.rank)
@@ -70,7 +72,8 @@ class Checkpoints:
         """Copies this rank's part and writes it in the background. All ranks call it at the same
         step.
         """
-        ranks, updater = self._job.ranks, self._updater
+        ranks = self._job.ranks
+        updater = self._updater
         if folder not in self._savers:
             job_id = ranks.from_first(secrets.token_hex(4))
             keep = self._job.config.keep_checkpoints
@@ -150,7 +153,9 @@ class Checkpoints:
     def _stage(self, path: Path) -> _Staged:
         """Reads and checks everything that this rank needs, before anything changes."""
         with Reader(path) as reader:
-            weights, rank, shapes = {}, self._job.ranks.rank, reader.shapes()
+            weights = {}
+            rank = self._job.ranks.rank
+            shapes = reader.shapes()
             shards = {name: self._job.shards.on(name, rank) for name in self._job.weights}
             for name, tensor in self._job.weights.items():
                 shape = self._whole[name].shape
@@ -279,7 +284,8 @@ def load_pretrained(
         )
     with torch.no_grad():
         for name in own:
-            stored, shard = match.stored[renamed[name]], shards.on(name, ranks.rank)
+            stored = match.stored[renamed[name]]
+            shard = shards.on(name, ranks.rank)
             shape = reader.shape(stored)
             expected = tuple(weights[name].shape) if shard.ranges is None else shard.whole_shape
             if shape != expected:

@@ -123,7 +123,8 @@ def _call_directly(node: Node) -> None:
     if node.target in FUNCTIONS:
         node.target = FUNCTIONS[node.target]
     elif node.target in METHODS:
-        node.op, node.target = "call_method", METHODS[node.target]
+        node.op = "call_method"
+        node.target = METHODS[node.target]
 
 
 def _split_region(

@@ -56,12 +56,10 @@ class ShardedLoader:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: a mini-batch needs at least 1 sample")
-        self.engine, self.dataset, self.batch_size, self.num_workers = (
-            engine,
-            dataset,
-            batch_size,
-            num_workers,
-        )
+        self.engine = engine
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.num_workers = num_workers
         self.collate = collate
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ValueError(
@@ -114,7 +112,8 @@ class ShardedLoader:
                 hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(),
                 num_rebalanced,
             )
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch = self.epoch + 1
+        self.position = 0
 
     def _own_samples(self, samples: list[int]) -> list[int]:
         return [
@@ -133,7 +132,8 @@ class ShardedLoader:
                 f"the position {state['position']} is not a multiple of batch_size "
                 f"{self.batch_size}: use the batch size of the saved run"
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
 
 
 class _NonEmpty:

@@ -48,7 +48,8 @@ def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
     cluster = ranks.from_first(cluster)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = ranks.gather((this_place(), this_kind(ranks.device, local)))
-    places, kinds = [place for place, _ in found], [kind for _, kind in found]
+    places = [place for place, _ in found]
+    kinds = [kind for _, kind in found]
     if cluster is None:
         return discovered(places, kinds)
     matched = match(cluster, places)

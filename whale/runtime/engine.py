@@ -126,7 +126,8 @@ class Engine:
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self._trained = lowered.trained
-        self.peak_in_flight, self._last_outcome = outcome.peak_in_flight, outcome
+        self.peak_in_flight = outcome.peak_in_flight
+        self._last_outcome = outcome
         timing = Timing(
             time.perf_counter() - start,
             outcome.compute_s + update.seconds,
@@ -152,7 +153,8 @@ class Engine:
             self.plan = self._job.plan = self._next_plan
             self._shapes.follow(self.plan)
             self._adapting.followed()
-        self._next_plan, self._reads_shards = None, False
+        self._next_plan = None
+        self._reads_shards = False
 
     @property
     def num_rebalanced(self) -> int:
@@ -471,7 +473,8 @@ class Engine:
                     "a batch of engine.loader has another shape than the sample batch: pad all "
                     "batches to one shape, or pass whole batches"
                 )
-        rows, start = [], 0
+        rows = []
+        start = 0
         for first, last in intervals:
             rows.append((start, start + last - first))
             start += last - first
@@ -505,7 +508,8 @@ class Engine:
         shape of the batch may train others.
         """
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        shards, rank = self._job.shards, self._job.ranks.rank
+        shards = self._job.shards
+        rank = self._job.ranks.rank
         trainable = {name for name, _ in self._trainable()}
         names = [
             name

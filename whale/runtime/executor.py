@@ -81,7 +81,10 @@ class Executor:
         watch: Watch | None = None,
         with_torch_compile: bool = False,
     ) -> None:
-        self.program, self.transport, self.window, self.watch = program, transport, window, watch
+        self.program = program
+        self.transport = transport
+        self.window = window
+        self.watch = watch
         self.with_torch_compile = with_torch_compile
         self.pace: Pace | None = None
         """how long actions take on an emulated device; None: as long as they really take"""
@@ -112,10 +115,8 @@ class Executor:
         for action, freed in zip(program.actions, self.slots.freed, strict=True):
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                chunk, (start, stop) = (
-                    program.chunks[action.stage],
-                    program.samples[action.micro_batch],
-                )
+                chunk = program.chunks[action.stage]
+                (start, stop) = program.samples[action.micro_batch]
                 key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
                 if key not in functions:
                     name = (
@@ -123,10 +124,8 @@ class Executor:
                         + ", split backward" * is_split
                         + f", {stop - start} samples" * chunk.is_sharded
                     )
-                    own, module = (
-                        deferred[action.stage] if is_split else None,
-                        chunk.module_for(stop - start),
-                    )
+                    own = deferred[action.stage] if is_split else None
+                    module = chunk.module_for(stop - start)
                     functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
                 run = Forward(program, action, self.slots, functions[key]).run
             elif action.kind is Kind.BACKWARD:
@@ -169,13 +168,11 @@ class Executor:
             else None
         )
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
-        events, now, watch, transport, pace = (
-            outcome.events,
-            time.perf_counter,
-            self.watch,
-            self.transport,
-            self.pace,
-        )
+        events = outcome.events
+        now = time.perf_counter
+        watch = self.watch
+        transport = self.transport
+        pace = self.pace
         if transport is not None:
             transport.begin()
             shortcut.tell = transport.collectives.tell

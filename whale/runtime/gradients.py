@@ -122,7 +122,8 @@ class GradientSynchroniser:
             group.num_sent = 0
             for bucket in group.buckets:
                 bucket.waiting = sum(p.name in trained for p in bucket.parameters)
-                bucket.work, bucket.is_full = None, False
+                bucket.work = None
+                bucket.is_full = False
         self._pending = {
             p.name: set(p.stages)
             for p in self.held

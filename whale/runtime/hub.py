@@ -33,7 +33,8 @@ SETTLE_S = 0.5  # after a SIGTERM, in which the sign of what came before it may 
 # a longer gap between two looks means that this process itself stood still: that is nobody's
 # silence
 PAUSE_S = 1.0
-SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.1, 1.0
+SHORTEST_BEAT_S = 0.1
+LONGEST_BEAT_S = 1.0
 BEATS_PER_S = 500  # that the hub hears from all ranks together: some 1 % of a core
 LONGEST_LINE = 1 << 20  # bytes; more without a line end is no rank of ours
 BACKLOG = 4096  # ranks that connect at the same moment
@@ -97,7 +98,9 @@ class Seen:
 
     def ended(self, end: End, text: str, now: float) -> None:
         if self.end is None and not self.has_left:
-            self.end, self.text, self.ended_at = end, text, now
+            self.end = end
+            self.text = text
+            self.ended_at = now
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,8 @@ def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
 
 
 def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
-    seen, other = ranks[cause], _other_batch(ranks)
+    seen = ranks[cause]
+    other = _other_batch(ranks)
     age_s = (seen.ended_at if seen.end is not None else now) - seen.heard_at
     is_silent = False
     if other is not None and seen.end in (None, End.FOLLOWED):
@@ -222,7 +226,8 @@ class Hub:
     """Rank 0's side: one thread that listens to everyone and decides."""
 
     def __init__(self, num_ranks: int, timeout_s: float, is_local: bool) -> None:
-        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self.num_ranks = num_ranks
+        self.timeout_s = timeout_s
         self.token = secrets.token_hex(16)
         self._server = _open_server(is_local)
         self.port: int = self._server.getsockname()[1]
@@ -311,11 +316,9 @@ class Hub:
             if not hmac.compare_digest(str(message["token"]), self.token):
                 raise ValueError("a stranger")
             known = self._ranks[int(message["rank"])]
-            known.connection, known.unread, known.process = (
-                connection,
-                seen.unread,
-                Process(str(message["host"]), int(message["pid"])),
-            )
+            known.connection = connection
+            known.unread = seen.unread
+            known.process = Process(str(message["host"]), int(message["pid"]))
             self._selector.modify(connection, selectors.EVENT_READ, known)
             seen = known
         elif seen.rank is None:

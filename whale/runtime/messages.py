@@ -145,12 +145,10 @@ class Receive:
         """`num_before`: receives of the program that come earlier. `arrived`: sends that these
         messages show to have arrived.
         """
-        self.gradient, self.description, self.device, self.num_before = (
-            action.gradient,
-            str(action),
-            program.device,
-            num_before,
-        )
+        self.gradient = action.gradient
+        self.description = str(action)
+        self.device = program.device
+        self.num_before = num_before
         self.messages = messages_of(program, action)
         role = Role.GRADIENT if action.gradient else Role.INPUT
         self.slots = [

@@ -69,7 +69,8 @@ class Metrics:
 
     def write(self, step: int, result: StepResult, shares: Shares) -> None:
         """One step. Called a step late, so that the loss has arrived and nothing is waited for."""
-        timing, num_samples = result.timing, shares.num_samples
+        timing = result.timing
+        num_samples = shares.num_samples
         flop = (
             BACKWARD_AND_FORWARD
             * sum(stage.forward_flop for stage in self.plan.stages)

@@ -38,7 +38,8 @@ from whale.runtime.ranks import Ranks
 
 HEADER = struct.Struct("qqq")
 """tag, bytes, and where they are: INLINE, BY_GROUP, or a position in the ring"""
-INLINE, BY_GROUP = -1, -2
+INLINE = -1
+BY_GROUP = -2
 INLINE_BYTES = 1024
 """larger tensors go through the ring: a socket holds some hundred small packets, or few large ones
 """
@@ -58,7 +59,10 @@ class Outgoing:
     def __init__(
         self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int
     ) -> None:
-        self._connection, self._ring, self._group, self._peer = connection, ring, group, peer
+        self._connection = connection
+        self._ring = ring
+        self._group = group
+        self._peer = peer
         self._memory = _address(ring) + RING_START
         self._taken = 0  # bytes of the ring, counted from the beginning of the job
         self._begin = 0  # all before was consumed
@@ -101,7 +105,8 @@ class Outgoing:
             self._taken = self._begin = (
                 self._taken + -self._taken % RING_BYTES
             )  # empty: from its beginning
-        place, free_from = self._taken, max(consumed, self._begin)
+        place = self._taken
+        free_from = max(consumed, self._begin)
         beginning = place + -place % RING_BYTES
         if (
             place % RING_BYTES + num_bytes > RING_BYTES
@@ -161,18 +166,14 @@ class Incoming:
         """`own`: the lines out of this rank, which may still have something to send before it
         waits.
         """
-        self._connection, self._ring, self._group, self._peer, self._own = (
-            connection,
-            ring,
-            group,
-            peer,
-            own,
-        )
+        self._connection = connection
+        self._ring = ring
+        self._group = group
+        self._peer = peer
+        self._own = own
         self._packet = bytearray(HEADER.size + INLINE_BYTES)
-        self._inline, self._memory = (
-            _address(self._packet) + HEADER.size,
-            _address(ring) + RING_START,
-        )
+        self._inline = _address(self._packet) + HEADER.size
+        self._memory = _address(ring) + RING_START
         self._early: dict[int, bytearray | None] = {}
         """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
         self._lock = threading.Lock()  # a loss may be read by another thread
@@ -271,7 +272,8 @@ def connect(
     is_linux = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
     possible = is_wanted and is_linux and ranks.device == "cpu" and ranks.has_channels_by_tag
     with tempfile.TemporaryDirectory(prefix="whale-") as folder:
-        path, host = str(Path(folder) / "door"), _host()
+        path = str(Path(folder) / "door")
+        host = _host()
         places: list[tuple[str, str] | None] = ranks.gather((host, path) if possible else None)
         here = (
             {rank for rank, place in enumerate(places) if place is not None and place[0] == host}

@@ -87,13 +87,12 @@ class SameHostCollectives:
             self._members[group] = (
                 tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
             )
-        members, own_rank = self._members[group], self._transport.ranks.rank
+        members = self._members[group]
+        own_rank = self._transport.ranks.rank
         if not members or value.nbytes > MOST_TOLD_BYTES:
             return None
-        value, peers = (
-            value.resolve_conj().resolve_neg().contiguous(),
-            [rank for rank in members if rank != own_rank],
-        )
+        value = value.resolve_conj().resolve_neg().contiguous()
+        peers = [rank for rank in members if rank != own_rank]
         room = value.new_empty((len(members), *value.shape))
         for peer in peers:
             self._send(value, peer, RING_BYTES)

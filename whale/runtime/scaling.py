@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 INITIAL_SCALE = 2.0**16
-GROWTH, BACKOFF = 2.0, 0.5
+GROWTH = 2.0
+BACKOFF = 0.5
 GROWTH_INTERVAL = 2000
 
 
@@ -41,8 +42,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.scale, self.good_steps, self.num_skipped = (
-            float(state["scale"]),
-            int(state["good_steps"]),
-            int(state["num_skipped"]),
-        )
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.num_skipped = int(state["num_skipped"])

@@ -75,7 +75,8 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            pairs, shared = _pairs(job.plan), job.config.share_memory
+            pairs = _pairs(job.plan)
+            shared = job.config.share_memory
             self.transport = (
                 Transport(job.ranks, pairs, shared)
                 if job.emulation is None
@@ -193,10 +194,8 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
     """A mini-batch to train on that is larger than the planned one may need more memory than a
     device has.
     """
-    loads, most = (
-        plan.loads(),
-        map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank()),
-    )
+    loads = plan.loads()
+    most = map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank())
     full = [(rank, number) for rank, number in enumerate(most) if number > loads[rank].most]
     if full:
         rank, number = full[0]

@@ -154,11 +154,10 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         transposed: Tensor | None = None,
     ) -> Tensor:
-        ctx.deferred, ctx.bias = deferred, bias
-        ctx.parameter, ctx.is_transposed = (
-            weight if transposed is None else transposed,
-            transposed is not None,
-        )
+        ctx.deferred = deferred
+        ctx.bias = bias
+        ctx.parameter = weight if transposed is None else transposed
+        ctx.is_transposed = transposed is not None
         ctx.save_for_backward(x, weight)
         if transposed is None or bias is None:
             return F.linear(x, weight, bias)
@@ -177,10 +176,8 @@ class _Linear(torch.autograd.Function):
 def _add_linear(
     gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool
 ) -> None:
-    rows, inputs = (
-        gradient.reshape(-1, gradient.shape[-1]),
-        _as(x, gradient).reshape(-1, x.shape[-1]),
-    )
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    inputs = _as(x, gradient).reshape(-1, x.shape[-1])
     left, right = (inputs.t(), rows) if is_transposed else (rows.t(), inputs)
     if parameter.grad is None:
         parameter.grad = torch.mm(left, right).to(parameter.dtype)
@@ -205,13 +202,11 @@ class _Convolution(torch.autograd.Function):
         settings: Settings,
         groups: int,
     ) -> Tensor:
-        ctx.deferred, ctx.bias, ctx.settings, ctx.groups, ctx.parameter = (
-            deferred,
-            bias,
-            settings,
-            groups,
-            weight,
-        )
+        ctx.deferred = deferred
+        ctx.bias = bias
+        ctx.settings = settings
+        ctx.groups = groups
+        ctx.parameter = weight
         ctx.save_for_backward(x, weight)
         stride, padding, dilation = settings
         return torch.convolution(

@@ -140,7 +140,8 @@ def _gather_parts(
     Devices of a grid have a sum over all samples of their replica, so one of them gives it; what
     has no samples, one device in all.
     """
-    plan, (stage, place) = lowered.plan, result
+    plan = lowered.plan
+    (stage, place) = result
     device = plan.virtual_devices[plan.stages[stage].virtual_device]
     has_samples = batch_dim(node, lowered.prepared.captured.batch_symbol) is not None
     owners: list[tuple[int, int]] = []

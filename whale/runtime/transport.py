@@ -49,13 +49,11 @@ class Arrival:
         self, work: dist.Work | None, buffer: Tensor, peer: int, tag: int, description: str
     ) -> None:
         """`work`: None for a message through memory, which is read when it is waited for."""
-        self.work, self.buffer, self.peer, self.tag, self.description = (
-            work,
-            buffer,
-            peer,
-            tag,
-            description,
-        )
+        self.work = work
+        self.buffer = buffer
+        self.peer = peer
+        self.tag = tag
+        self.description = description
 
 
 class Transport:
@@ -67,7 +65,8 @@ class Transport:
         """`pairs`: all (source, destination) ranks of the plan, the same list on every rank.
         `share_memory`: where it is possible.
         """
-        self.ranks, pairs = ranks, sorted(set(pairs))
+        self.ranks = ranks
+        pairs = sorted(set(pairs))
         self.epoch = 0
         """part of every tag, another one in each pass over an action list: a message that a failed
         step left behind is never taken for one of a later step"""
@@ -138,7 +137,8 @@ class Transport:
         self._outgoing[peer, tag] = (group.send([tensor], place, tag), tensor)
 
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
-        tag, work = message.tag + self.epoch, None
+        tag = message.tag + self.epoch
+        work = None
         if message.peer not in self._lines_from:
             group, place = _route(self._from, message.peer)
             work = group.recv([buffer], place, tag)

@@ -93,7 +93,8 @@ class Updater:
             else None
         )
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self._config, self._ranks = config, ranks
+        self._config = config
+        self._ranks = ranks
         self._by_stage: StageUpdates | None = None
 
     def begin(self, held: Sequence[Held], lending: Collection[int]) -> StageUpdates | None:
@@ -147,10 +148,12 @@ class Updater:
         denominator of the loss is zero.
         """
         config = self._config
-        factor, waited_s = 1.0, 0.0
+        factor = 1.0
+        waited_s = 0.0
         if config.needs_all_gradients is not None:
             start = time.perf_counter()
-            loss, norm = totals.values()[0], totals.values()[1] ** 0.5
+            loss = totals.values()[0]
+            norm = totals.values()[1] ** 0.5
             waited_s = time.perf_counter() - start
             if self.loss_scale is not None:
                 factor = 1.0 / self.loss_scale.scale

@@ -196,7 +196,11 @@ class Watch:
         it must.
         """
         assert self._connection is not None
-        unread, silent_s, last, next_beat, told = b"", 0.0, time.monotonic(), 0.0, 0
+        unread = b""
+        silent_s = 0.0
+        last = time.monotonic()
+        next_beat = 0.0
+        told = 0
         with selectors.DefaultSelector() as selector:
             for source in filter(None, (self._connection, self._signals)):
                 selector.register(source, selectors.EVENT_READ)
@@ -316,7 +320,8 @@ class Watch:
         if before != -1:  # an event loop has it
             signal.set_wakeup_fd(before)
             return
-        self._signals, self._wake = ours, theirs
+        self._signals = ours
+        self._wake = theirs
 
         def handle(number: int, frame: FrameType | None) -> None:
             if os.getpid() != self._pid or self._has_left:
@@ -384,7 +389,8 @@ def telling(watch: Watch | None, what: str) -> Iterator[None]:
     if watch is None:
         yield
         return
-    watch.during, watch.position = what, "its start"
+    watch.during = what
+    watch.position = "its start"
     try:
         yield
     except Exception as error:

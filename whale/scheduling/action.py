@@ -138,7 +138,9 @@ def parse_action(text: str) -> Action:
     if match := _COMPUTE_TEXT.fullmatch(text):
         return Action(Kind(match[1]), int(match[2]), int(match[3]))
     if match := _MESSAGE_TEXT.fullmatch(text):
-        source, destination, micro_batch = int(match[3]), int(match[4]), int(match[5])
+        source = int(match[3])
+        destination = int(match[4])
+        micro_batch = int(match[5])
         sent = Action(Kind.SEND, source, micro_batch, destination, gradient=match[2] == "B")
         return sent if match[1] == Kind.SEND else sent.counterpart
     if match := _SYNCHRONISE_TEXT.fullmatch(text):

@@ -247,7 +247,9 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
     """Actions that must stand before this one if they are on the same device, each with
     the reason.
     """
-    graph, stage, micro_batch = schedule.stage_graph, action.stage, action.micro_batch
+    graph = schedule.stage_graph
+    stage = action.stage
+    micro_batch = action.micro_batch
     if action.kind is Kind.FORWARD:
         if micro_batch > 0:
             yield (
@@ -296,7 +298,8 @@ def start_times(
     devices wait for each other. Whether they do does not depend on the durations, so `check` calls
     this without any.
     """
-    graph, orders = schedule.stage_graph, schedule.orders
+    graph = schedule.stage_graph
+    orders = schedule.orders
     starts: list[list[float]] = [[] for _ in orders]
     clock = [0.0] * len(orders)
     sent_at: dict[Action, float] = {}
@@ -386,7 +389,9 @@ def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
     on one device only.
     """
     in_flight = dict.fromkeys(schedule.stage_graph.stages_of(device), 0)
-    peaks, total, total_peak = dict(in_flight), 0, 0
+    peaks = dict(in_flight)
+    total = 0
+    total_peak = 0
     for action in schedule.orders[device]:
         change = 1 if action.kind is Kind.FORWARD else -1 if action.kind in ENDS_BACKWARD else 0
         if change:
@@ -428,7 +433,8 @@ def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> floa
     for action in order:
         if not action.is_compute:
             continue
-        key, held = (action.stage, action.micro_batch), stages[action.stage]
+        key = (action.stage, action.micro_batch)
+        held = stages[action.stage]
         if action.kind in GIVES_GRADIENT:
             peak = max(peak, total + held.working)
         if action.kind in ENDS_BACKWARD:

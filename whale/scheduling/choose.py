@@ -21,7 +21,8 @@ CHUNKS = (1, 2, 4, 8)
 """chunks on each device that are tried; 2, 4 and 8 as loop and as 1, 2 and 4 waves"""
 AS_GOOD = 1.005
 """a simpler candidate within this of the best time is taken instead"""
-SCREEN_TRIES, NUM_FINALISTS = 40, 3
+SCREEN_TRIES = 40
+NUM_FINALISTS = 3
 """every candidate is searched with so few tries at first, and only so many of the best with all of
 them
 """

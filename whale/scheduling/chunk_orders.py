@@ -76,7 +76,8 @@ def _wave_unit(
     graph: StageGraph, device: int, num_waves: int, micro_batches: range
 ) -> Iterator[Action]:
     stages = graph.stages_of(device)
-    odd, even = range(1, 2 * num_waves, 2), range(0, 2 * num_waves, 2)
+    odd = range(1, 2 * num_waves, 2)
+    even = range(0, 2 * num_waves, 2)
 
     def lane(make: Callable[[int, int], Action], chunks: range) -> Lane:
         return [

@@ -105,11 +105,9 @@ def compare(question: Question) -> tuple[Row, ...]:
 
 
 def _rows(question: Question) -> Iterator[Row]:
-    num_devices, count, chunks = (
-        question.num_devices,
-        question.num_micro_batch,
-        2 * question.num_waves,
-    )
+    num_devices = question.num_devices
+    count = question.num_micro_batch
+    chunks = 2 * question.num_waves
     one = StageGraph.chain(num_devices)
     looped = _chain(loop(num_devices, chunks))
     waved = _chain(wave(num_devices, question.num_waves))

@@ -195,10 +195,8 @@ def _ways(
     # from the start of a backward on: itself, then its weight part or what waits for its gradient
     ways = []
     for stage in range(graph.num_stages):
-        first, second = (
-            costs.input_backward_s[stage] + costs.action_s,
-            costs.weight_backward_s[stage],
-        )
+        first = costs.input_backward_s[stage] + costs.action_s
+        second = costs.weight_backward_s[stage]
         ways.append(
             first + second + tails[stage] if whole[stage] else first + max(second, tails[stage])
         )
@@ -235,10 +233,8 @@ def _tails(graph: StageGraph, costs: Costs, whole: Sequence[bool]) -> list[float
     tails = [0.0] * graph.num_stages
     for stage in range(graph.num_stages):
         for producer in graph.gradient_producers(stage):
-            first, second = (
-                costs.input_backward_s[producer] + costs.action_s,
-                costs.weight_backward_s[producer],
-            )
+            first = costs.input_backward_s[producer] + costs.action_s
+            second = costs.weight_backward_s[producer]
             own = (
                 first + second + tails[producer]
                 if whole[producer]

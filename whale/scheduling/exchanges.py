@@ -83,11 +83,14 @@ def improve(
         if not accepted:
             row[place], row[place + 1] = row[place + 1], row[place]
             continue
-        ends, sequence, time = new_ends, new_sequence, new_time
+        ends = new_ends
+        sequence = new_sequence
+        time = new_time
         places[row[place]], places[row[place + 1]] = place, place + 1
         links = critical_links(problem, rows, places, ends, durations, needs)
         if time < best_time * (1 - NEAR):
-            best_time, best = time, [list(row) for row in rows]
+            best_time = time
+            best = [list(row) for row in rows]
     return best
 
 
@@ -132,15 +135,19 @@ def critical_links(
         if ends[job] == last_end
     )
     links: list[tuple[int, int]] = []
-    size, count, device_of_place = problem.size, problem.num_micro_batch, problem.device_of_place
+    size = problem.size
+    count = problem.num_micro_batch
+    device_of_place = problem.device_of_place
     while True:
         start = ends[job] - durations[job]
         slip = NEAR * (1 + abs(start))
         if start <= slip:
             return links
-        device, place = device_of_place[job % size], places[job]
+        device = device_of_place[job % size]
+        place = places[job]
         earlier = rows[device][place - 1] if place > 0 else -1
-        needed, depends = -1, False
+        needed = -1
+        depends = False
         for need, time in needs[job]:
             depends = depends or need == earlier
             if needed < 0 and ends[need] + time >= start - slip:

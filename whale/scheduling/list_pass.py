@@ -58,8 +58,13 @@ class _Pass:
     def __init__(
         self, problem: Problem, keys: list[float], whole: bytearray, policy: Policy
     ) -> None:
-        self.problem, self.keys, self.whole, self.policy = problem, keys, whole, policy
-        graph, count, size = problem.graph, problem.num_micro_batch, problem.size
+        self.problem = problem
+        self.keys = keys
+        self.whole = whole
+        self.policy = policy
+        graph = problem.graph
+        count = problem.num_micro_batch
+        size = problem.size
         stages = range(graph.num_stages)
         self.device = graph.device_of_stage
         self.missing = [len(problem.producers[s]) for s in stages for _ in range(count)]
@@ -94,7 +99,9 @@ class _Pass:
         self.num_finished = [0] * graph.num_devices
 
     def run(self, limit_s: float) -> tuple[Jobs, float] | None:
-        events, free, rest_s = self.events, self.free, self.rest_s
+        events = self.events
+        free = self.free
+        rest_s = self.rest_s
         while events:
             now, device = heappop(events)
             if now + rest_s[device] > limit_s:
@@ -108,13 +115,20 @@ class _Pass:
 
     def decide(self, device: int, now: float) -> None:
         """Start a job on this free device, or wait."""
-        problem, keys, policy = self.problem, self.keys, self.policy
-        count, size = problem.num_micro_batch, problem.size
-        arrival, missing = self.arrival, self.missing
+        problem = self.problem
+        keys = self.keys
+        policy = self.policy
+        count = problem.num_micro_batch
+        size = problem.size
+        arrival = self.arrival
+        missing = self.missing
         room_left = problem.caps[device] - self.live[device]
-        room, is_limited = self.room, policy.admit is not None or policy.in_turn
-        next_forward, next_backward = self.next_forward, self.next_backward
-        best, best_key = -1, NEVER
+        room = self.room
+        is_limited = policy.admit is not None or policy.in_turn
+        next_forward = self.next_forward
+        next_backward = self.next_backward
+        best = -1
+        best_key = NEVER
         coming: list[tuple[float, float]] = []
         is_full = False
         for stage in problem.chunks[device]:
@@ -125,7 +139,8 @@ class _Pass:
                     key = keys[job]
                     if arrival[job] <= now:
                         if key < best_key:
-                            best, best_key = job, key
+                            best = job
+                            best_key = key
                     else:
                         coming.append((arrival[job], key))
             micro_batch = next_forward[stage]
@@ -140,7 +155,8 @@ class _Pass:
                     key = keys[job]
                     if arrival[job] <= now:
                         if key < best_key:
-                            best, best_key = job, key
+                            best = job
+                            best_key = key
                     else:
                         coming.append((arrival[job], key))
         if policy.wait and best >= 0 and coming:
@@ -177,15 +193,19 @@ class _Pass:
         """Start the weight part that fits best before `until`."""
         problem = self.problem
         gap = until - now
-        best, longest, shortest = -1, -1.0, NEVER
+        best = -1
+        longest = -1.0
+        shortest = NEVER
         for stage in problem.chunks[device]:
             if self.waiting_weights[stage]:
                 length = problem.weight_s[stage]
                 if length <= gap * (1 + 1e-9):
                     if length > longest:
-                        best, longest = stage, length
+                        best = stage
+                        longest = length
                 elif longest < 0 and length < shortest:
-                    best, shortest = stage, length
+                    best = stage
+                    shortest = length
         if best < 0:
             return
         if (
@@ -213,7 +233,8 @@ class _Pass:
                     + self.waiting_weights[stage][0]
                 )
                 if self.keys[job] < best_key:
-                    best, best_key = job, self.keys[job]
+                    best = job
+                    best_key = self.keys[job]
         if best < 0:
             return
         if self.policy.wait and coming:
@@ -232,7 +253,8 @@ class _Pass:
 
     def start(self, device: int, job: int, now: float) -> None:
         problem = self.problem
-        size, count = problem.size, problem.num_micro_batch
+        size = problem.size
+        count = problem.num_micro_batch
         lane, place = divmod(job, size)
         stage, micro_batch = divmod(place, count)
         if lane == 1 and not self.whole[place]:

@@ -33,13 +33,20 @@ BUDGET = 300_000
 """job visits of a search, one or two microseconds each: divided by the number of jobs, the tries
 when none are given
 """
-PASS_SHARE, PASS_VISITS = 0.65, 5
+PASS_SHARE = 0.65
+PASS_VISITS = 5
 """this part of the budget goes to passes; one takes about as long as so many simulations of the
 same jobs
 """
-LEAST_PASSES, MOST_PASSES, MOST_AGAIN, MOST_EXCHANGES = 5, 120, 6, 3000
-NUM_STARTS, MANY_EXCHANGES = 4, 600
-LIGHT, NUM_LIGHT, LIGHT_SHARE = (0.75, 0.6, 0.5), 3, 12
+LEAST_PASSES = 5
+MOST_PASSES = 120
+MOST_AGAIN = 6
+MOST_EXCHANGES = 3000
+NUM_STARTS = 4
+MANY_EXCHANGES = 600
+LIGHT = (0.75, 0.6, 0.5)
+NUM_LIGHT = 3
+LIGHT_SHARE = 12
 """parts of their time that weight parts are taken for, and how many of the best policies are tried
 so: at most one in so many
 """
@@ -86,7 +93,8 @@ def list_orders(
 
 class Search:
     def __init__(self, problem: Problem, split: bool | None, tries: int | None) -> None:
-        self.problem, self.split = problem, split
+        self.problem = problem
+        self.split = split
         num_jobs = 3 * problem.size
         scale = BUDGET // num_jobs if tries is None else tries
         self.num_passes = min(max(LEAST_PASSES, int(PASS_SHARE * scale / PASS_VISITS)), MOST_PASSES)
@@ -117,7 +125,8 @@ class Search:
         return self.join(min(self.found, key=lambda found: found.rank))
 
     def known_orders(self) -> Iterator[tuple[str, Orders]]:
-        graph, count = self.problem.graph, self.problem.num_micro_batch
+        graph = self.problem.graph
+        count = self.problem.num_micro_batch
         if self.split is not True:
             yield "1f1b", one_f_one_b(graph, count)
             if num_waves_of(graph.device_of_stage):
@@ -150,7 +159,8 @@ class Search:
         for index, (keys, policy) in enumerate(policies(problem, self.num_passes)):
             if self.is_at_bound():
                 break
-            whole, before = kinds[index % len(kinds)], len(self.found)
+            whole = kinds[index % len(kinds)]
+            before = len(self.found)
             self.try_pass(
                 "list",
                 keys.of(problem),
@@ -166,7 +176,8 @@ class Search:
 
     def light_passes(self) -> None:
         """The best policies once more, with shorter weight parts."""
-        problem, costs = self.problem, self.problem.costs
+        problem = self.problem
+        costs = self.problem.costs
         best = sorted(self.split_passes, key=lambda each: each[:2])[: self.num_light]
         for part in LIGHT:
             light = replace(
@@ -257,7 +268,8 @@ class Search:
         A gradient that leaves later than it could makes a run less robust, so stages that send one
         are only joined where actions cost.
         """
-        problem, size = self.problem, self.problem.size
+        problem = self.problem
+        size = self.problem.size
         durations = problem.durations(best.whole)
         ends, _ = problem.run(best.jobs, durations, self.needs)
         latest = latest_starts(problem, best.jobs, durations, self.needs)

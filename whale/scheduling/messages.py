@@ -97,7 +97,8 @@ def _add_receives(
         # without its compute action a message has no place; `check` then names the missing action
         messages = [message for message in sent if message in needed_at]
         # going back from the last message: none is received after one that was sent later
-        places, place = [], len(order)
+        places = []
+        place = len(order)
         for message in reversed(messages):
             place = min(place, needed_at[message])
             places.append(place)

@@ -21,7 +21,8 @@ from whale.scheduling.check import start_times
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 CELL_WIDTH = 2
 """characters in one column of time: the micro-batch and its mark"""
-IDLE, CLIPPED = ".", ">"
+IDLE = "."
+CLIPPED = ">"
 MARKS = {Kind.FORWARD: " ", Kind.BACKWARD: "'", Kind.INPUT: "-", Kind.WEIGHT: "+"}
 MAX_COLUMNS_OF_SHORTER = 4
 """a forward or backward, whichever is shorter, is drawn at most so wide; other ratios are rounded
@@ -96,14 +97,16 @@ def _columns(forward: float, backward: float) -> tuple[int, int]:
     ratio = Fraction(max(forward, backward) / min(forward, backward)).limit_denominator(
         MAX_COLUMNS_OF_SHORTER
     )
-    shorter, longer = ratio.denominator, ratio.numerator
+    shorter = ratio.denominator
+    longer = ratio.numerator
     return (shorter, longer) if forward <= backward else (longer, shorter)
 
 
 def _rows(schedule: Schedule, forward_columns: int, backward_columns: int) -> list[list[str]]:
     """Cells of each device, all rows equally long."""
     if _is_split(schedule) and backward_columns % 2:
-        forward_columns, backward_columns = 2 * forward_columns, 2 * backward_columns
+        forward_columns = 2 * forward_columns
+        backward_columns = 2 * backward_columns
     half = backward_columns // 2
     columns = {
         Kind.FORWARD: forward_columns,

@@ -45,8 +45,10 @@ class Keys:
             sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks)
             for chunks in problem.chunks
         )
-        stages, many = range(problem.graph.num_stages), range(problem.num_micro_batch)
-        step, end = self.slope * interval, min(backs)
+        stages = range(problem.graph.num_stages)
+        many = range(problem.num_micro_batch)
+        step = self.slope * interval
+        end = min(backs)
         forwards = [step * m + self.forward * heads[s] for s in stages for m in many]
         backwards = [
             step * m + self.back * (backs[s] - end) + end + self.offset * interval
@@ -59,7 +61,8 @@ class Keys:
 def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
     """The first `count` ones, always the same."""
     num = problem.graph.num_devices
-    quarter, half = num + num // 4, num + num // 2
+    quarter = num + num // 4
+    half = num + num // 2
     first = [
         (Keys(0.2, 1.0, 1.0, ALWAYS), Policy(num, 0.25)),
         (Keys(0.25, 1.0, 1.0, 0.0), Policy(num + 1, 0.5)),
@@ -94,7 +97,8 @@ def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
 
 def _alone(problem: Problem) -> tuple[list[float], list[float]]:
     """Earliest starts of forward and backward of each stage for a micro-batch that is alone."""
-    heads, backs = [0.0] * problem.graph.num_stages, [0.0] * problem.graph.num_stages
+    heads = [0.0] * problem.graph.num_stages
+    backs = [0.0] * problem.graph.num_stages
     for stage in range(problem.graph.num_stages):
         for producer, time in problem.producers[stage]:
             heads[stage] = max(heads[stage], heads[producer] + problem.forward_s[producer] + time)

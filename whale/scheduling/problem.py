@@ -33,7 +33,9 @@ class Problem:
     def __init__(self, graph: StageGraph, costs: Costs, num_micro_batch: int) -> None:
         require_micro_batches(num_micro_batch)
         costs.require_fit(graph)
-        self.graph, self.costs, self.num_micro_batch = graph, costs, num_micro_batch
+        self.graph = graph
+        self.costs = costs
+        self.num_micro_batch = num_micro_batch
         self.size = size = graph.num_stages * num_micro_batch
         stages = range(graph.num_stages)
         self.chunks = [graph.stages_of(device) for device in range(graph.num_devices)]
@@ -41,7 +43,8 @@ class Problem:
         self.input_s = [costs.input_backward_s[s] + costs.action_s for s in stages]
         self.weight_s = [costs.weight_backward_s[s] + costs.action_s for s in stages]
         self.whole_s = [costs.backward_s(s) + costs.action_s for s in stages]
-        self.activation, self.weight_part = list(costs.activation), list(costs.weight_part)
+        self.activation = list(costs.activation)
+        self.weight_part = list(costs.weight_part)
         self.caps = (
             [float("inf")] * graph.num_devices
             if costs.memory_cap is None
@@ -131,7 +134,8 @@ class Problem:
         order of a device.
         """
         result: list[tuple[tuple[int, float], ...]] = []
-        count, size = self.num_micro_batch, self.size
+        count = self.num_micro_batch
+        size = self.size
         for s in range(self.graph.num_stages):
             for m in range(count):
                 result.append(tuple((p * count + m, time) for p, time in self.producers[s]))
@@ -168,8 +172,10 @@ class Problem:
         ready = list(range(len(jobs)))
         while ready:
             device = ready.pop()
-            row, clock = jobs[device], clocks[device]
-            at, last = place[device], len(row)
+            row = jobs[device]
+            clock = clocks[device]
+            at = place[device]
+            last = len(row)
             while at < last:
                 job = row[at]
                 start = clock
@@ -189,7 +195,8 @@ class Problem:
                     continue
                 waiting.setdefault(need, []).append(device)
                 break
-            place[device], clocks[device] = at, clock
+            place[device] = at
+            clocks[device] = clock
         if len(sequence) < sum(map(len, jobs)):
             raise StuckError
         return ends, sequence
@@ -197,7 +204,8 @@ class Problem:
     def peak(self, row: Sequence[int], whole: bytearray) -> float:
         """Most activation memory of a device that does its jobs in this order."""
         total = peak = 0.0
-        size, count = self.size, self.num_micro_batch
+        size = self.size
+        count = self.num_micro_batch
         for job in row:
             if job < size:
                 total += self.activation[job // count]

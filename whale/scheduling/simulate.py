@@ -84,7 +84,8 @@ def _times(
 ) -> list[tuple[float, float]]:
     """(start, end) of every action of one device."""
     result: list[tuple[float, float]] = []
-    clock, jobs = 0.0, iter(row)
+    clock = 0.0
+    jobs = iter(row)
     for action in order:
         if action.is_compute:
             job = next(jobs)

@@ -44,10 +44,12 @@ they are cut is what a user asks
 
 def describe(solver: Solver, seconds: float) -> Sharding:
     """The result of a solver."""
-    space, grid = solver.space, solver.grid
+    space = solver.space
+    grid = solver.grid
     index = {node: place for place, node in enumerate(space.program.captured.graph.nodes)}
     choices: dict[int, tuple[str, str, str]] = {}
-    operations, replicated = [], []
+    operations = []
+    replicated = []
     sent = _sent_by_reader(solver)
     for node in space.operations:
         chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
@@ -94,7 +96,9 @@ def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
     """Of the gradients of all parameters over the devices that hold the same parts, for one
     micro-batch.
     """
-    grid, costs, program = solver.grid, solver.terms.costs, solver.space.program
+    grid = solver.grid
+    costs = solver.terms.costs
+    program = solver.space.program
     trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
     alike = Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained)
     total = sum(
@@ -108,7 +112,8 @@ def _work(solver: Solver) -> tuple[float, ...]:
     """By place, its part of the FLOP of all operations: a device without a head, say, does nothing
     of the attention.
     """
-    space, grid = solver.space, solver.grid
+    space = solver.space
+    grid = solver.grid
     flop: dict[tuple[tuple[Cut, tuple[str, ...]], ...], float] = {}
     for node in space.operations:
         cuts: dict[str, tuple[Cut, list[str]]] = {}
@@ -237,16 +242,15 @@ def _gathered(solver: Solver) -> Gathered:
     """Values that are cut along an axis where an operation with a gradient needs them the same: it
     keeps the gathered copy.
     """
-    axes, costs = solver.grid.axes, solver.terms.costs
+    axes = solver.grid.axes
+    costs = solver.terms.costs
     sizes = [solver.grid.size(axis) for axis in axes]
     per_sample = fixed = seconds = 0.0
     for read in solver.reads:
         lies = solver.lies(read.value)
         source = [lies[axis] for axis in axes]
-        num_bytes, is_parameter = (
-            numel_bytes(read.value, solver.terms.shapes),
-            read.producer.op == "get_attr",
-        )
+        num_bytes = numel_bytes(read.value, solver.terms.shapes)
+        is_parameter = read.producer.op == "get_attr"
         seen: list[list[Placement]] = []
         for reader, slot in read.slots:
             node = read.readers[reader]

@@ -129,7 +129,8 @@ class Granules:
         for root, each in classes.items():
             least = min(ratio for _, ratio in each.members)
             for dim, ratio in each.members:
-                size, segments = self._size(dim), ratio / least
+                size = self._size(dim)
+                segments = ratio / least
                 if segments.denominator != 1 or size is None or size % int(segments):
                     each.torn = True
                     break

@@ -105,17 +105,17 @@ class _Emitter:
         weights: Mapping[str, torch.Tensor],
         communication: Communication,
     ) -> None:
-        self.space, self.sharding, self.place, self.num_samples = (
-            space,
-            sharding,
-            place,
-            num_samples,
-        )
-        self.weights, self.communication = weights, communication
+        self.space = space
+        self.sharding = sharding
+        self.place = place
+        self.num_samples = num_samples
+        self.weights = weights
+        self.communication = communication
         self.grid = sharding.grid
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
         self.graph = Graph()
-        self.root, self.calls = nn.Module(), nn.Module()
+        self.root = nn.Module()
+        self.calls = nn.Module()
         self.root.add_module(CALLS, self.calls)
         self.num_calls = 0
         self.copies: dict[Value, Node] = {}

@@ -79,7 +79,8 @@ def most_sent(source: Lying, target: Lying, sizes: tuple[int, ...]) -> tuple[flo
 def _most_sent(
     source: Lying, target: Lying, sizes: tuple[int, ...], num_dims: int
 ) -> tuple[float, int | None]:
-    before, after = _Layout.of(source, num_dims), _Layout.of(target, num_dims)
+    before = _Layout.of(source, num_dims)
+    after = _Layout.of(target, num_dims)
     summed = sorted(before.partial - after.partial, reverse=True)
     best, outermost = _one_step(before, after, sizes)
     for middle in _between(before, after, summed, num_dims) if summed else ():
@@ -107,14 +108,10 @@ def _one_step(before: _Layout, after: _Layout, sizes: tuple[int, ...]) -> tuple[
     sent = np.ones((len(coordinates[0]), len(coordinates[0])))
     for axes_before, axes_after in zip(before.axes, after.axes, strict=True):
         if axes_before or axes_after:
-            (low, wide), (start, width) = (
-                _intervals(axes_before, sizes),
-                _intervals(axes_after, sizes),
-            )
-            first, stop = (
-                np.maximum(low[:, None], start[None, :]),
-                np.minimum((low + wide)[:, None], (start + width)[None, :]),
-            )
+            (low, wide) = _intervals(axes_before, sizes)
+            (start, width) = _intervals(axes_after, sizes)
+            first = np.maximum(low[:, None], start[None, :])
+            stop = np.minimum((low + wide)[:, None], (start + width)[None, :])
             sent *= np.clip(stop - first, 0.0, None)
     for axis, coordinate in enumerate(coordinates):
         is_same = axis not in before.cut and axis not in before.partial
@@ -139,7 +136,8 @@ def _coordinates(sizes: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
 @lru_cache(maxsize=4096)
 def _intervals(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Array, float]:
     """Of one dim: where each place's interval begins, and how wide it is."""
-    coordinates, width = _coordinates(sizes), 1.0
+    coordinates = _coordinates(sizes)
+    width = 1.0
     start = np.zeros(len(coordinates[0]))
     for axis in axes:
         width /= sizes[axis]

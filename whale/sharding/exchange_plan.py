@@ -139,7 +139,8 @@ def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Lay
     for middle in _between(source, target, grid, summed) if best > 0 else ():
         sent = _most_sent(source, middle, grid) + _most_sent(middle, target, grid)
         if sent < best:
-            best, chosen = sent, (source, middle, target)
+            best = sent
+            chosen = (source, middle, target)
     return chosen
 
 
@@ -178,11 +179,11 @@ class _Change:
     """From one layout to another in one step, for all places."""
 
     def __init__(self, source: Layout, target: Layout, grid: Grid) -> None:
-        self.source, self.target, self.grid = source, target, grid
-        same, self.summed = (
-            source.same_on(grid),
-            [axis for axis in grid.axes if axis in source.partial - target.partial],
-        )
+        self.source = source
+        self.target = target
+        self.grid = grid
+        same = source.same_on(grid)
+        self.summed = [axis for axis in grid.axes if axis in source.partial - target.partial]
         self.masked = [axis for axis in same if axis in target.partial]
         self.padded = [
             axis for axis in grid.axes if axis in source.sharded and axis in target.partial
@@ -297,7 +298,8 @@ class _Change:
         """
         if any(self.grid.coordinate(receiver, axis) for axis in self.masked):
             return None
-        held, wanted = [], []
+        held = []
+        wanted = []
         for dim in range(len(self.source.cuts)):
             here, there = self._overlap_of(sender, receiver, dim)
             if not here:
@@ -323,7 +325,8 @@ class _Change:
         outputs = {self._count(self.target, place) for place in line}
         if len(inputs) > 1 or len(outputs) > 1 or self.masked or self.padded:
             return "all-to-all"
-        held, wanted = inputs.pop(), outputs.pop()
+        held = inputs.pop()
+        wanted = outputs.pop()
         num_terms = prod(self.grid.size(axis) for axis in self.summed)
         if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(line):
             return "all-reduce"
@@ -401,7 +404,8 @@ def _overlap(
     for a, b in held:
         start = 0
         for c, d in wanted:
-            first, stop = max(a, c), min(b, d)
+            first = max(a, c)
+            stop = min(b, d)
             if first < stop:
                 _append(
                     here,
@@ -417,7 +421,8 @@ def _overlap(
 def _append(here: list[Interval], there: list[Interval], mine: Interval, yours: Interval) -> None:
     """Neighbours on both sides are joined."""
     if here and here[-1][1] == mine[0] and there[-1][1] == yours[0]:
-        here[-1], there[-1] = (here[-1][0], mine[1]), (there[-1][0], yours[1])
+        here[-1] = (here[-1][0], mine[1])
+        there[-1] = (there[-1][0], yours[1])
     else:
         here.append(mine)
         there.append(yours)

@@ -43,7 +43,8 @@ def readers_in_place(start: Node, is_end: Callable[[Node], bool]) -> list[Node] 
     """The ends that read the rows of `start`, through operations that treat rows one by one; None
     where something else reads them.
     """
-    rows, ends = {start}, []
+    rows = {start}
+    ends = []
     waiting = set(start.users)
     node = start.next
     while waiting:

@@ -93,7 +93,8 @@ class Layout:
 
     def ranges(self, grid: Grid, place: int, dim: int) -> tuple[Interval, ...]:
         """Index ranges of one dim that the device holds, in order; neighbours are joined."""
-        cut, (first, stop) = self.cuts[dim], self.granules(grid, place, dim)
+        cut = self.cuts[dim]
+        (first, stop) = self.granules(grid, place, dim)
         if (first, stop) == (0, cut.count):
             return ((0, cut.size),)
         starts = (segment * cut.count * cut.unit for segment in range(cut.segments))

@@ -66,7 +66,8 @@ class Shapes:
     """Shapes of fake tensors at some number of samples."""
 
     def __init__(self, symbol: sympy.Symbol, num_samples: int = PRIME) -> None:
-        self.symbol, self.num_samples = symbol, num_samples
+        self.symbol = symbol
+        self.num_samples = num_samples
 
     def of(self, tensor: torch.Tensor) -> Shape:
         return tuple(self.size(size) for size in tensor.shape)
@@ -105,7 +106,8 @@ class Operation:
     """One node as the rules see it."""
 
     def __init__(self, node: Node, shapes: Shapes) -> None:
-        self.node, self.name = node, op_name(node)
+        self.node = node
+        self.name = op_name(node)
         self.inputs: list[Node] = []
         self.slots: dict[str, list[int]] = {}
         """argument -> places in `inputs` of the tensors that it holds"""

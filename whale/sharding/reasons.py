@@ -56,7 +56,9 @@ class _Reasons:
     def __init__(
         self, space: Space, sharding: Sharding, num_samples: int, costs: GridCosts
     ) -> None:
-        self.space, self.grid, self.seconds = space, sharding.grid, sharding.seconds
+        self.space = space
+        self.grid = sharding.grid
+        self.seconds = sharding.seconds
         self.axes = self.grid.axes
         self.sizes = [self.grid.size(axis) for axis in self.axes]
         self.terms = Terms(
@@ -91,7 +93,8 @@ class _Reasons:
             (*self._cost(node, options), pattern(self.space, node, options)) for options in others
         ]
         next_s, next_bytes, name = min(compared, key=lambda each: each[0])
-        more_s, more_bytes = next_s - seconds, next_bytes - num_bytes
+        more_s = next_s - seconds
+        more_bytes = next_bytes - num_bytes
         if abs(more_s) <= SAME_SECONDS * self.seconds:
             return f"as fast as {name}"
         if more_s < 0:
@@ -139,13 +142,15 @@ class _Reasons:
             )
         for value, targets in slots.items():
             more_s, more_bytes = self._read(node, value, list(targets))
-            seconds, num_bytes = seconds + more_s, num_bytes + more_bytes
+            seconds = seconds + more_s
+            num_bytes = num_bytes + more_bytes
         for value in self.space.outputs_of(node):
             source = tuple(output_of(options[axis], value[1]) for axis in self.axes)
             targets_of = dict.fromkeys((*self._needs(value), *self.wanted.get(value, [])))
             for target in targets_of:
                 more_s, more_bytes = self._exchange(value, source, target)
-                seconds, num_bytes = seconds + more_s, num_bytes + more_bytes
+                seconds = seconds + more_s
+                num_bytes = num_bytes + more_bytes
         return seconds, num_bytes
 
     def _read(self, node: Node, value: Value, targets: Sequence[Lying]) -> tuple[float, float]:

@@ -77,14 +77,17 @@ def find_repeats(space: Space, sorts: Sequence[int], fixed: Collection[str]) -> 
     """All runs of a stage. `sorts`: a number for each operation, equal where nothing tells two of
     them apart; `fixed`: parameters whose layout is given, which are left alone."""
     operations = list(space.operations)
-    found, num_runs = Repeats(), 0
+    found = Repeats()
+    num_runs = 0
     waiting = [(0, len(operations))]
     while waiting:
         begin, end = waiting.pop()
         run = _longest_run(np.array(sorts[begin:end]))
         if run is None:
             continue
-        start, length, number = begin + run[0], run[1], run[2]
+        start = begin + run[0]
+        length = run[1]
+        number = run[2]
         waiting += [(begin, start), (start + length * number, end)]
         layers = [operations[start + r * length : start + (r + 1) * length] for r in range(number)]
         same = _Same(space, layers, fixed)
@@ -113,10 +116,8 @@ def _longest_run(sorts: npt.NDArray[np.intp]) -> tuple[int, int, int] | None:
         different = np.flatnonzero(np.append(sorts[:-length] != sorts[length:], True))
         starts = np.insert(different[:-1] + 1, 0, 0)
         longest = int(np.argmax(different - starts))
-        start, number = (
-            int(starts[longest]),
-            int(different[longest] - starts[longest]) // length + 1,
-        )
+        start = int(starts[longest])
+        number = int(different[longest] - starts[longest]) // length + 1
         if number >= FEWEST and (best is None or number * length > best[0]):
             best = (number * length, start, length, number)
     return best[1:] if best is not None else None
@@ -130,7 +131,9 @@ class _Same:
     def __init__(
         self, space: Space, layers: Sequence[Sequence[Node]], fixed: Collection[str]
     ) -> None:
-        self.space, self.layers, self.fixed = space, layers, fixed
+        self.space = space
+        self.layers = layers
+        self.fixed = fixed
         self.place = {
             node: (r, i) for r, layer in enumerate(layers) for i, node in enumerate(layer)
         }
@@ -163,7 +166,8 @@ class _Same:
                 ].setdefault(second, first) is not first:
                     return False
             elif first in self.place and second in self.place:
-                (r1, i1), (r2, i2) = self.place[first], self.place[second]
+                (r1, i1) = self.place[first]
+                (r2, i2) = self.place[second]
                 if i1 != i2 or r2 != r1 + 1:
                     return False
             elif first in self.space.operations or second in self.space.operations:

@@ -61,11 +61,15 @@ def told(op: Operation, local: str, num_rows: float, has_backward: bool) -> list
         has_weights = op.slot("weight") is not None or len(op.shapes[1]) == len(op.shapes[0])
         return [Told(3 * row + size if has_weights else 2 * row, False)]
     if local == "softmax":
-        forward, backward = [Told(2 * row, False)], [Told(row, True)]
+        forward = [Told(2 * row, False)]
+        backward = [Told(row, True)]
     elif local == "batch norm":
-        forward, backward = [Told(row + size, True), Told(row, True)], [Told(2 * row, True)]
+        forward = [Told(row + size, True), Told(row, True)]
+        backward = [Told(2 * row, True)]
     elif op.name == "rms_norm":
-        forward, backward = [Told(row + size, True)], [Told(row, True)]
+        forward = [Told(row + size, True)]
+        backward = [Told(row, True)]
     else:
-        forward, backward = [Told(2 * row + size, False)], [Told(2 * row, True)]
+        forward = [Told(2 * row + size, False)]
+        backward = [Told(2 * row, True)]
     return forward + backward if has_backward else forward

@@ -72,7 +72,8 @@ def _linear_groups(op: Operation) -> list[set[int]]:
 
 def _keeps_precision(op: Operation) -> bool:
     """A partial sum is not rounded on its way."""
-    before, after = op.inputs[0].meta["val"].dtype, op.node.meta["val"].dtype
+    before = op.inputs[0].meta["val"].dtype
+    after = op.node.meta["val"].dtype
     return bool(before.is_floating_point and torch.promote_types(before, after) == after)
 
 
@@ -212,7 +213,8 @@ def class_loss(op: Operation) -> list[Option]:
     sums and target logits are exchanged.
     """
     how = REDUCTIONS[op.argument("reduction")]
-    logits, target = op.shapes[0], op.shapes[1]
+    logits = op.shapes[0]
+    target = op.shapes[1]
     if how == "mean" or len(logits) < 2:
         return []
     rows: list[Label] = [f"r{dim}" for dim in range(len(logits) - 1)]

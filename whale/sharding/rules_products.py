@@ -39,7 +39,8 @@ def summa_options(op: Operation) -> list[Option]:
     the weight, along y. These two go together, and with nothing else."""
     if op.name != "linear" or len(op.shapes[1]) != 2 or len(op.shapes[0]) < 2:
         return []
-    last, bias = len(op.shapes[0]) - 1, op.slot("bias") is not None
+    last = len(op.shapes[0]) - 1
+    bias = op.slot("bias") is not None
     columns = Option("summa columns", (last, 0, *([0] if bias else [])), (last,), "summa")
     rows = [
         Option(f"summa rows {dim}", (dim, 1, *([SAME] if bias else [])), (dim,), "summa")
@@ -181,7 +182,8 @@ def layer_norm(op: Operation) -> list[Option]:
     """The normalised dims may be cut: sums of each row are exchanged."""
     shape = op.shapes[0]
     width = len(op.argument("normalized_shape"))
-    rows, inner = letters("m", len(shape) - width), [f"h{dim}" for dim in range(width)]
+    rows = letters("m", len(shape) - width)
+    inner = [f"h{dim}" for dim in range(width)]
     whole: Sequence[Label] = [*rows, *inner]
     statistics: Sequence[Label] = [*rows, *([None] * width)]
     results = [whole] + [statistics] * (len(op.outputs) - 1)

@@ -62,7 +62,8 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     sources = [dim for dim, size in enumerate(before) if size != 1]
     targets = [dim for dim, size in enumerate(after) if size != 1]
     while sources and targets:
-        left, right = [sources.pop(0)], [targets.pop(0)]
+        left = [sources.pop(0)]
+        right = [targets.pop(0)]
         while (held := prod(before[dim] for dim in left)) != (
             wanted := prod(after[dim] for dim in right)
         ):
@@ -78,13 +79,16 @@ def _partners(
     op: Operation, before: list[int], after: list[int]
 ) -> tuple[int, int, tuple[int, int]] | None:
     """(dim before, dim after, segments of each) that run along each other in one group."""
-    source, target = op.shapes[0], op.outputs[0]
-    first, second = _outermost(before, source), _outermost(after, target)
+    source = op.shapes[0]
+    target = op.outputs[0]
+    first = _outermost(before, source)
+    second = _outermost(after, target)
     if len(before) == 1 and len(after) > 1 and second == 0 and _is_taken_apart(op.node, after[0]):
         second = 1
     outside_first = prod(source[dim] for dim in before[:first])
     outside_second = prod(target[dim] for dim in after[:second])
-    a, b = before[first], after[second]
+    a = before[first]
+    b = after[second]
     if outside_second % outside_first == 0 and source[a] % (outside_second // outside_first) == 0:
         return a, b, (outside_second // outside_first, 1)
     if outside_first % outside_second == 0 and target[b] % (outside_first // outside_second) == 0:
@@ -239,7 +243,8 @@ def pad(op: Operation) -> list[Option]:
     """Whole where something is added at an edge or taken away there. `pad` has two numbers for each
     dim, the last dim first.
     """
-    edges, rank = op.argument("pad"), len(op.outputs[0])
+    edges = op.argument("pad")
+    rank = len(op.outputs[0])
     alone = [
         all(edge == 0 for edge in edges[2 * place : 2 * place + 2])
         for place in reversed(range(rank))

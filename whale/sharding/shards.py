@@ -56,7 +56,8 @@ class Shard:
             return [(everything, everything)]
         found = []
         for parts in product(*(_with_offsets(dim) for dim in self.ranges)):
-            box, own = tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+            box = tuple(part[0] for part in parts)
+            own = tuple(part[1] for part in parts)
             if all(start < stop for start, stop in box):
                 found.append((box, own))
         return found
@@ -154,7 +155,8 @@ class Shards:
         """By place."""
         key = (device, stored)
         if key not in self._ranges:
-            grid, layout = self.plan.virtual_devices[device].grid, stored.layout()
+            grid = self.plan.virtual_devices[device].grid
+            layout = stored.layout()
             assert grid is not None
             dims = range(len(layout.cuts))
             self._ranges[key] = [
@@ -166,7 +168,8 @@ class Shards:
 
 def _with_offsets(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
     """Each range, and where it lies in the shard."""
-    found, offset = [], 0
+    found = []
+    offset = 0
     for start, stop in ranges:
         found.append(((start, stop), (offset, offset + stop - start)))
         offset += stop - start

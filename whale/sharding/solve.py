@@ -101,7 +101,10 @@ class Solver:
         fixed: Mapping[str, Layout],
         every_layer: bool = False,
     ) -> None:
-        self.space, self.grid, self.num_samples, self.fixed = space, grid, num_samples, fixed
+        self.space = space
+        self.grid = grid
+        self.num_samples = num_samples
+        self.fixed = fixed
         program = space.program
         self.terms = Terms(
             space, grid, num_samples, costs, space.node_costs(num_samples, node_costs)
@@ -131,7 +134,8 @@ class Solver:
         """A number that operations, parameters or received values have in common when all their
         costs are the same.
         """
-        space, axes = self.space, self.grid.axes
+        space = self.space
+        axes = self.grid.axes
         gradient = node in space.program.gradients
         key: tuple[object, ...]
         if node in space.operations:
@@ -221,10 +225,8 @@ class Solver:
         y are known.
         """
         axes = self.grid.axes
-        samples, weights = (
-            (("z",) if "z" in axes else ()),
-            tuple(axis for axis in "xy" if axis in axes),
-        )
+        samples = ("z",) if "z" in axes else ()
+        weights = tuple(axis for axis in "xy" if axis in axes)
         total = (
             float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
             if not axes

@@ -62,13 +62,11 @@ class Terms:
         costs: GridCosts,
         node_costs: Mapping[Node, NodeCost],
     ) -> None:
-        self.space, self.grid, self.num_samples, self.costs, self.node_costs = (
-            space,
-            grid,
-            num_samples,
-            costs,
-            node_costs,
-        )
+        self.space = space
+        self.grid = grid
+        self.num_samples = num_samples
+        self.costs = costs
+        self.node_costs = node_costs
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
         self._unit_costs: dict[tuple[object, ...], tuple[Array, Array]] = {}
 
@@ -138,8 +136,10 @@ class Terms:
         line = [axis for axis, option in options.items() if option.local in LOCAL_FORMS]
         if not line:
             return [], []
-        op, option = self.space.operations[node], options[line[0]]
-        shape, along = self.shapes.of(op.inputs[0].meta["val"]), option.inputs[0]
+        op = self.space.operations[node]
+        option = options[line[0]]
+        shape = self.shapes.of(op.inputs[0].meta["val"])
+        along = option.inputs[0]
         assert isinstance(along, int)
         num_rows = float(
             shape[1]
@@ -240,7 +240,8 @@ class Terms:
     # exchanges
 
     def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
-        gradient, is_parameter = value[0] in self.space.program.gradients, value[0].op == "get_attr"
+        gradient = value[0] in self.space.program.gradients
+        is_parameter = value[0].op == "get_attr"
         return Change(
             tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter
         )
@@ -295,15 +296,15 @@ class Terms:
 
     def _between(self, change: Change, targets: tuple[Lying, ...]) -> tuple[Array, Array]:
         """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
-        sources, axes, gradient = change.sources, change.axes, change.gradient
+        sources = change.sources
+        axes = change.axes
+        gradient = change.gradient
         always_plain = change.is_parameter or not self.costs.is_counted
         key = (sources, targets, axes, gradient, always_plain)
         if key not in self._unit_costs:
             sizes = tuple(self.grid.size(axis) for axis in axes)
-            per_byte, latency = (
-                np.zeros((len(sources), len(targets))),
-                np.zeros((len(sources), len(targets))),
-            )
+            per_byte = np.zeros((len(sources), len(targets)))
+            latency = np.zeros((len(sources), len(targets)))
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):
                     sent = sent_bytes(1.0, source, target, sizes, gradient, always_plain)

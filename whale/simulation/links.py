@@ -31,13 +31,15 @@ class Links:
     """The links of a cluster and when each is free."""
 
     def __init__(self, network: Network, factor: float) -> None:
-        self.network, self._factor = network, factor
+        self.network = network
+        self._factor = factor
         self._free: dict[tuple[int, int] | str, float] = {}
         self.messages: list[Message] = []
 
     def send(self, name: str, source: int, destination: int, num_bytes: float, now: float) -> float:
         """When a message that is sent now arrives."""
-        link, host = self.network.link(source, destination), self.network.hosts[source]
+        link = self.network.link(source, destination)
+        host = self.network.hosts[source]
         key = (source, destination) if host == self.network.hosts[destination] else host
         seconds = self._factor * num_bytes / link.bytes_per_s
         free = self._book(key, seconds, now)

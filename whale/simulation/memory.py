@@ -33,7 +33,9 @@ class Account:
         """`shared_bytes`: gradients that this device sums with others, in buckets of at most
         `bucket_bytes`.
         """
-        self.figures, self.shared_bytes, self.bucket_bytes = figures, shared_bytes, bucket_bytes
+        self.figures = figures
+        self.shared_bytes = shared_bytes
+        self.bucket_bytes = bucket_bytes
         self.own_stages = tuple(own_stages)
         self.held = tuple(state for state in figures.states if set(state.stages) & set(own_stages))
         self.used = dict.fromkeys(CLASSES, 0.0)
@@ -142,7 +144,8 @@ class Account:
         """(in all, activations): the fullest moment since the last call, if more was there then,
         and now.
         """
-        high, now = self._high, (self.total, self.used[ACTIVATIONS])
+        high = self._high
+        now = (self.total, self.used[ACTIVATIONS])
         self._high = now
         return [high, now] if high[0] > now[0] else [now]
 

@@ -69,13 +69,11 @@ class _Rank:
         replica: int,
         account: Account,
     ) -> None:
-        self.rank, self.actions, self.samples, self.replica, self.account = (
-            rank,
-            actions,
-            samples,
-            replica,
-            account,
-        )
+        self.rank = rank
+        self.actions = actions
+        self.samples = samples
+        self.replica = replica
+        self.account = account
         self.place = 0
         self.waits_since: float | None = None
         self.events: list[Event] = []
@@ -94,8 +92,10 @@ class _Rank:
 
 class _Simulation:
     def __init__(self, times: Times, factor: float) -> None:
-        self.times, self.factor = times, factor
-        self.plan, self.figures = times.plan, times.figures
+        self.times = times
+        self.factor = factor
+        self.plan = times.plan
+        self.figures = times.figures
         self.bucket_bytes = int(self.plan.config.get("bucket_bytes", DEFAULT_BUCKET_BYTES))
         self.links = Links(self.figures.network, factor)
         self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
@@ -138,7 +138,8 @@ class _Simulation:
             self._go_on(self.ranks[rank], now)
         stuck = [state for state in self.ranks if state.place < len(state.actions)]
         if stuck:
-            rank, action = stuck[0].rank, stuck[0].actions[stuck[0].place]
+            rank = stuck[0].rank
+            action = stuck[0].actions[stuck[0].place]
             raise ValueError(
                 f"the plan's schedule does not come to an end: rank {rank} waits for ever at "
                 f"{action}. Make the plan again"
@@ -246,7 +247,8 @@ class _Simulation:
 
     def _sum(self, each: Sum) -> None:
         before = self.free.get(each.ranks, 0.0)
-        first, end = 0.0, 0.0
+        first = 0.0
+        end = 0.0
         for rank in each.ranks:
             closings = [
                 times

@@ -33,7 +33,8 @@ def ring_s(
     """Line (1) over the slowest of these links."""
     if num_devices < 2:
         return 0.0
-    rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
+    rate = min(link.bytes_per_s for link in links)
+    latency = max(link.latency_s for link in links)
     return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + num_buckets * latency)
 
 

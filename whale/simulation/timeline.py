@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from whale.simulation.links import Message
 
-SUMS, UPDATE = "sums", "update"
+SUMS = "sums"
+UPDATE = "update"
 """events beside the actions of the schedule: waiting for sums of gradients, and the optimizer"""
 COMPUTE_LETTERS = frozenset("FBIW")
 MICROSECONDS = 1e6
@@ -219,7 +220,8 @@ class Timeline:
                 }
             )
         for device in self.devices:
-            process, row = hosts[device.host], 2 * device.rank
+            process = hosts[device.host]
+            row = 2 * device.rank
             for number, name in (
                 (row, f"rank {device.rank} {device.kind}"),
                 (row + 1, f"rank {device.rank} sends"),

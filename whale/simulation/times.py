@@ -128,7 +128,8 @@ class Times:
             for source, destination in whole(len(ranks[0]), len(ranks[1])):
                 total[source, destination] = total.get((source, destination), 0.0) + unbatched
         for (source, destination), num_bytes in total.items():
-            a, b = ranks[0][source], ranks[1][destination]
+            a = ranks[0][source]
+            b = ranks[1][destination]
             yield Piece(b, a, num_bytes) if gradient else Piece(a, b, num_bytes)
 
     def _intervals(self, micro_batch: int, replica: int, device: int) -> tuple[Interval, ...]:
@@ -141,7 +142,8 @@ class Times:
         """
         times = []
         for rank in range(self.plan.num_devices):
-            samples, device = self.num_samples(rank), self.plan.place_of_rank(rank)[0]
+            samples = self.num_samples(rank)
+            device = self.plan.place_of_rank(rank)[0]
             times += [
                 self.seconds(a, rank, samples[a.micro_batch])
                 for a in self.schedule.orders[device]
