@@ -26,8 +26,8 @@ sys.path.insert(
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from whale.calibration.profile_command import profile_ranks
 from whale.planning.adapt import samples_by_rank
-from whale.profiling.profile_command import profile_ranks
 
 NUM_RANKS = 2
 WIDTH = 768

@@ -27,12 +27,12 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from benchmarks.whole_splits import Best, best_data_parallel, best_pipeline
 from whale.cluster.file import loads
 from whale.config import Config
+from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import Emulation, stub_job
 from whale.emulation.pace import stretch_factor
 from whale.emulation.settings import Settings
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.runtime.engine import Engine
-from whale.runtime.ranks import Ranks
 from whale.simulation import simulate
 from whale.simulation.simulate import figures_in
 from whale.simulation.times import Times as PlanTimes

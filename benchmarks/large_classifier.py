@@ -27,11 +27,11 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from models.resnet import ResNet, ResNetConfig
 from whale.cluster.cluster import GIGA, Cluster, Device, DeviceKind, Link, device_kind
 from whale.config import Config
+from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import Emulation, stub_job
 from whale.emulation.pace import stretch_factor
 from whale.emulation.settings import Settings
 from whale.runtime.engine import Engine
-from whale.runtime.ranks import Ranks
 from whale.simulation.simulate import figures_in
 from whale.simulation.times import Times as PlanTimes
 

@@ -20,9 +20,9 @@ from whale.capture.prepare import Prepared
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.lowering.weights import build_on_meta
-from whale.planning.plan import Plan
 from whale.planning.planner import Problem, make_plan
 from whale.planning.pricing import price
+from whale.plans.plan import Plan
 
 SAMPLES = 4
 """of the batch that a model is captured with; the graph has a symbol in its place"""

@@ -32,7 +32,7 @@ import whale as wh
 from whale import api
 from whale.capture.batch import read_batch
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 
 LAYERS = 96
 WIDTH = 12288

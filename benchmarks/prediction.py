@@ -43,17 +43,17 @@ from benchmarks.side_by_side import run_ranks, say
 from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
-from whale.profiling.measure import measure
-from whale.profiling.speed import NEARLY, Speed
-from whale.profiling.turns import NUM_FASTEST
-from whale.runtime.ranks import Ranks
+from whale.calibration.measure import measure
+from whale.calibration.speed import NEARLY, Speed
+from whale.calibration.turns import NUM_FASTEST
+from whale.distributed.ranks import Ranks
 
 STEPS_S = 190.0
 """of steps, for all cases together, at most"""
 TURN_S = 1.0
 NUM_FAST = 8
 FEWEST_STEPS = 20
-"""steps of a case at fast moments (`whale/profiling/speed.py`), and steps in all, that are enough
+"""steps of a case at fast moments (`whale/calibration/speed.py`), and steps in all, that are enough
 """
 STEP_WITHIN = 0.10
 LEAST_MEMORY = 1.00

@@ -23,7 +23,7 @@ sys.path.insert(
 
 from benchmarks.paper_models import Captured, capture
 from whale.cluster.cluster import GIGA, Cluster, Device, DeviceKind, Link, device_kind
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.simulation import simulate
 from whale.simulation.simulate import figures_in
 

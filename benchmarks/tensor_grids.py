@@ -34,9 +34,9 @@ from whale.emulation.settings import Settings
 from whale.lowering.communication import all_lines
 from whale.lowering.exchange import Groups, sent
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout
 from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout
 
 NUM_RANKS = 8
 GRIDS = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8))

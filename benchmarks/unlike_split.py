@@ -26,7 +26,7 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from benchmarks.tensor_grids import Model
 from whale.cluster.kinds import device_kind
 from whale.emulation.settings import Settings
-from whale.sharding.grid import Grid
+from whale.plans.grid import Grid
 
 FAST = "V100-16GB"
 SLOW = "P100"

@@ -27,10 +27,10 @@ import numpy.typing as npt
 
 from whale import scheduling
 from whale.cluster.network import Network
-from whale.planning.figures import Seconds, StageFigures, StageTimes
-from whale.planning.plan import Plan, Stage
-from whale.planning.shares import even_shares
-from whale.planning.virtual_devices import VirtualDevice
+from whale.plans.figures import Seconds, StageFigures, StageTimes
+from whale.plans.plan import Plan, Stage
+from whale.plans.shares import even_shares
+from whale.plans.virtual_devices import VirtualDevice
 from whale.simulation import simulate
 from whale.simulation.simulate import figures_in
 

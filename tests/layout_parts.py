@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
 
 
 def index(layout: Layout, grid: Grid, place: int) -> tuple[np.ndarray, ...]:

@@ -18,10 +18,10 @@ from torch.fx.node import map_arg
 
 from whale.planning.assignment import carries_gradient
 from whale.planning.stages import live_operations
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
+from whale.plans.sharding import Sharding
 from whale.sharding.emit import Special, emit
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
-from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space, StageProgram
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whale.api import init, num_devices, parallelize, plan, rank
     from whale.cluster.cluster import Cluster
     from whale.config import Config
-    from whale.planning.plan import Plan, diff
+    from whale.plans.plan import Plan, diff
     from whale.runtime.checkpoints import Pretrained
     from whale.runtime.engine import Engine
     from whale.runtime.result import EvaluationResult, StepResult
@@ -29,7 +29,7 @@ _MODULES = {
     "whale.api": ("init", "num_devices", "parallelize", "plan", "rank"),
     "whale.cluster.cluster": ("Cluster",),
     "whale.config": ("Config",),
-    "whale.planning.plan": ("Plan", "diff"),
+    "whale.plans.plan": ("Plan", "diff"),
     "whale.runtime.checkpoints": ("Pretrained",),
     "whale.runtime.engine": ("Engine",),
     "whale.runtime.result": ("EvaluationResult", "StepResult"),

@@ -24,6 +24,16 @@ from whale.capture.prepare import Prepared, prepare
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.costs.elementwise import note_on_parts
+from whale.costs.optimizer_state import state_ratio
+from whale.distributed.devices import (
+    ClusterLike,
+    chosen_cluster,
+    cluster_of_ranks,
+    cluster_to_plan_for,
+    read_cluster,
+)
+from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
 from whale.lowering.weights import (
@@ -36,24 +46,14 @@ from whale.lowering.weights import (
     refuse_shared_memory,
     take_weights,
 )
-from whale.planning.plan import Plan
 from whale.planning.planner import Problem, fingerprint, make_plan
 from whale.planning.workload import ADAM_STATE
-from whale.profiling.elementwise import note_on_parts
-from whale.profiling.optimizer_state import state_ratio
+from whale.plans.plan import Plan
+from whale.plans.shards import Shards
 from whale.runtime.checkpoints import Pretrained, load_pretrained
-from whale.runtime.devices import (
-    ClusterLike,
-    chosen_cluster,
-    cluster_of_ranks,
-    cluster_to_plan_for,
-    read_cluster,
-)
 from whale.runtime.engine import Engine
-from whale.runtime.ranks import Ranks
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
-from whale.sharding.shards import Shards
 
 logger = logging.getLogger("whale")
 

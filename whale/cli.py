@@ -27,7 +27,7 @@ from whale.names import count
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
-    from whale.planning.plan import Plan
+    from whale.plans.plan import Plan
 
 INTERRUPTED = 130
 """what shells give for Ctrl-C: 128 + SIGINT"""
@@ -297,7 +297,7 @@ def profile(
     if device not in ("auto", "cpu", "cuda"):
         _stop(f"whale profile: --device {device}: it may be auto, cpu or cuda")
     if "RANK" in os.environ:  # under a launcher
-        from whale.profiling.profile_command import profile_ranks
+        from whale.calibration.profile_command import profile_ranks
 
         profile_ranks(output, device)
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from whale.planning.plan import Plan
+    from whale.plans.plan import Plan
 
 FAILED = 1
 WRONG_USE = 2
@@ -39,7 +39,7 @@ def show(file: PlanArgument) -> None:
 
 def diff(a: FirstPlan, b: SecondPlan) -> None:
     """List every value that differs in two saved plans; exit code 1 when there are any."""
-    from whale.planning.plan import diff as differences
+    from whale.plans.plan import diff as differences
 
     _tell(differences(load(a, "diff"), load(b, "diff")), nothing="no difference")
 
@@ -104,7 +104,7 @@ def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
 
 
 def load(file: Path, command: str) -> Plan:
-    from whale.planning.plan import Plan
+    from whale.plans.plan import Plan
 
     try:
         return Plan.load(file)

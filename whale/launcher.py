@@ -206,7 +206,9 @@ def _tell_watch(error: BaseException) -> None:
     """The other ranks hear of it; waits until this one may end. Errors inside `engine.step` were
     told there.
     """
-    watch = sys.modules.get("whale.runtime.watch")  # not imported: the script has not come so far
+    watch = sys.modules.get(
+        "whale.distributed.watch"
+    )  # not imported: the script has not come so far
     if watch is not None and isinstance(error, Exception):
         watch.report_failure(error)
 

@@ -24,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import whale as wh
 from tests.faults import train
+from whale.distributed.watch import report_failure
 from whale.launcher import GRACE_S, first_failure
-from whale.runtime.watch import report_failure
 
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
     "1"  # see docs/failures.md: restarted ranks would read addresses of the dead ones

@@ -17,8 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
-from whale.runtime import hub, watch
-from whale.runtime.hub import (
+from whale.distributed.hub import (
     GRACE_S,
     SETTLE_S,
     End,
@@ -29,7 +28,8 @@ from whale.runtime.hub import (
     judge,
     positions,
 )
-from whale.runtime.watch import EXIT_CODE, follows_from_another, start_watch
+from whale.distributed.watch import EXIT_CODE, follows_from_another, start_watch
+from whale.runtime import hub, watch
 
 TIMEOUT_S = 20.0
 NOW = 1000.0
@@ -287,7 +287,7 @@ def test_an_error_of_one_rank_ends_the_others() -> None:
 
 FORKING = """
 import os, signal, sys, time
-from whale.runtime.watch import start_watch
+from whale.distributed.watch import start_watch
 
 mine = start_watch(0, 1, 20.0, lambda value: value)
 handler = signal.getsignal(signal.SIGTERM)

@@ -19,10 +19,10 @@ from tests.thorough import IS_THOROUGH
 from whale.lowering import exchange as exchanges
 from whale.lowering import sharded_ops as ops
 from whale.lowering.exchange import Groups, exchange, sent
+from whale.plans.grid import AXES, Grid
+from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import exchange_plan
 from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.grid import AXES, Grid
-from whale.sharding.layout import Cut, Layout, whole
 
 NUM_RANKS = 8
 GRIDS = [

@@ -18,10 +18,10 @@ from tests.layout_parts import index, meaning
 from whale.lowering import sharded_ops as ops
 from whale.lowering.exchange import Groups, sent
 from whale.lowering.overlap import overlap
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout
 from whale.sharding.exchange_plan import plan_exchange
 from whale.sharding.exchange_steps import ExchangePlan
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout
 
 
 def part(x: Tensor, layout: Layout, grid: Grid) -> Tensor:

@@ -24,7 +24,7 @@ from tests.exactness import local_training, mean_square, three_layers
 from whale import api
 from whale.cli import app, own_options_first
 from whale.launcher import first_failure
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.report import summary
 
 ROOT = Path(__file__).parents[2]

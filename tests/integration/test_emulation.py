@@ -17,11 +17,11 @@ import whale as wh
 from tests.exactness import local_training, mean_square
 from tests.ranks import RankError, preload, run_ranks
 from whale.cluster.cluster import Cluster
+from whale.distributed.ranks import Ranks
+from whale.distributed.transport import NUM_EPOCHS
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.settings import Settings
 from whale.runtime.messages import Message
-from whale.runtime.ranks import Ranks
-from whale.runtime.transport import NUM_EPOCHS
 from whale.scheduling import Schedule
 
 preload("tests.integration.test_emulation")

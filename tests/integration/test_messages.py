@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import whale as wh
 from tests.ranks import preload, run_ranks
 from whale import scheduling
+from whale.distributed.ranks import Ranks
+from whale.distributed.transport import NUM_EPOCHS, Transport
 from whale.runtime.messages import Message, Piece
-from whale.runtime.ranks import Ranks
-from whale.runtime.transport import NUM_EPOCHS, Transport
 
 preload("tests.integration.test_messages")
 

@@ -21,9 +21,9 @@ import torch
 from typer.testing import CliRunner
 
 import whale as wh
+from whale import metric_files
 from whale.cli import app
-from whale.runtime import metric_files
-from whale.runtime.metric_files import last_metrics, metrics_file, read_metrics
+from whale.metric_files import last_metrics, metrics_file, read_metrics
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]

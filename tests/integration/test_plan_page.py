@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import whale as wh
 from whale.cli import app
 from whale.report.svg import text_width
-from whale.report.units import human_bytes, human_rate, human_seconds
+from whale.units import human_bytes, human_rate, human_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAPTOP_WIDTH = 1366

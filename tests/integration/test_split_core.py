@@ -23,11 +23,10 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.kinds import op_name
 from whale.planning.split_stages import grid_shapes
+from whale.plans.grid import Grid
+from whale.plans.sharding import Sharding, StageSharding
 from whale.sharding.exchange_costs import GridCosts
-from whale.sharding.grid import Grid
 from whale.sharding.operation import SAME
-from whale.sharding.record import StageSharding
-from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
 

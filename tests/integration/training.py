@@ -17,7 +17,7 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
-from whale.profiling.saved import saved_for_backward
+from whale.costs.saved import saved_for_backward
 
 LEARNING_RATE = 0.1
 

@@ -22,7 +22,7 @@ from whale.planning.adapt import (
     samples_by_rank,
     slowest_seconds,
 )
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 
 WIDTH = 4
 BATCH_SIZE = 16

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.thorough import many
 from whale.cluster.cluster import device_kind
 from whale.planning.algorithm_1 import algorithm_1
-from whale.planning.shares import DoesNotFit, Load, best_shares
+from whale.plans.shares import DoesNotFit, Load, best_shares
 
 
 def formula_1(loads: tuple[float, ...], rates: list[float]) -> float:

@@ -16,11 +16,11 @@ from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.cluster.file import loads
 from whale.planning.balance import device_orders
 from whale.planning.idle_devices import idle_ranks
-from whale.planning.plan import Plan
-from whale.planning.shares import DoesNotFit
 from whale.planning.workload import INSIDE_OPERATIONS
+from whale.plans.plan import Plan
+from whale.plans.shares import DoesNotFit
 from whale.report.device_table import samples_by_rank
-from whale.report.units import human_seconds
+from whale.units import human_seconds
 
 WIDTH = 32
 NUM_LAYERS = 6

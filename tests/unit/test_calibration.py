@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 import whale as wh
+from whale.calibration.speed import Speed
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
 from whale.capture.export import Task
 from whale.cluster.cluster import Cluster, Device, Link
 from whale.cluster.file import dumps, loads
 from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
+from whale.costs.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
+from whale.costs.measured import measured_seconds, update_costs
+from whale.distributed.ranks import Ranks
 from whale.planning.assignment import carries_gradient
 from whale.planning.workload import Workload
-from whale.profiling import operations, turns
-from whale.profiling.calibration import measured_seconds, update_costs
-from whale.profiling.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
-from whale.profiling.speed import Speed
-from whale.runtime.ranks import Ranks
+from whale.calibration import operations, turns
 
 POINTS = (
     OperationPoint("linear", 1e6, 1e-4, 2e-4),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import many
 from whale.planning.cuts import StageMemory, cut
-from whale.planning.shares import NoRoom
+from whale.plans.shares import NoRoom
 
 
 def objective(

@@ -28,9 +28,9 @@ from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
 from whale.lowering.chunk import crossing_values
 from whale.lowering.messages import Part, build_bridges
-from whale.planning.figures import Figures, StageFigures, StateFigures
 from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
-from whale.planning.samples import SampleMap
+from whale.plans.figures import Figures, StageFigures, StateFigures
+from whale.plans.samples import SampleMap
 from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares
 from whale.runtime.messages import Message, Piece
 from whale.scheduling import Action, Kind, Schedule

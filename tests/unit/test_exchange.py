@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.layout_parts import index, local_parts, meaning, picked
 from tests.thorough import many
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import exchange_plan
 from whale.sharding.describe import layout_of
 from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.exchange_plan import Step, groups_of, places_needed, plan_exchange
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout, whole
 from whale.sharding.operation import PARTIAL, SAME
 
 

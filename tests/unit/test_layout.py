@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import many
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout, whole
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout, whole
 
 grids = st.tuples(*[st.integers(1, 3)] * 3)
 

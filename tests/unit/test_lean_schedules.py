@@ -16,11 +16,11 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.drafter import Drafter, Priced
 from whale.planning.pipeline_cuts import in_flight
-from whale.planning.plan import diff
 from whale.planning.planner import _schedule_reason
 from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
 from whale.planning.ways_out import with_more
+from whale.plans.plan import diff
 from whale.scheduling import Schedule, StageGraph, build
 
 WIDTH = 64

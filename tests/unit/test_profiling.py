@@ -19,9 +19,7 @@ from whale.capture.capture import capture_training
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.planning.assignment import carries_gradient
-from whale.planning.workload import INSIDE_OPERATIONS
-from whale.profiling.costs import (
+from whale.costs.costs import (
     NodeCost,
     backward_factors,
     concrete_shape,
@@ -29,6 +27,8 @@ from whale.profiling.costs import (
     seconds,
     value_bytes,
 )
+from whale.planning.assignment import carries_gradient
+from whale.planning.workload import INSIDE_OPERATIONS
 
 SAMPLE_BATCH = 4
 OTHER_BATCH = 7

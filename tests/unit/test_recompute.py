@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import Float64Mode
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 
 WIDTH = 16
 NUM_LAYERS = 8

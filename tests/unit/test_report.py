@@ -18,7 +18,7 @@ from rich.console import Console
 
 from whale import scheduling
 from whale.names import listed
-from whale.planning.plan import (
+from whale.plans.plan import (
     PLAN_FORMAT,
     Crossing,
     Decision,
@@ -28,12 +28,12 @@ from whale.planning.plan import (
     TaskGraph,
     diff,
 )
-from whale.planning.virtual_devices import VirtualDevice
+from whale.plans.virtual_devices import VirtualDevice
 from whale.report import print_plan, render_plan, summary
 from whale.report.device_table import memory_table
-from whale.report.units import count, human_bytes, human_flop, human_seconds, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
+from whale.units import count, human_bytes, human_flop, human_seconds, ranges
 
 
 def hand_made() -> Plan:

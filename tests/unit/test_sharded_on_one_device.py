@@ -18,11 +18,11 @@ from whale.lowering.communication import RealCommunication
 from whale.lowering.lines import Line
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, whole
 from whale.sharding.describe import layout_of
 from whale.sharding.emit import Special
 from whale.sharding.exchange_steps import ExchangePlan
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, whole
 from whale.sharding.local import local_call
 from whale.sharding.operation import Shapes
 

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import whale as wh
 from whale.checkpoint import CheckpointError, Reader, Target, finish, take_snapshot, write_rank
 from whale.checkpoint.shard_pieces import pieces, read_shard, read_state, state_pieces
-from whale.planning.plan import Plan, diff
-from whale.planning.samples import SampleMap, divide
-from whale.planning.shares import Load
-from whale.planning.virtual_devices import VirtualDevice
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout
+from whale.plans.plan import Plan, diff
+from whale.plans.samples import SampleMap, divide
+from whale.plans.sharding import ShardedOperation, StageSharding, StoredLayout
+from whale.plans.shards import Shards
+from whale.plans.shares import Load
+from whale.plans.virtual_devices import VirtualDevice
 from whale.report.plan_table import print_plan
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout
-from whale.sharding.record import StageSharding, StoredLayout
-from whale.sharding.sharding import ShardedOperation
-from whale.sharding.shards import Shards
 
 WIDTH = 6
 

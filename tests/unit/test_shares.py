@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import many
-from whale.planning.shares import (
+from whale.plans.shares import (
     DoesNotFit,
     Load,
     best_shares,

@@ -18,10 +18,10 @@ from torch import nn
 import whale as wh
 from whale import scheduling
 from whale.cluster.network import Link, Network
-from whale.planning.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
-from whale.planning.plan import PLAN_FORMAT, Crossing, Plan, Stage
-from whale.planning.samples import SampleMap
-from whale.planning.virtual_devices import VirtualDevice
+from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
+from whale.plans.plan import PLAN_FORMAT, Crossing, Plan, Stage
+from whale.plans.samples import SampleMap
+from whale.plans.virtual_devices import VirtualDevice
 from whale.simulation.links import Links
 from whale.simulation.simulate import run
 from whale.simulation.sums import Sum, ring_s

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.planning.shares import intervals
-from whale.planning.slices import Interval, Slice, bridge, whole
+from whale.plans.shares import intervals
+from whale.plans.slices import Interval, Slice, bridge, whole
 
 
 @st.composite

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from whale.lowering.recompute import Recomputed
+from whale.capture.recomputed import Recomputed
 from whale.runtime.code import compile_chunk
 from whale.runtime.split import Deferred, kept_bytes, run_products
 

@@ -23,14 +23,14 @@ from tests.thorough import many
 from whale import api
 from whale.capture.batch import read_batch
 from whale.planning.split_stages import grid_shapes
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
+from whale.plans.sharding import Sharding
 from whale.sharding.eliminate import Tables
 from whale.sharding.emit import emit
 from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
 from whale.sharding.reasons import with_reasons
-from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import many
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout
 from whale.sharding.uneven import Dim, arrange, axis_weights, shares
 
 speeds = st.integers(1, 6).map(float)

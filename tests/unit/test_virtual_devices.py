@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.planning.virtual_devices import Placement, place
+from whale.plans.virtual_devices import Placement, place
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 

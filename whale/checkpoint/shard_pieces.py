@@ -18,7 +18,7 @@ from torch import Tensor
 from whale.checkpoint.boxes import Box, slices
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.writer import Part
-from whale.sharding.shards import Shard
+from whale.plans.shards import Shard
 
 Pieces = tuple[dict[str, Tensor], dict[str, Part]]
 """tensors and, for those that are not whole, where they lie; both by the name in the file"""

@@ -20,6 +20,7 @@ from whale.capture.capture import tied_names
 from whale.capture.prepare import Prepared
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.distributed.ranks import Ranks
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.memory import EmulatedOutOfMemory, Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
@@ -28,12 +29,10 @@ from whale.emulation.stub import Stub, batch_of, make_stub
 from whale.emulation.sums import SumClock
 from whale.emulation.timeline import Recorder
 from whale.lowering.program import Program
-from whale.planning.figures import Figures
-from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
-from whale.report.units import human_bytes, human_seconds
-from whale.runtime.ranks import Ranks
+from whale.plans.figures import Figures
+from whale.plans.plan import Plan
 from whale.runtime.shapes import Job
 from whale.scheduling import Action, check
 from whale.scheduling.action import ENDS_BACKWARD
@@ -41,6 +40,7 @@ from whale.simulation.memory import shared_bytes
 from whale.simulation.simulate import figures_in
 from whale.simulation.sums import sums_of
 from whale.simulation.times import Times
+from whale.units import human_bytes, human_seconds
 
 logger = logging.getLogger("whale")
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from whale.cluster.cluster import Device
-from whale.planning.figures import Figures
-from whale.report.units import human_bytes
+from whale.plans.figures import Figures
 from whale.simulation.memory import OPTIMIZER, Account
+from whale.units import human_bytes
 
 
 class EmulatedOutOfMemory(torch.OutOfMemoryError):

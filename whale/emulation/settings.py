@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from whale.cluster.cluster import Cluster
-from whale.report.units import human_bytes
+from whale.units import human_bytes
 
 EMULATE_VARIABLE = "WHALE_EMULATE"
 """environment variable of the ranks of an emulated job: `Settings` as JSON"""

@@ -31,12 +31,12 @@ from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import Prepared
 from whale.lowering.chunk import crossing_values
 from whale.planning.assignment import Assignment
-from whale.planning.figures import Figures
-from whale.planning.plan import Crossing, LossTerm, Plan
 from whale.planning.planner import apply_plan, fingerprint
 from whale.planning.split_stages import stage_program
+from whale.plans.figures import Figures
+from whale.plans.plan import Crossing, LossTerm, Plan
+from whale.plans.sharding import StageSharding
 from whale.runtime.messages import Message
-from whale.sharding.record import StageSharding
 from whale.sharding.solve import solve
 
 VALUE = "value_"

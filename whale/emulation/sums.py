@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from whale.cluster.cluster import Cluster
+from whale.distributed.ranks import Ranks
 from whale.emulation.links import NetworkCards
 from whale.emulation.pace import sleep_until
-from whale.runtime.ranks import Ranks
 from whale.simulation.sums import Sum
 
 

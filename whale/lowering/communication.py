@@ -24,15 +24,15 @@ from whale.compat import schema
 from whale.lowering import sharded_ops
 from whale.lowering.lines import Line
 from whale.lowering.sharded_random import Draw, drawing
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
 from whale.sharding.emit import Special
 from whale.sharding.exchange_plan import plan_exchange
 from whale.sharding.exchange_steps import ExchangePlan
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
 
 if TYPE_CHECKING:
-    from whale.planning.plan import Plan
-    from whale.runtime.ranks import Ranks
+    from whale.distributed.ranks import Ranks
+    from whale.plans.plan import Plan
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 PURPOSE = "exchange"

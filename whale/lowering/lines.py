@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.lowering.exchange import Groups, as_bytes, sent
-from whale.sharding.grid import Grid
+from whale.plans.grid import Grid
 from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
 
 Teller = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]

@@ -1,7 +1,7 @@
 """Bridges on one rank: which slices of which values it sends to and receives from which ranks.
 
 A message action of the schedule names two stages and a micro-batch. Here it becomes parts: one for
-each crossing value and each pair of devices whose samples overlap (planning/slices.py). All parts
+each crossing value and each pair of devices whose samples overlap (plans/slices.py). All parts
 between two ranks travel in one message (runtime/messages.py). The gradient takes the same parts
 backwards.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.lowering.chunk import Value
-from whale.planning.plan import Plan
 from whale.planning.planner import Assignment
-from whale.planning.samples import SampleMap
-from whale.planning.slices import bridge, whole
+from whale.plans.plan import Plan
+from whale.plans.samples import SampleMap
+from whale.plans.slices import bridge, whole
 
 
 @dataclass(frozen=True)

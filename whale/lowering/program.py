@@ -19,20 +19,20 @@ from whale.capture.graph import user_line
 from whale.capture.kinds import op_name
 from whale.capture.prepare import Prepared
 from whale.capture.sample_states import CASTS
+from whale.costs.costs import VIEWS
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import GridGroups
 from whale.lowering.exchange import as_bytes
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
-from whale.planning.plan import Plan
 from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import regions_of_stage
-from whale.planning.samples import SampleMap
 from whale.planning.schedules import schedule_of_plan
-from whale.profiling.costs import VIEWS
+from whale.plans.plan import Plan
+from whale.plans.samples import SampleMap
 
 if TYPE_CHECKING:
-    from whale.runtime.ranks import Ranks
+    from whale.distributed.ranks import Ranks
 
 
 @dataclass

@@ -19,10 +19,9 @@ from whale.lowering.overlap import overlap
 from whale.planning.assignment import Assignment
 from whale.planning.recompute import Regions
 from whale.planning.split_stages import stage_program
+from whale.plans.layout import Cut, whole
+from whale.plans.sharding import Sharding, StageSharding
 from whale.sharding.emit import emit
-from whale.sharding.layout import Cut, whole
-from whale.sharding.record import StageSharding
-from whale.sharding.sharding import Sharding
 from whale.sharding.solve import solve
 from whale.sharding.space import Space, StageProgram
 

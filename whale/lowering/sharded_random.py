@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from whale.names import listed
-from whale.planning.plan import Decision, Plan
-from whale.planning.samples import SampleMap
-from whale.planning.shares import Load
+from whale.plans.plan import Decision, Plan
+from whale.plans.samples import SampleMap
+from whale.plans.shares import Load
 
 LEAST_GAIN = 0.02
 """shares that make the slowest device less than this faster are left as they are: rounding would

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
-from whale.planning.plan import Plan
+from whale.costs.costs import value_bytes
 from whale.planning.stages import (
     RECOMPUTED,
     StageSlice,
@@ -20,7 +20,7 @@ from whale.planning.stages import (
     place_weights,
     slice_stages,
 )
-from whale.profiling.costs import value_bytes
+from whale.plans.plan import Plan
 
 
 @dataclass(frozen=True)

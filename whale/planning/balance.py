@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster
 from whale.names import listed, num_shown
-from whale.planning.plan import DeviceMemory
-from whale.planning.samples import Division, divide
-from whale.planning.shares import (
+from whale.plans.plan import DeviceMemory
+from whale.plans.samples import Division, divide
+from whale.plans.shares import (
     UNLIMITED,
     DoesNotFit,
     Load,
@@ -28,8 +28,8 @@ from whale.planning.shares import (
     even_shares,
     micro_batch_sizes,
 )
-from whale.planning.virtual_devices import VirtualDevice
-from whale.report.units import human_bytes, human_seconds
+from whale.plans.virtual_devices import VirtualDevice
+from whale.units import human_bytes, human_seconds
 
 SHOWN = 8
 """devices whose figures are written out in a message"""

@@ -22,9 +22,9 @@ from itertools import pairwise
 import numpy as np
 from torch.fx import Node
 
+from whale.costs.backward_room import COPIES
 from whale.planning.cuts import Floats
 from whale.planning.workload import Workload
-from whale.profiling.backward_room import COPIES
 from whale.scheduling import Action, Kind
 from whale.scheduling.action import ENDS_BACKWARD
 

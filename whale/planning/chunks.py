@@ -25,10 +25,10 @@ from whale.planning.assignment import state_behind
 from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
 from whale.planning.cuts import Floats
 from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
-from whale.planning.plan import Crossing, Stage
 from whale.planning.task_graphs import TaskGraphs, from_cuts
-from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
+from whale.plans.plan import Crossing, Stage
+from whale.plans.virtual_devices import Placement, VirtualDevice
 from whale.scheduling.placement import loop, zigzag
 
 AUTO_COUNTS = (1, 2, 4)

@@ -40,8 +40,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from whale.planning.shares import NoRoom
-from whale.report.units import human_bytes, human_seconds
+from whale.plans.shares import NoRoom
+from whale.units import human_bytes, human_seconds
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

@@ -25,9 +25,9 @@ from whale.planning.balance import Order
 from whale.planning.chunks import FIXED_ORDERS
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.problem import Problem
-from whale.planning.shares import NoRoom
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.workload import Workload
+from whale.plans.shares import NoRoom
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.costs.costs import NodeCost, value_bytes
 from whale.planning.assignment import Assignment
-from whale.planning.plan import Crossing, Decision, Stage, TaskGraph
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.virtual_devices import Placement
-from whale.profiling.costs import NodeCost, value_bytes
+from whale.plans.plan import Crossing, Decision, Stage, TaskGraph
+from whale.plans.virtual_devices import Placement
 
 
 def crossings(

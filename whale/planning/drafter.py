@@ -16,19 +16,19 @@ from whale.planning.balance import Situation, refuse_unless_it_fits
 from whale.planning.chunks import FIXED_ORDERS, schedule_costs
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
-from whale.planning.plan import Crossing, DeviceMemory, Stage
 from whale.planning.pricing import stage_seconds
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
 from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lean_schedule
-from whale.planning.shares import Load
 from whale.planning.split import Split
 from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.split_stages import together_seconds
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.virtual_devices import Placement, VirtualDevice
 from whale.planning.workload import Workload
+from whale.plans.plan import Crossing, DeviceMemory, Stage
+from whale.plans.shares import Load
+from whale.plans.virtual_devices import Placement, VirtualDevice
 
 FEW_TRIES = 1
 """the least that a search does: known orders and a handful of passes"""

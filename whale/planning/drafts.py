@@ -9,21 +9,21 @@ from functools import cached_property
 from torch.fx import Node
 
 from whale import scheduling
+from whale.costs.costs import value_bytes
 from whale.planning.assignment import Assignment, make_assignment
 from whale.planning.balance import Order, Situation
 from whale.planning.drafter import Drafter, Priced
-from whale.planning.plan import Crossing, Stage
 from whale.planning.problem import Problem
 from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import Choice
-from whale.planning.shares import DoesNotFit
 from whale.planning.split import Split
 from whale.planning.split_stages import SplitProblem
 from whale.planning.stages import assign_stages, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.virtual_devices import Placement
 from whale.planning.workload import Workload
-from whale.profiling.costs import value_bytes
+from whale.plans.plan import Crossing, Stage
+from whale.plans.shares import DoesNotFit
+from whale.plans.virtual_devices import Placement
 
 
 @dataclass(frozen=True)

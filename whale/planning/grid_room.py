@@ -1,7 +1,7 @@
 """Room that a stage on a grid works in, beside what it keeps for backward: gradients on their way,
 and what exchanges hold for a moment.
 
-As `profiling/backward_room.py`, with the sizes that tensors have on one device. While operation i
+As `costs/backward_room.py`, with the sizes that tensors have on one device. While operation i
 is differentiated there are
 
     its own work       kept(i) + pending(i) + COPIES of the largest of its result and its inputs + gradients of gathered weights       (1)
@@ -27,17 +27,17 @@ import numpy.typing as npt
 import torch
 from torch.fx import Node
 
-from whale.profiling.backward_room import COPIES
-from whale.profiling.saved import Kept, Saved
+from whale.costs.backward_room import COPIES
+from whale.costs.saved import Kept, Saved
+from whale.plans.grid import AXES
+from whale.plans.layout import Layout
+from whale.plans.sharding import Sharding
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.emit import is_alike
 from whale.sharding.exchange_plan import plan_exchange
 from whale.sharding.exchange_steps import most_held
-from whale.sharding.grid import AXES
-from whale.sharding.layout import Layout
 from whale.sharding.operation import Option, Placement
-from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
 Bytes = npt.NDArray[np.float64]

@@ -12,11 +12,11 @@ from collections.abc import Container
 from dataclasses import replace
 
 from whale.names import count
-from whale.planning.figures import Figures, StateFigures
-from whale.planning.plan import Decision, Plan
-from whale.planning.samples import SampleMap
-from whale.report.units import human_seconds, ranges
+from whale.plans.figures import Figures, StateFigures
+from whale.plans.plan import Decision, Plan
+from whale.plans.samples import SampleMap
 from whale.simulation.simulate import figures_in, run
+from whale.units import human_seconds, ranges
 
 LEAST_GAIN = 0.005
 """of the step: less is not told, and would not be seen in three digits"""

@@ -26,21 +26,21 @@ from whale.planning.cutting import Cutting
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, draft_stages
 from whale.planning.idle_devices import idle_decision
-from whale.planning.plan import PLAN_FORMAT, Decision, LossTerm, Plan
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.problem import Problem
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
-from whale.planning.shares import DoesNotFit, NoRoom, check_batch
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
 from whale.planning.task_graphs import TaskGraphs, from_marks
-from whale.planning.virtual_devices import Placement, place
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
-from whale.report.units import human_seconds
+from whale.plans.plan import PLAN_FORMAT, Decision, LossTerm, Plan
+from whale.plans.shares import DoesNotFit, NoRoom, check_batch
+from whale.plans.virtual_devices import Placement, place
 from whale.simulation.simulate import simulate
+from whale.units import human_seconds
 
 SAMPLES = "samples by rank"
 """what the decision on shares is called"""

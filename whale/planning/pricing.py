@@ -18,17 +18,17 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster, DeviceKind
 from whale.cluster.network import Network
+from whale.costs.measured import measured_seconds, update_costs
 from whale.planning.assignment import Assignment, carries_gradient
 from whale.planning.describe import holders as holders_of
-from whale.planning.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
-from whale.planning.plan import Plan
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import StageSlice
-from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import Workload
-from whale.profiling.calibration import measured_seconds, update_costs
-from whale.sharding.layout import Layout
+from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
+from whale.plans.layout import Layout
+from whale.plans.plan import Plan
+from whale.plans.virtual_devices import VirtualDevice
 from whale.simulation.sums import sum_seconds
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from whale.capture.kinds import Kind
 from whale.capture.losses import NotAdditive
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.planning.shares import micro_batch_sizes
 from whale.planning.workload import ADAM_STATE
+from whale.plans.shares import micro_batch_sizes
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from torch.fx import Node
 from whale import scheduling
 from whale.names import listed
 from whale.planning.assignment import Assignment
-from whale.planning.plan import DeviceMemory
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.workload import StageBytes, Workload
-from whale.report.units import human_bytes
+from whale.plans.plan import DeviceMemory
+from whale.units import human_bytes
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """numbers of regions of a stage that are compared"""

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whale import scheduling
+from whale.costs.saved import Kept
 from whale.planning.chunks import FIXED_ORDERS, schedule_costs
-from whale.planning.plan import DeviceMemory, Plan
-from whale.planning.samples import SampleMap
-from whale.planning.virtual_devices import VirtualDevice
 from whale.planning.workload import StageBytes
-from whale.profiling.saved import Kept
+from whale.plans.plan import DeviceMemory, Plan
+from whale.plans.samples import SampleMap
+from whale.plans.virtual_devices import VirtualDevice
 
 
 @lru_cache(maxsize=8)

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from whale.names import listed
 from whale.planning.grid_room import OnDevice
-from whale.planning.plan import Decision
-from whale.planning.virtual_devices import Placement
-from whale.report.units import human_bytes, human_seconds
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
-from whale.sharding.record import StageSharding
-from whale.sharding.sharding import Sharding
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
+from whale.plans.plan import Decision
+from whale.plans.sharding import Sharding, StageSharding
+from whale.plans.virtual_devices import Placement
 from whale.sharding.space import Space
+from whale.units import human_bytes, human_seconds
 
 
 class HeldBytes(NamedTuple):

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster
-from whale.planning.virtual_devices import VirtualDevice
-from whale.sharding.grid import Grid
-from whale.sharding.sharding import Sharding
+from whale.plans.grid import Grid
+from whale.plans.sharding import Sharding
+from whale.plans.virtual_devices import VirtualDevice
 from whale.sharding.uneven import Dim, arrangements
 
 

@@ -18,17 +18,17 @@ from functools import cache, partial
 
 from torch.fx import Node
 
-from whale.planning.figures import Seconds, StageFigures, StageTimes
+from whale.costs.saved import Kept
 from whale.planning.grid_room import most_exchanged, room_on_grid
-from whale.planning.plan import DeviceMemory
 from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
 from whale.planning.split import Split
 from whale.planning.split_stages import together_seconds
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
-from whale.profiling.saved import Kept
-from whale.sharding.grid import AXES
-from whale.sharding.sharding import Sharding
+from whale.plans.figures import Seconds, StageFigures, StageTimes
+from whale.plans.grid import AXES
+from whale.plans.plan import DeviceMemory
+from whale.plans.sharding import Sharding
 from whale.sharding.space import Space
 
 

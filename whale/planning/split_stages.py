@@ -19,19 +19,19 @@ from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.cluster.network import Link
 from whale.planning.assignment import Assignment
-from whale.planning.plan import Decision
 from whale.planning.split import Split
 from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.virtual_devices import Placement, VirtualDevice
-from whale.report.units import human_bytes, human_seconds
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, Layout, whole
+from whale.plans.plan import Decision
+from whale.plans.sharding import Sharding
+from whale.plans.virtual_devices import Placement, VirtualDevice
 from whale.sharding.exchange_costs import GridCosts
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Cut, Layout, whole
 from whale.sharding.reasons import with_reasons
-from whale.sharding.sharding import Sharding
 from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space, StageProgram
+from whale.units import human_bytes, human_seconds
 
 GridShape = tuple[int, int, int]
 SHORT_OF_MEMORY = 1e-9

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
-from whale.profiling.costs import VIEWS, VIEWS_UNLESS_CAST
+from whale.costs.costs import VIEWS, VIEWS_UNLESS_CAST
 
 RECOMPUTED = -1
 

@@ -19,12 +19,8 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.planning.figures import UPDATE_COPIES, Seconds, StageTimes
-from whale.planning.plan import DeviceMemory
-from whale.planning.stages import StageSlice
-from whale.profiling.backward_room import COPIES, room_beside_kept
-from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
-from whale.profiling.costs import (
+from whale.costs.backward_room import COPIES, room_beside_kept
+from whale.costs.costs import (
     NodeCost,
     backward_factors,
     backward_seconds,
@@ -32,7 +28,11 @@ from whale.profiling.costs import (
     seconds,
     split_input,
 )
-from whale.profiling.saved import Kept, Saved, saved_for_backward
+from whale.costs.measured import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
+from whale.costs.saved import Kept, Saved, saved_for_backward
+from whale.planning.stages import StageSlice
+from whale.plans.figures import UPDATE_COPIES, Seconds, StageTimes
+from whale.plans.plan import DeviceMemory
 from whale.scheduling import Action
 from whale.scheduling.check import Held, peak_of_order
 

@@ -11,11 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from whale.planning.plan import Plan, Stage
-from whale.planning.samples import SampleMap
-from whale.report.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
+from whale.plans.plan import Plan, Stage
+from whale.plans.samples import SampleMap
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
+from whale.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
 
 SHOWN_DEVICES = 16
 

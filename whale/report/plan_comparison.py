@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from whale.names import listed
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.report.device_table import layers_of, samples_by_rank
-from whale.report.units import count, human_bytes, human_rate, human_seconds, ranges
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
+from whale.units import count, human_bytes, human_rate, human_seconds, ranges
 
 SHOWN = 8
 """devices that are written out"""

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
+from whale.plans.sharding import StageSharding
 from whale.report.device_table import forward_flop, layers_of, samples_by_rank
 from whale.report.plan_table import summary
-from whale.sharding.record import StageSharding
 from whale.simulation.simulate import figures_in
 from whale.simulation.timeline import Timeline
 

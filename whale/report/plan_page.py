@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
+from whale.plans.sharding import StageSharding
 from whale.report import sharding_table
 from whale.report.device_table import forward_flop, layers_of, num_devices_shown, samples_by_rank
 from whale.report.page_style import STYLE
@@ -21,10 +22,9 @@ from whale.report.plan_pictures import (
     timeline_picture,
 )
 from whale.report.plan_table import summary
-from whale.report.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
-from whale.sharding.record import StageSharding
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import Timeline
+from whale.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 
 
 def html(plan: Plan, timeline: Timeline) -> str:

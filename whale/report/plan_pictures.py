@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from whale.planning.plan import Plan
-from whale.planning.samples import SampleMap
+from whale.plans.plan import Plan
+from whale.plans.samples import SampleMap
 from whale.report.device_table import layers_of, num_devices_shown, of_memory
 from whale.report.svg import Drawing, legend, shortened, text_width
-from whale.report.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, Timeline
+from whale.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 
 WIDTH = 1180
 KIND_COLOURS = ("#dbe9f6", "#fde3c8", "#dff0d8", "#ead9f0", "#fbe6ea", "#e8e4d9")

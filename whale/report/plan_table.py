@@ -15,15 +15,15 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from whale.planning.plan import Crossing, Plan
-from whale.planning.samples import SampleMap
-from whale.planning.shares import micro_batch_sizes
+from whale.plans.plan import Crossing, Plan
+from whale.plans.samples import SampleMap
+from whale.plans.shares import micro_batch_sizes
 from whale.report.device_table import memory_table, prediction, work_table
 from whale.report.sharding_table import sharding_tables
-from whale.report.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
 from whale.simulation.simulate import simulate
+from whale.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 
 SHOWN_REPLICAS = 4
 """model replicas listed one by one; the rest in one line"""

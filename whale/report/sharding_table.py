@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from whale.names import listed, num_shown
-from whale.planning.plan import Plan
-from whale.report.units import human_bytes
-from whale.sharding.record import StageSharding
+from whale.plans.plan import Plan
+from whale.plans.sharding import StageSharding
+from whale.units import human_bytes
 
 SHOWN_ROWS = 24
 SHOWN_NAMES = 8

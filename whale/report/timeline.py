@@ -7,7 +7,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.report.device_table import memory_table, num_devices_shown, prediction, work_table
 from whale.report.plan_table import summary
 from whale.report.time_rows import LEGEND, picture

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from whale.report.units import human_bytes, human_seconds
-from whale.runtime.metric_files import last_metrics
+from whale.metric_files import last_metrics
+from whale.units import human_bytes, human_seconds
 
 STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 

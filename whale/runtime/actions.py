@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale.compat import run_backward
+from whale.distributed.transport import Arrival, Transport
 from whale.lowering.chunk import Value
 from whale.lowering.program import Program
 from whale.runtime.boundaries import Boundary, Role
@@ -26,7 +27,6 @@ from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
 from whale.runtime.split import Deferred, Product, run_products
 from whale.runtime.stage_updates import StageUpdates
-from whale.runtime.transport import Arrival, Transport
 from whale.scheduling import Action
 from whale.scheduling.slots import Slots
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from whale.capture.kinds import trains_batch_norm
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.runtime.executor import Executor, StepOutcome
 from whale.runtime.shapes import Job
 

@@ -36,10 +36,10 @@ from whale.checkpoint import (
 from whale.checkpoint.optimizer_state import parameter_name, state_name
 from whale.checkpoint.reader import CHECKPOINT_NAME
 from whale.checkpoint.shard_pieces import Pieces, pieces, read_shard, read_state, state_pieces
-from whale.runtime.ranks import Ranks
+from whale.distributed.ranks import Ranks
+from whale.plans.shards import Shard, Shards
 from whale.runtime.shapes import Job
 from whale.runtime.update import Updater
-from whale.sharding.shards import Shard, Shards
 
 logger = logging.getLogger("whale")
 

@@ -15,8 +15,9 @@ from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle, nothing_to_save
+from whale.distributed.watch import telling
 from whale.lowering.program import Lowered
-from whale.planning.plan import Plan
+from whale.plans.plan import Plan
 from whale.runtime.adapting import Adapting
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
@@ -28,7 +29,6 @@ from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
-from whale.runtime.watch import telling
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whale.distributed.transport import Transport
+from whale.distributed.watch import Watch
 from whale.emulation.pace import Pace
 from whale.lowering.lines import shortcut
 from whale.lowering.program import Program
@@ -26,8 +28,6 @@ from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive, Send
 from whale.runtime.split import Deferred
 from whale.runtime.stage_updates import StageUpdates
-from whale.runtime.transport import Transport
-from whale.runtime.watch import Watch
 from whale.scheduling import Action, Kind
 
 

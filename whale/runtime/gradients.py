@@ -8,7 +8,7 @@ bucket, so a small model gets smaller buckets than the config allows.
 
 Holders that are CPU ranks of one host sum through memory instead, at the end of the step: on the
 core that would run the backward, so that there is nothing to hide, and much faster
-(`runtime/same_host_collectives.py`). They go through their groups in one order, that of the ranks
+(`distributed/same_host_collectives.py`). They go through their groups in one order, that of the ranks
 in them, so that no two wait for each other.
 """
 
@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.planning.buckets import bucket_size
-from whale.runtime.ranks import Ranks
+from whale.distributed.ranks import Ranks
+from whale.plans.buckets import bucket_size
 
 if TYPE_CHECKING:
+    from whale.distributed.transport import Transport
     from whale.emulation.sums import SumClock
-    from whale.runtime.transport import Transport
 
 
 @dataclass(frozen=True)

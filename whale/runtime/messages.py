@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from whale.distributed.transport import NUM_EPOCHS, Arrival
 from whale.lowering.messages import Part
 from whale.lowering.program import Program
 from whale.runtime.boundaries import Boundary, Role, parts_of
-from whale.runtime.transport import NUM_EPOCHS, Arrival
 from whale.scheduling import Action
 from whale.scheduling.slots import Slots
 

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import torch
 
-from whale.planning.plan import Plan
-from whale.runtime.metric_files import metrics_file
+from whale.metric_files import metrics_file
+from whale.plans.plan import Plan
 from whale.runtime.result import StepResult
 
 BACKWARD_AND_FORWARD = (

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.report.units import human_seconds
+from whale.units import human_seconds
 
 if TYPE_CHECKING:
-    from whale.runtime.transport import Transport
+    from whale.distributed.transport import Transport
 
 
 @dataclass(frozen=True)

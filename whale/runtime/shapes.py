@@ -22,15 +22,15 @@ from whale.capture.guards import refuse
 from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import Prepared, prepare
 from whale.config import Config
+from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
 from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
-from whale.planning.plan import Plan
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
-from whale.planning.samples import SampleMap
+from whale.plans.plan import Plan
+from whale.plans.samples import SampleMap
+from whale.plans.shards import Shards
 from whale.runtime.executor import Executor
-from whale.runtime.ranks import Ranks
-from whale.runtime.transport import Transport
-from whale.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from whale.emulation.emulation import Emulation

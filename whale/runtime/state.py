@@ -14,12 +14,12 @@ from torch.fx import Node
 from whale.capture.prepare import LOSS, Prepared
 from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
+from whale.distributed.ranks import Ranks
 from whale.lowering.program import Lowered, Program
-from whale.planning.samples import SampleMap
+from whale.plans.samples import SampleMap
+from whale.plans.shards import Shard, Shards
 from whale.runtime.executor import StepOutcome
-from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
-from whale.sharding.shards import Shard, Shards
 
 
 def gather_state(

@@ -6,8 +6,8 @@ import json
 import time
 from pathlib import Path
 
+from whale.distributed.ranks import Ranks
 from whale.runtime.executor import StepOutcome
-from whale.runtime.ranks import Ranks
 
 MICROSECONDS = 1e6
 

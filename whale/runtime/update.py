@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from whale.config import Config
+from whale.distributed.ranks import Ranks
 from whale.runtime.gradients import Held, scale_gradients
-from whale.runtime.ranks import Ranks
 from whale.runtime.result import Totals
 from whale.runtime.scaling import LossScale
 from whale.runtime.stage_updates import StageUpdates

@@ -140,7 +140,7 @@ def _candidate(
 
 
 def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
-    from whale.report.units import human_seconds  # its package shows plans, which hold schedules
+    from whale.units import human_seconds  # its package shows plans, which hold schedules
 
     others = sorted(
         (each for each in candidates if each is not best), key=lambda each: each.timeline.step_s

@@ -21,7 +21,7 @@ from math import gcd
 import torch
 from torch.fx import Node
 
-from whale.sharding.layout import Cut
+from whale.plans.layout import Cut
 from whale.sharding.operation import PRIME, Option, Shapes
 
 Value = tuple[Node, int]

@@ -20,16 +20,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from whale.capture.kinds import is_random, op_name, trains_batch_norm
+from whale.capture.recomputed import Recomputed, cut_region
 from whale.compat import enter_autocast, exit_autocast
-from whale.lowering.recompute import Recomputed, cut_region
+from whale.plans.grid import AXES
+from whale.plans.layout import Layout
+from whale.plans.sharding import Sharding
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
 from whale.sharding.exchange_plan import TWO_STEPS_FROM
-from whale.sharding.grid import AXES
-from whale.sharding.layout import Layout
 from whale.sharding.local import local_call
 from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
-from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space
 
 SPECIAL = (

@@ -31,9 +31,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from whale.plans.grid import Grid, Interval
+from whale.plans.layout import Layout, whole
 from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step
-from whale.sharding.grid import Grid, Interval
-from whale.sharding.layout import Layout, whole
 
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3

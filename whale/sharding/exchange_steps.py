@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from whale.sharding.grid import Interval
-from whale.sharding.layout import Layout
+from whale.plans.grid import Interval
+from whale.plans.layout import Layout
 
 Ranges = tuple[tuple[Interval, ...], ...]
 """for each dim the index ranges of a local tensor, in order: their product is a part of it"""

@@ -17,17 +17,17 @@ from itertools import product
 
 from torch.fx import Node
 
-from whale.profiling.costs import node_costs
-from whale.report.units import human_bytes, human_seconds
+from whale.costs.costs import node_costs
+from whale.plans.grid import AXES
+from whale.plans.layout import Layout
+from whale.plans.sharding import ShardedOperation, Sharding
 from whale.sharding.describe import pattern
 from whale.sharding.dims import Value, value_of
 from whale.sharding.exchange_costs import GridCosts, sent_bytes
-from whale.sharding.grid import AXES
-from whale.sharding.layout import Layout
 from whale.sharding.operation import SAME, Option, Placement
-from whale.sharding.sharding import ShardedOperation, Sharding
 from whale.sharding.space import Space, numel_bytes
 from whale.sharding.terms import Lying, Terms, output_of
+from whale.units import human_bytes, human_seconds
 
 Options = Mapping[str, Option]
 """axis -> option"""

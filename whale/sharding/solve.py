@@ -24,16 +24,16 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
-from whale.profiling.costs import node_costs
+from whale.costs.costs import node_costs
+from whale.plans.grid import Grid
+from whale.plans.layout import Layout
+from whale.plans.sharding import Sharding
 from whale.sharding.describe import describe
 from whale.sharding.dims import Value, value_of
 from whale.sharding.eliminate import Array, Tables, TooWide
 from whale.sharding.exchange_costs import GridCosts
-from whale.sharding.grid import Grid
-from whale.sharding.layout import Layout
 from whale.sharding.operation import Option, Placement
 from whale.sharding.repeats import Repeats
-from whale.sharding.sharding import Sharding
 from whale.sharding.space import Space, StageProgram
 from whale.sharding.terms import Choice, Lying, Terms, output_of
 

@@ -20,10 +20,10 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind, op_name
 from whale.capture.sample_states import batch_dim, names_of
 from whale.capture.samples import SampleFlow
-from whale.profiling.costs import NodeCost
+from whale.costs.costs import NodeCost
+from whale.plans.layout import Layout
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
-from whale.sharding.layout import Layout
 from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
 from whale.sharding.repeats import Repeats, find_repeats
 from whale.sharding.rules import options_of

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
-from whale.profiling.costs import BACKWARD_PER_FORWARD, NodeCost
+from whale.costs.costs import BACKWARD_PER_FORWARD, NodeCost
+from whale.plans.grid import Grid
+from whale.plans.sharding import ORDER
 from whale.sharding.dims import Value
 from whale.sharding.eliminate import Array
 from whale.sharding.exchange_costs import GridCosts, sent_bytes
-from whale.sharding.grid import Grid
 from whale.sharding.operation import SAME, Option, Placement, Shapes
 from whale.sharding.row_numbers import LOCAL_FORMS, told
-from whale.sharding.sharding import ORDER
 from whale.sharding.space import Space, numel_bytes
 
 MOST_SHARING = 3

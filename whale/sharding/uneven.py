@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 
-from whale.sharding.grid import Grid
+from whale.plans.grid import Grid
 
 PREFERRED = ("z", "y", "x")
 """along which speed may differ; among equally good ones the first is taken"""

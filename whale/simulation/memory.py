@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whale.planning.buckets import bucket_size
-from whale.planning.figures import UPDATE_COPIES, Figures, StateFigures
-from whale.planning.plan import Plan
+from whale.plans.buckets import bucket_size
+from whale.plans.figures import UPDATE_COPIES, Figures, StateFigures
+from whale.plans.plan import Plan
 from whale.scheduling import Action, Kind
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = (

@@ -17,8 +17,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from whale.planning.figures import Figures
-from whale.planning.plan import Plan
+from whale.plans.figures import Figures
+from whale.plans.plan import Plan
 from whale.scheduling import Action, Edge, Kind
 from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.links import Links

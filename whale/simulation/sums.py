@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.cluster.network import Link, Network
-from whale.planning.buckets import bucket_size
-from whale.planning.figures import Figures
-from whale.planning.plan import Plan
+from whale.plans.buckets import bucket_size
+from whale.plans.figures import Figures
+from whale.plans.plan import Plan
 
 
 def ring_s(

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from whale.planning.figures import Figures, Seconds
-from whale.planning.plan import Plan
-from whale.planning.samples import SampleMap
-from whale.planning.slices import Interval, bridge, whole
+from whale.plans.figures import Figures, Seconds
+from whale.plans.plan import Plan
+from whale.plans.samples import SampleMap
+from whale.plans.slices import Interval, bridge, whole
 from whale.scheduling import Action, Edge, Kind, Schedule
 from whale.scheduling.action import ENDS_BACKWARD
 

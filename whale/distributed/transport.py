@@ -4,7 +4,7 @@ that they have arrived.
 gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed
 pair of ranks has its own, and both sides use it in the order of the sender's program (`scheduling`
 proves that the receiver's order is the same). CPU ranks on one host hand messages over through
-memory (`runtime/same_host.py`).
+memory (`distributed/same_host.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.ranks import Ranks
-from whale.runtime.same_host import connect
-from whale.runtime.same_host_collectives import SameHostCollectives
+from whale.distributed.ranks import Ranks
+from whale.distributed.same_host import connect
+from whale.distributed.same_host_collectives import SameHostCollectives
 
 if TYPE_CHECKING:
     from whale.runtime.messages import Message

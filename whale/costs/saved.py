@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate, map_arg
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast, fake_mode
-from whale.profiling.costs import concrete_shape
+from whale.costs.costs import concrete_shape
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from whale.sharding.grid import Grid, Interval
+from whale.plans.grid import Grid, Interval
 
 
 @dataclass(frozen=True)

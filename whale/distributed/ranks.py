@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from whale.distributed.watch import Watch, start_watch
 from whale.names import listed
-from whale.runtime.watch import Watch, start_watch
 
 SHOWN_RANKS = 4
 """whose values are written out when they differ"""

@@ -16,7 +16,7 @@ from whale.cluster.discovery import discovered, this_kind
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.matching import match, this_place
 from whale.config import CLUSTER_VARIABLE
-from whale.runtime.ranks import Ranks
+from whale.distributed.ranks import Ranks
 
 logger = logging.getLogger("whale")
 

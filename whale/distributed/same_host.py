@@ -33,8 +33,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.hub import Process
-from whale.runtime.ranks import Ranks
+from whale.distributed.hub import Process
+from whale.distributed.ranks import Ranks
 
 HEADER = struct.Struct("qqq")
 """tag, bytes, and where they are: INLINE, BY_GROUP, or a position in the ring"""

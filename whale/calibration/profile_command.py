@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from whale.calibration.measure import measure
 from whale.cluster.cluster import Cluster
-from whale.profiling.measure import measure
-from whale.report.units import human_bytes, human_flop, human_seconds
-from whale.runtime.ranks import Ranks
+from whale.distributed.ranks import Ranks
+from whale.units import human_bytes, human_flop, human_seconds
 
 
 def profile_ranks(path: Path, device: str = "auto") -> Cluster:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from whale.sharding.grid import Grid
+from whale.plans.grid import Grid
 
 
 @dataclass(frozen=True)

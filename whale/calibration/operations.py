@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whale.calibration.turns import Subject, loop
 from whale.cluster.kinds import OperationPoint
+from whale.costs.measured import BATCH_NORM_OVER_DEVICES
+from whale.distributed.ranks import Ranks
 from whale.lowering.lines import Line
 from whale.lowering.sharded_norms import batch_norm
-from whale.profiling.calibration import BATCH_NORM_OVER_DEVICES
-from whale.profiling.turns import Subject, loop
-from whale.runtime.ranks import Ranks
 
 OF_CONVOLUTIONS = frozenset(
     {"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"}

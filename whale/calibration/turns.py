@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from whale.profiling.speed import NEARLY, Speed
-from whale.runtime.ranks import Ranks
+from whale.calibration.speed import NEARLY, Speed
+from whale.distributed.ranks import Ranks
 
 FEWEST_PASSES = 6
 MOST_S = 120.0

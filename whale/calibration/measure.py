@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from whale.calibration.operations import operations_of
+from whale.calibration.turns import Subject, Turn, finish, loop, once, take_turns
+from whale.calibration.updates import updates_of
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Link
 from whale.cluster.discovery import free_memory_bytes, this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
 from whale.cluster.matching import Place, this_place
-from whale.profiling.operations import operations_of
-from whale.profiling.turns import Subject, Turn, finish, loop, once, take_turns
-from whale.profiling.updates import updates_of
+from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
 from whale.runtime.messages import Message
-from whale.runtime.ranks import Ranks
-from whale.runtime.transport import Transport
 
 TORCH_DTYPES = {
     "fp32": torch.float32,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from whale.calibration.operations import Operations
+from whale.calibration.turns import once
 from whale.cluster.kinds import OperationPoint
-from whale.profiling.calibration import WITH_TWO_STATES, WITHOUT_STATE
-from whale.profiling.operations import Operations
-from whale.profiling.turns import once
-from whale.runtime.ranks import Ranks
+from whale.costs.measured import WITH_TWO_STATES, WITHOUT_STATE
+from whale.distributed.ranks import Ranks
 
 WIDTHS = {"cpu": ((16, 32), (1024, 8)), "cuda": ((64, 32), (4096, 4))}
 """(rows and columns of a parameter, number of parameters)"""

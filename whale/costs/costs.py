@@ -26,8 +26,8 @@ from torch.fx.node import map_arg
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.profiling.calibration import measured_seconds
-from whale.profiling.flops import Value, flop
+from whale.costs.flops import Value, flop
+from whale.costs.measured import measured_seconds
 
 BACKWARD_PER_FORWARD = 2.0
 """work of a backward in units of its forward, for operations that depend on parameters"""

@@ -17,8 +17,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from whale.planning.plan import Plan
-from whale.sharding.record import StoredLayout
+from whale.plans.plan import Plan
+from whale.plans.sharding import StoredLayout
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from whale.runtime.hub import (
+from whale.distributed.hub import (
     DEATH,
     GRACE_S,
     LONGEST_BEAT_S,

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.planning.plan import Plan
-from whale.planning.shares import (
+from whale.plans.grid import Grid
+from whale.plans.plan import Plan
+from whale.plans.shares import (
     UNLIMITED,
     DoesNotFit,
     Load,
@@ -28,9 +29,8 @@ from whale.planning.shares import (
     shares_of_series,
     slowest_times,
 )
-from whale.planning.slices import Interval
-from whale.planning.virtual_devices import VirtualDevice
-from whale.sharding.grid import Grid
+from whale.plans.slices import Interval
+from whale.plans.virtual_devices import VirtualDevice
 
 EDGE_AXES = ("z", "y", "x")
 """by which samples are cut at the edge of a stage on a grid, outermost first"""

@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from whale.names import count
-from whale.planning.figures import Figures
-from whale.planning.shares import UNLIMITED, Load
-from whale.planning.virtual_devices import VirtualDevice
+from whale.plans.figures import Figures
+from whale.plans.sharding import StageSharding
+from whale.plans.shares import UNLIMITED, Load
+from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule, check
-from whale.sharding.record import StageSharding
 
 PLAN_FORMAT = 3  # raised when the meaning of a field changes
 

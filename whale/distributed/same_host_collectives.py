@@ -2,7 +2,7 @@
 everyone.
 
 gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the
-ranks themselves sum, by the lines that carry their messages (`runtime/same_host.py`). A tensor is
+ranks themselves sum, by the lines that carry their messages (`distributed/same_host.py`). A tensor is
 cut into blocks, and of every block each of k ranks answers for one part:
 
     offer      every rank sends each of the others the part that the other one answers for
@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.runtime.same_host import RING_BYTES
+from whale.distributed.same_host import RING_BYTES
 
 if TYPE_CHECKING:
-    from whale.runtime.transport import Transport
+    from whale.distributed.transport import Transport
 
 BLOCK_BYTES = 4 * 1024**2
 """smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""

@@ -19,7 +19,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch.fx import Node
 
-from whale.profiling.saved import Saved
+from whale.costs.saved import Saved
 
 COPIES = 2
 COPIES_OF_CONVOLUTION = 3
