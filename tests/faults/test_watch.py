@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
+from whale.distributed import hub, watch
 from whale.distributed.hub import (
     GRACE_S,
     SETTLE_S,
@@ -29,7 +30,6 @@ from whale.distributed.hub import (
     positions,
 )
 from whale.distributed.watch import EXIT_CODE, follows_from_another, start_watch
-from whale.runtime import hub, watch
 
 TIMEOUT_S = 20.0
 NOW = 1000.0

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 import whale as wh
 from tests.ranks import preload, run_ranks
+from whale.calibration import operations, turns
 from whale.calibration.measure import Figures, _cluster, _pairs
 from whale.calibration.profile_command import describe, profile_ranks
 from whale.cli import app
 from whale.cluster.cluster import Link, device_kind
 from whale.cluster.kinds import MatmulRate
 from whale.cluster.matching import Place
-from whale.calibration import operations, turns
 
 preload("tests.integration.test_profile")
 

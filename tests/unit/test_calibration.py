@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import whale as wh
+from whale.calibration import operations, turns
 from whale.calibration.speed import Speed
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
@@ -24,7 +25,6 @@ from whale.costs.measured import measured_seconds, update_costs
 from whale.distributed.ranks import Ranks
 from whale.planning.assignment import carries_gradient
 from whale.planning.workload import Workload
-from whale.calibration import operations, turns
 
 POINTS = (
     OperationPoint("linear", 1e6, 1e-4, 2e-4),
