@@ -81,6 +81,12 @@ def check_against_brute_force(
     assert len(found.starts) == num_stages and set(found.starts[1:]) <= set(points)
 
 
+def test_operations_that_take_no_time() -> None:
+    """Only messages take time, so the lower bound of the bisection is 0: it must still end."""
+    problem = ([0, 0, 0], [0, 3, 2], [False, True, True], 2, [1, 1])
+    check_against_brute_force(problem, pass_speeds=False)
+
+
 @settings(max_examples=300)
 @given(problem=problems(with_speeds=False))
 def test_equals_brute_force(

@@ -238,7 +238,8 @@ def _smallest_time(chain: _Chain) -> float:
     # fastest for it
     lower = float(np.diff(chain.elapsed).min(axis=0).sum()) / chain.num_stages * (1 - SAME_TIME)
     most = float(chain.elapsed[:, -1].max() + 2 * chain.crossing.max()) * (1 + SAME_TIME)
-    upper = min(2 * lower, most)
+    # operations that take no time (only messages do) give a lower bound of 0, which never doubles
+    upper = min(max(2 * lower, BISECTION_WIDTH * most), most)
     while upper < most and not _fits(chain, upper):
         lower = upper
         upper = min(2 * upper, most)
