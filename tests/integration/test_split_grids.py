@@ -2,17 +2,19 @@
 factorisations of the number of devices.
 
 All sizes are such that most numbers of devices do not divide them: heads, classes, experts,
-samples. Most rows are slow.
+samples. Rows cover every pair of model, number of devices and side of the grid; most are slow.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.exactness import compare
 from tests.integration.test_split import Case, Servers, everything, merged, servers, train_on_rank  # noqa: F401  (a fixture)
+from tests.pairs import covering_rows
 from tests.ranks import preload
 from whale.planning.split_stages import grid_shapes
 
@@ -31,23 +33,28 @@ MODELS = (
     "mixtral",
     "vit",
 )
-FAST = {("gpt", (2, 2, 1)), ("mixture", (1, 1, 4))}
+QUICK = (("gpt", 4, 2, 2, 1), ("mixture", 4, 1, 1, 4))
 HEADS = {"resnet": ("resnet", "classifier")}
 """model -> features that are data parallel, the head that is split"""
 
 
-def rows(num_devices: int) -> list[Any]:
-    found = []
-    for model in MODELS:
+Row = tuple[str, int, int, int, int]
+"""model, devices, and the sides of the grid on x, y and z"""
+
+
+def _rows() -> list[Any]:
+    """Quick rows, then slow ones until every pair of values occurs (`tests/pairs.py`)."""
+    every: list[Row] = []
+    for model, num_devices in product(MODELS, (4, 6, 8)):
         for grid in grid_shapes(num_devices):
-            marks = () if (model, grid) in FAST else (pytest.mark.slow,)
-            found.append(
-                pytest.param(
-                    Case(model, num_devices, everything(num_devices, grid)),
-                    marks=marks,
-                    id=f"{model}-{grid}",
-                )
-            )
+            every.append((model, num_devices, *grid))
+    rows = [*QUICK, *covering_rows(every, QUICK)]
+    found = []
+    for row in sorted(rows, key=lambda row: MODELS.index(row[0])):
+        model, num_devices, *grid = row
+        case = Case(model, num_devices, everything(num_devices, tuple(grid)))
+        marks = () if row in QUICK else (pytest.mark.slow,)
+        found.append(pytest.param(case, marks=marks, id=f"{model}-{tuple(grid)}"))
     return found
 
 
@@ -57,7 +64,7 @@ def check(servers: Servers, case: Case, timeout_s: float = 110) -> None:  # noqa
     compare(local, merged(ranks, local.weights))
 
 
-@pytest.mark.parametrize("case", [*rows(4), *rows(6), *rows(8)])
+@pytest.mark.parametrize("case", _rows())
 def test_every_grid(servers: Servers, case: Case) -> None:  # noqa: F811
     check(servers, case)
 

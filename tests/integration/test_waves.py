@@ -5,6 +5,7 @@ do not, replicas, skips, tied weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ import whale as wh
 from tests.exactness import Trace, compare
 from tests.integration.table import BATCH_SIZE, PlanCase
 from tests.integration.training import merge, prepare_subject, train_locally, train_on_rank
+from tests.pairs import covering_rows
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
 
@@ -31,54 +33,94 @@ MODELS = ("deep_chain", "deep_branches", "tied", "gpt2", "bert")
 NUM_STEPS = 2
 
 
-def _cases() -> Iterator[tuple[PlanCase, bool]]:
-    """(plan, whether it runs always): a quick run takes every schedule on every number of devices
-    once, with models in turns.
-    """
-    for which, (name, config) in enumerate(SCHEDULES.items()):
+COUNTS = ("fewer", "equal", "more", "indivisible")
+"""micro-batches in comparison with devices"""
+Row = tuple[str, str, int, int, str]
+"""model, schedule, devices, replicas, micro-batches"""
+
+
+def _num_micro_batch(kind: str, devices: int, replicas: int) -> int:
+    most = BATCH_SIZE // replicas
+    return {
+        "fewer": devices - 1,
+        "equal": devices,
+        "more": min(2 * devices, most),
+        "indivisible": min(devices + 1, most),
+    }[kind]
+
+
+def _all_rows() -> list[Row]:
+    found = []
+    for row in product(MODELS, SCHEDULES, (2, 3, 4), (1, 2), COUNTS):
+        _, _, devices, replicas, kind = row
+        number = _num_micro_batch(kind, devices, replicas)
+        before = COUNTS[: COUNTS.index(kind)]
+        # 4 devices x DP 2 have samples for 5 micro-batches: the same plan again
+        if all(number != _num_micro_batch(other, devices, replicas) for other in before):
+            found.append(row)
+    return found
+
+
+def _quick_rows() -> list[Row]:
+    """Every schedule on every number of devices once, with models in turns."""
+    found: list[Row] = []
+    num_plans = 0
+    for which, schedule in enumerate(SCHEDULES):
         for devices in (2, 3, 4):
-            for replicas in (1, 2):
-                most = BATCH_SIZE // replicas
-                counts = {
-                    "fewer": devices - 1,
-                    "equal": devices,
-                    "more": min(2 * devices, most),
-                    "indivisible": min(devices + 1, most),
-                }
-                for place, (kind, count) in enumerate(counts.items()):
-                    if (
-                        count in list(counts.values())[:place]
-                    ):  # 4 devices x DP 2 have samples for 5: the same plan again
-                        continue
-                    always = (
-                        replicas == 1 + which % 2 * (devices == 2)
-                        and place == (which + devices) % 4
-                    )
-                    settings = {**config, "num_micro_batch": count, "num_task_graph": devices}
-                    title = (
-                        f"{name}, {devices} devices x DP {replicas}, {kind}: {count} micro-batches"
-                    )
-                    yield PlanCase(title, devices * replicas, settings), always
-        uneven = PlanCase(
-            f"{name}, replicate(2) -> replicate(1)", 3, {**config, "num_micro_batch": 3}, (2, 1)
-        )
-        yield uneven, which % 2 == 0
+            kind = COUNTS[(which + devices) % 4]
+            replicas = 1 + which % 2 * (devices == 2)
+            num_plans += 1
+            for model in _models_in_turns(num_plans):
+                found.append((model, schedule, devices, replicas, kind))
+        num_plans += which % 2 == 0  # that of `_uneven_rows`
+    return found
+
+
+def _models_in_turns(number: int) -> list[str]:
+    """One of the small models, sometimes with one of Hugging Face, which take longer."""
+    large = [m for place, m in enumerate(MODELS) if place > 2 and (number + place) % 4 == 0]
+    return [MODELS[number % 3], *large]
+
+
+def _plan_case(row: Row) -> PlanCase:
+    _, schedule, devices, replicas, kind = row
+    number = _num_micro_batch(kind, devices, replicas)
+    settings = {**SCHEDULES[schedule], "num_micro_batch": number, "num_task_graph": devices}
+    name = f"{schedule}, {devices} devices x DP {replicas}, {kind}: {number} micro-batches"
+    return PlanCase(name, devices * replicas, settings)
+
+
+def _uneven_rows() -> list[tuple[str, PlanCase]]:
+    """Stages of different width: every schedule once, with models in turns."""
+    found = []
+    for which, (schedule, config) in enumerate(SCHEDULES.items()):
+        name = f"{schedule}, replicate(2) -> replicate(1)"
+        plan = PlanCase(name, 3, {**config, "num_micro_batch": 3}, (2, 1))
+        found.append((MODELS[which % len(MODELS)], plan))
+    return found
+
+
+def _columns(row: Row) -> tuple[str, tuple[str, int], int, str]:
+    """A schedule and its number of devices are one column: orders depend on both together."""
+    model, schedule, devices, replicas, kind = row
+    return model, (schedule, devices), replicas, kind
 
 
 def _parameters() -> list[object]:
+    """Quick rows, then slow ones until every schedule on every number of devices has met every
+    other value (`tests/pairs.py`).
+    """
+    quick = _quick_rows()
+    covering = covering_rows(list(map(_columns, _all_rows())), map(_columns, quick))
+    rows = [(row[0], _plan_case(row), True) for row in quick]
+    for model, (schedule, devices), replicas, kind in covering:
+        rows.append((model, _plan_case((model, schedule, devices, replicas, kind)), False))
+    for which, (model, plan) in enumerate(_uneven_rows()):
+        rows.append((model, plan, which % 2 == 0))
     found = []
-    chosen = 0
-    for plan, always in _cases():
-        chosen += always
-        for number, model in enumerate(MODELS):
-            runs = always and (
-                number == chosen % 3 or (number > 2 and (chosen + number) % 4 == 0)
-            )  # Hugging Face models take longer
-            found.append(
-                pytest.param(
-                    model, plan, id=f"{model}, {plan.name}", marks=() if runs else pytest.mark.slow
-                )
-            )
+    for model, plan, is_quick in rows:
+        marks = () if is_quick else pytest.mark.slow
+        found.append(pytest.param(model, plan, id=f"{model}, {plan.name}", marks=marks))
     return sorted(found, key=lambda parameter: MODELS.index(parameter.values[0]))
 
 
