@@ -305,7 +305,7 @@ def profile(
 
     if num_ranks is not None and num_ranks < 1:
         _stop(f"whale profile: -n {num_ranks}: at least 1 rank is needed")
-    script = Path(__file__).parent / "profiling" / "profile_command.py"
+    script = Path(__file__).parent / "calibration" / "profile_command.py"
     failure = launcher.launch(
         script, [str(output), device], num_ranks or launcher.default_num_ranks()
     )
@@ -412,9 +412,7 @@ def top(
 @app.command()
 def config() -> None:
     """Print all settings of wh.Config: as a table on a terminal, as Markdown into a file."""
-    from dataclasses import fields
-
-    from whale.config import Config, descriptions, document
+    from whale.config import document, rows
 
     console = Console()
     if not console.is_terminal:
@@ -423,14 +421,8 @@ def config() -> None:
     table = Table(show_lines=True)
     for name in ("key", "type", "default", "meaning"):
         table.add_column(name)
-    meanings = descriptions()
-    for item in fields(Config):
-        table.add_row(
-            item.name,
-            Text(str(item.type)),
-            Text(repr(item.default)),
-            Text(" ".join(meanings[item.name].split())),
-        )
+    for row in rows():
+        table.add_row(*map(Text, row))
     console.print(table)
 
 

@@ -1,54 +1,24 @@
 """What a user may set: `wh.Config({"num_micro_batch": 8})`. Every field has its meaning written
-under it; docs are made from these.
+under it: `whale config` prints these texts.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import inspect
-import json
-import math
 import operator
 import os
-import textwrap
 import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from whale.names import nearest
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from whale.names import current_names, nearest
 
 if TYPE_CHECKING:
     import torch
+    from pydantic_core import ErrorDetails
 
 MIB = 1024**2
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("1f1b", "gpipe", "interleaved", "wave", "zero-bubble", "auto"),
-    "device": ("auto", "cpu", "cuda"),
-    "precision": ("default", "bf16", "fp16"),
-    "on_nonfinite": ("stop", "skip", "continue"),
-    "adapt": ("off", "suggest", "on"),
-}
-"""the values that a field of text may have"""
-
-SMALLEST: dict[str, int] = {
-    "num_micro_batch": 1,
-    "num_task_graph": 1,
-    "num_waves": 1,
-    "seed": 0,
-    "max_captures": 1,
-    "bucket_bytes": 1,
-    "num_posted_receives": 1,
-    "keep_checkpoints": 1,
-    "adapt_steps": 1,
-}
-"""the smallest value of a field that counts"""
-
-ABOVE_ZERO = ("clip_grad_norm", "timeout_s", "stall_timeout_s", "adapt_threshold")
-"""fields that must be more than 0"""
 
 RUN_FOLDER_VARIABLE = "WHALE_RUN_FOLDER"
 """environment variable that `whale run` sets for scripts that name no run folder"""
@@ -59,145 +29,181 @@ CLUSTER_VARIABLE = "WHALE_CLUSTER"
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
 
+RENAMED_KEYS: dict[str, str] = {}
+"""old key -> the key that replaced it; both are taken, and the old one says so once"""
 
-@dataclass(frozen=True, init=False)
-class Config:
+
+def _plain_integer(value: Any) -> Any:
+    """`value` as an int where it is a whole number of numpy; anything else as it is."""
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        return operator.index(value)
+    return value
+
+
+def _recompute(value: Any) -> bool | str | list[str]:
+    if isinstance(value, bool) or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (list, tuple)) and value:
+        if all(isinstance(name, str) and name for name in value):
+            return list(value)
+    raise ValueError("'auto', True, False or a list of module names")
+
+
+def _keep_gathered(value: Any) -> bool | str:
+    if isinstance(value, bool) or value == "auto":
+        return value  # type: ignore[no-any-return]
+    raise ValueError("'auto', True or False")
+
+
+# Strict: True is no number, "8" is no number, 8.0 is not whole. Values come from scripts and JSON,
+# where such a value is a mistake.
+Whole = Annotated[int, BeforeValidator(_plain_integer), Field(strict=True)]
+Count = Annotated[Whole, Field(ge=1)]
+AboveZero = Annotated[
+    float, BeforeValidator(_plain_integer), Field(strict=True, gt=0, allow_inf_nan=False)
+]
+Switch = Annotated[bool, Field(strict=True)]
+Words = Annotated[str, Field(strict=True)]
+
+
+class Config(BaseModel):
     """Settings of one training job, checked when they are made and never changed afterwards.
 
     Takes a dict, keyword arguments, or both: `Config({"num_micro_batch": 8}, seed=1)`.
     """
 
-    num_micro_batch: int = 1
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_micro_batch: Count = 1
     """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds
     fewer samples.
     """
 
-    num_task_graph: int | None = None
+    num_task_graph: Count | None = None
     """Cuts a model without annotations into this many stages of about the same time. None: the
     annotations decide.
     """
 
-    cluster: str | None = None
+    cluster: Words | None = None
     """The cluster file: which devices there are, what they can do, and their links. None: what the
     ranks find under themselves.
     """
 
-    colocate: bool = False
+    colocate: Switch = False
     """Lets all TaskGraphs share the same devices, instead of each having its own."""
 
-    schedule: str = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "wave", "zero-bubble", "auto"] = "1f1b"
     """Order of forward and backward in a pipeline. `1f1b` holds few micro-batches in memory,
     `gpipe` runs all forwards first, `interleaved` and `wave` (Hanayo) put several chunks on each
     device, `zero-bubble` fills gaps with weight gradients, `auto` takes what is fastest."""
 
-    num_waves: int | None = None
+    num_waves: Count | None = None
     """Each wave puts two chunks of the model on every device. None: one wave for `wave` and
     `interleaved`, none for `zero-bubble`, and `auto` chooses. Annotations then say how many devices
     there are; where the chunks are cut is decided by time."""
 
-    recompute: bool | str | list[str] = "auto"
-    """Activations that are computed again in backward instead of being kept. `auto`: where memory
+    recompute: Annotated[bool | str | list[str], BeforeValidator(_recompute)] = "auto"
+    """Activations that are recomputed in backward instead of being saved. `auto`: where memory
     asks for it, as little as possible; True: all; False: none; or names of modules
     (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
 
-    keep_gathered: bool | str = "auto"
+    keep_gathered: Annotated[bool | str, BeforeValidator(_keep_gathered)] = "auto"
     """On grids (`split`): whether weights and activations that are gathered in forward are kept for
     backward (True), or gathered again there (False), which takes more messages and less memory.
     `auto`: kept, where memory does not ask for the other."""
 
-    adapt: str = "off"
+    adapt: Literal["off", "suggest", "on"] = "off"
     """Whether samples move between devices when a device is steadily faster or slower than planned:
     `on` moves them between steps (the mini-batch stays the same), `suggest` only says what it would
     do, `off` measures nothing."""
 
-    adapt_threshold: float = 0.15
+    adapt_threshold: AboveZero = 0.15
     """How far from its planned share of the speed a device may be, as a part of it, before samples
     move.
     """
 
-    adapt_steps: int = 10
+    adapt_steps: Count = 10
     """For how many steps in a row a device must be beyond the threshold. Ranks compare their times
     once in so many steps.
     """
 
-    seed: int = 0
+    seed: Annotated[Whole, Field(ge=0, le=LARGEST_SEED)] = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""
 
-    loss_per_micro_batch: bool = False
+    loss_per_micro_batch: Switch = False
     """Takes the mean of the losses of the micro-batches, for a loss that is no sum over samples.
     This is not the loss of local training.
     """
 
-    clip_grad_norm: float | None = None
+    clip_grad_norm: AboveZero | None = None
     """Scales gradients down when their norm over the whole model is larger than this. None: never.
     """
 
-    max_captures: int = 16
+    max_captures: Count = 16
     """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one
     unused for longest goes first.
     """
 
-    bucket_bytes: int = 25 * MIB
-    """Gradients are summed between devices in pieces of about this many bytes, while the backward
-    goes on.
+    bucket_bytes: Count = 25 * MIB
+    """Gradients are all-reduced in buckets of about this many bytes, while the backward continues.
     """
 
-    precision: str = "default"
+    precision: Literal["default", "bf16", "fp16"] = "default"
     """`bf16` or `fp16`: the forward runs under autocast and weights stay as they are; fp16 also
     scales the loss. `default`: no autocast.
     """
 
-    on_nonfinite: str = "stop"
+    on_nonfinite: Literal["stop", "skip", "continue"] = "stop"
     """What to do with a loss or gradient that is not a finite number: `stop` the job, `skip` the
     step on all ranks, or `continue`.
     """
 
-    timeout_s: float = 20.0
+    timeout_s: AboveZero = 20.0
     """A rank from which nothing was heard for so many seconds is taken for dead, and the job ends
     on all ranks with its name.
     """
 
-    stall_timeout_s: float = 1800.0
-    """A single message or sum between living ranks may take so many seconds (compiling, loading
+    stall_timeout_s: AboveZero = 1800.0
+    """A single message or all-reduce between living ranks may take so many seconds (compiling, loading
     data), then the job ends.
     """
 
-    run_folder: str | None = None
+    run_folder: Words | None = None
     """Where metrics, traces and checkpoints go. None: no metrics are written; `whale run` sets it
     to `runs/<script>`.
     """
 
-    tensorboard: bool = False
+    tensorboard: Switch = False
     """Writes the metrics for TensorBoard too (needs the extra `tensorboard`)."""
 
-    keep_checkpoints: int = 3
+    keep_checkpoints: Count = 3
     """How many checkpoints `engine.save` keeps; older ones are removed when a new one is complete.
     """
 
-    check_capture: bool = True
+    check_capture: Switch = True
     """Compares the captured graph once with the model itself (loss and gradients on a few samples)
     when there are real weights.
     """
 
-    check_batches: bool = True
+    check_batches: Switch = True
     """Compares a hash of the batch between ranks in the first steps and now and then: all must get
     the same mini-batch.
     """
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: `cuda`, `cpu`, or `auto`, which takes CUDA when it is there."""
 
-    num_posted_receives: int = 8
+    num_posted_receives: Count = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more
     memory.
     """
 
-    compile: bool = False
+    compile: Switch = False
     """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need
     a C++ compiler.
     """
 
-    share_memory: bool = True
+    share_memory: Switch = True
     """CPU ranks on one host hand tensors of a pipeline over through memory, instead of through
     gloo.
     """
@@ -208,38 +214,34 @@ class Config:
                 f"Config takes a dict or keyword arguments, not {values!r} of type "
                 f"{type(values).__name__}."
             )
-        given = dict(values or {})
-        twice = sorted(set(given) & set(options))
+        in_dict = current_names(values or {}, RENAMED_KEYS, "Config")
+        as_keywords = current_names(options, RENAMED_KEYS, "Config")
+        twice = sorted(set(in_dict) & set(as_keywords))
         if twice:
             raise ValueError(
                 f"Config: {twice[0]!r} is given twice, in the dict and as a keyword argument. "
                 "Leave one of them out."
             )
-        given |= options
-        hints = typing.get_type_hints(type(self))
+        given = in_dict | as_keywords
+        known = type(self).model_fields
         for key in given:
-            if key not in hints:
+            if key not in known:
                 raise ValueError(
-                    f"Config has no key {key!r}.{nearest(str(key), hints)} It has: "
-                    f"{', '.join(sorted(hints))}."
+                    f"Config has no key {key!r}.{nearest(str(key), known)} It has: "
+                    f"{', '.join(sorted(known))}."
                 )
-        for item in fields(self):
-            value = (
-                _checked(item.name, given[item.name], hints[item.name])
-                if item.name in given
-                else item.default
-            )
-            object.__setattr__(self, item.name, value)  # the dataclass is frozen for everyone else
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise ValueError(_message(error.errors()[0])) from None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `Config(config.to_dict()) == config`, also through JSON."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return self.model_dump()
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, checked like a new one."""
-        return Config(
-            {key: value for key, value in self.to_dict().items() if key not in changes}, **changes
-        )
+        return Config({**self.to_dict(), **current_names(changes, RENAMED_KEYS, "Config")})
 
     @property
     def folder(self) -> str | None:
@@ -248,130 +250,97 @@ class Config:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype to autocast to."""
+        """The dtype to autocast to; None: no autocast."""
         import torch
 
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
 
     @property
     def dtype(self) -> str:
-        """In which matrix products are computed, for the rates of devices; float64 is taken for
-        fp32.
+        """The dtype whose rate counts for matrix products: a key of `DeviceKind.rate`. float64 is
+        taken for fp32.
         """
         return "fp32" if self.precision == "default" else self.precision
 
     @property
     def needs_all_gradients(self) -> str | None:
-        """What makes the update depend on the loss or the gradient norm of the whole model, as the
-        user wrote it; None: nothing.
+        """The setting, as the user wrote it, that makes the update depend on the loss or the
+        gradient norm of the whole model; None: there is none.
         """
         if self.precision == "fp16":
             return '"precision": "fp16" scales the loss'
         if self.clip_grad_norm is not None:
             return f'"clip_grad_norm": {self.clip_grad_norm:g} needs the norm of all gradients'
-        return (
-            f'"on_nonfinite": "{self.on_nonfinite}" looks at loss and gradients first'
-            if self.on_nonfinite != "continue"
-            else None
-        )
-
-    def fingerprint(self) -> str:
-        """Hash over all fields, the same in every process: ranks compare it before they start."""
-        text = json.dumps(self.to_dict(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _checked(key: str, value: Any, hint: Any) -> Any:
-    """The value as the type of its field, or a ValueError that names key and value."""
-    if key == "recompute":
-        return _checked_recompute(value)
-    if key == "keep_gathered":
-        if isinstance(value, bool) or value == "auto":
-            return value
-        raise ValueError(f"Config: 'keep_gathered' must be 'auto', True or False, not {value!r}.")
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and types.NoneType in kinds:
+        if self.on_nonfinite != "continue":
+            return f'"on_nonfinite": "{self.on_nonfinite}" looks at loss and gradients first'
         return None
-    kind = next(kind for kind in kinds if kind is not types.NoneType)
-    wanted = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}[kind]
-    if types.NoneType in kinds:
+
+
+def _message(error: ErrorDetails) -> str:
+    """What pydantic found, as a sentence with the key and the value that the user typed."""
+    key = str(error["loc"][0])
+    value = error["input"]
+    context = error.get("ctx", {})
+    must_be = f"Config: {key!r} must be"
+    field = Config.model_fields[key]
+    match error["type"]:
+        case "literal_error":
+            choices = get_args(field.annotation)
+            offers = ", ".join(map(repr, choices))
+            return f"{must_be} one of {offers}, not {value!r}.{nearest(str(value), choices)}"
+        case "greater_than_equal":
+            return f"{must_be} at least {context['ge']}, not {value!r}."
+        case "less_than_equal":
+            limit = "2**63 - 1" if context["le"] == LARGEST_SEED else context["le"]
+            return f"{must_be} at most {limit}, not {value!r}."
+        case "greater_than" | "finite_number":
+            return f"{must_be} a finite number above 0, not {value!r}."
+        case "value_error":  # the validators above say what the value may be
+            return f"{must_be} {context['error']}, not {value!r}."
+    wanted = {
+        "bool_type": "True or False",
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "string_type": "text",
+    }[error["type"]]
+    if types.NoneType in get_args(field.annotation):
         wanted += " or None"
-    result = _as_kind(value, kind)
-    if result is None:
-        raise ValueError(
-            f"Config: {key!r} must be {wanted}, not {value!r} of type {type(value).__name__}."
+    return f"{must_be} {wanted}, not {value!r} of type {type(value).__name__}."
+
+
+def type_words(annotation: Any) -> str:
+    """A field's type as a user reads it: `int | None`, without limits; choices of text are `str`."""
+    if annotation is types.NoneType:
+        return "None"
+    if get_origin(annotation) is Annotated:
+        return type_words(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "str"
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation.__name__
+    if get_origin(annotation) is list:
+        return str(annotation)
+    return " | ".join(map(type_words, get_args(annotation)))
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every field, as text."""
+    return [
+        (
+            key,
+            type_words(field.annotation),
+            repr(field.default),
+            " ".join((field.description or "").split()),
         )
-    _check_range(key, result)
-    return result
-
-
-def _checked_recompute(value: Any) -> bool | str | list[str]:
-    if isinstance(value, bool) or value == "auto":
-        return value  # type: ignore[no-any-return]
-    if (
-        isinstance(value, (list, tuple))
-        and value
-        and all(isinstance(name, str) and name for name in value)
-    ):
-        return list(value)
-    raise ValueError(
-        f"Config: 'recompute' must be 'auto', True, False or a list of module names, not {value!r}."
-    )
-
-
-def _as_kind(value: Any, kind: type) -> bool | int | float | str | None:
-    """The value as bool, int, float or str, or None when it is something else: True is no number,
-    '8' is no number, 8.0 is not whole.
-    """
-    if kind in (bool, str):
-        return value if isinstance(value, kind) else None
-    if isinstance(value, bool):
-        return None
-    if hasattr(value, "__index__"):  # also the whole numbers of numpy
-        return kind(operator.index(value))  # type: ignore[no-any-return]
-    return float(value) if kind is float and isinstance(value, float) else None
-
-
-def _check_range(key: str, value: bool | int | float | str) -> None:
-    choices = CHOICES.get(key)
-    if choices and value not in choices:
-        raise ValueError(
-            f"Config: {key!r} must be one of {', '.join(map(repr, choices))}, not "
-            f"{value!r}.{nearest(str(value), choices)}"
-        )
-    if isinstance(value, str):
-        return
-    if key in SMALLEST and value < SMALLEST[key]:
-        raise ValueError(f"Config: {key!r} must be at least {SMALLEST[key]}, not {value!r}.")
-    if key == "seed" and value > LARGEST_SEED:
-        raise ValueError(f"Config: 'seed' must be at most 2**63 - 1, not {value!r}.")
-    if key in ABOVE_ZERO and not 0 < value < math.inf:
-        raise ValueError(f"Config: {key!r} must be a finite number above 0, not {value!r}.")
-
-
-def descriptions() -> dict[str, str]:
-    """Name of each field -> the text under it in this file."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(Config))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    for statement, after in zip(body.body, body.body[1:]):
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-            continue
-        if (
-            isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-            and isinstance(after.value.value, str)
-        ):
-            found[statement.target.id] = inspect.cleandoc(after.value.value)
-    return found
+        for key, field in Config.model_fields.items()
+    ]
 
 
 def document() -> str:
-    """A Markdown table of all fields: name, type, default, meaning."""
-    meaning = descriptions()
+    """A Markdown table of all fields: key, type, default, meaning."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for item in fields(Config):
-        kind = str(item.type).replace("|", "or")
-        text = " ".join(meaning[item.name].split()).replace("|", "\\|")
-        lines.append(f"| `{item.name}` | {kind} | `{item.default!r}` | {text} |")
+    for key, kind, default, meaning in rows():
+        kind = kind.replace("|", "or")
+        meaning = meaning.replace("|", "\\|")
+        lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
