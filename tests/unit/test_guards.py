@@ -152,11 +152,11 @@ def test_found_in_the_forward_and_refused_by_name(
 def test_backward_hooks_of_modules_of_all_kinds() -> None:
     model = Net()
     model.layers[1].register_full_backward_hook(
-        lambda module, grad_in, grad_out: (grad_in[0] * 2,)
-    )  # full
+        lambda module, grad_in, grad_out: (grad_in[0] * 2,)  # full
+    )
     model.layers[2].register_full_backward_pre_hook(
-        lambda module, grad_out: (grad_out[0] * 2,)
-    )  # pre
+        lambda module, grad_out: (grad_out[0] * 2,)  # pre
+    )
     findings = watched(model)
     assert [
         (entry.kind, entry.name.split(":")[0], entry.place) for entry in findings.gradient_changes()
