@@ -16,7 +16,7 @@ from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.api import _prepare
 from whale.capture.batch import read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.lowering.weights import build_on_meta
@@ -83,7 +83,7 @@ class Captured:
     """One model, ready to be planned."""
 
     name: str
-    prepared: dict[bool, Prepared]
+    prepared: dict[bool, CapturedModel]
     """by whether the mini-batch is cut"""
 
     def plan(
@@ -133,7 +133,7 @@ class Captured:
             )
         )
 
-    def _of(self, config: Config) -> Prepared:
+    def _of(self, config: Config) -> CapturedModel:
         is_cut = config.num_micro_batch > 1
         if is_cut not in self.prepared:
             self.prepared[is_cut] = _capture(self.name, config)
@@ -145,7 +145,7 @@ def capture(name: str) -> Captured:
     return Captured(name, {})
 
 
-def _capture(name: str, config: Config) -> Prepared:
+def _capture(name: str, config: Config) -> CapturedModel:
     build, batch = MODELS[name]
     layout, tensors = read_batch(batch(SAMPLES))
     return _prepare(build_on_meta(build), layout, tensors, None, config, "cpu")

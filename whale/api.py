@@ -20,7 +20,7 @@ from whale.capture.capture import capture_training, operation_marks, tied_names
 from whale.capture.checks import compare_parts, compare_with_eager
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
-from whale.capture.prepare import Prepared, prepare
+from whale.capture.prepare import CapturedModel, prepare
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
@@ -164,7 +164,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     cluster: ClusterLike | None = None,
     weights: Pretrained | str | Path | None = None,
-    prepared: Prepared | None = None,
+    prepared: CapturedModel | None = None,
 ) -> Engine:
     """Captures the model, plans it onto the devices of this job, and gives the engine that trains
     it.
@@ -278,7 +278,7 @@ def _prepare(
     config: Config,
     device: str,
     check: bool = False,
-) -> Prepared:
+) -> CapturedModel:
     """Capture, self-checks, loss terms."""
     task = Task(loss, device, config.autocast)
     capture = capture_training(model, layout, tensors, task)
@@ -296,7 +296,7 @@ def _prepare(
 
 def _plan(
     model: torch.nn.Module,
-    prepared: Prepared,
+    prepared: CapturedModel,
     cluster: Cluster,
     config: Config,
     layout: BatchLayout,
@@ -311,7 +311,7 @@ def _plan(
             marks=operation_marks(prepared.capture, model),
             default_strategy=default_strategy(),
             term_texts=prepared.term_texts(),
-            only_whole=prepared.only_whole,
+            not_additive=prepared.not_additive,
             cluster=cluster,
             config=config,
             batch_size=layout.batch_size,
@@ -331,7 +331,7 @@ def _plan(
     return made if note is None else replace(made, notes=(*made.notes, note))
 
 
-def _given_plan(given: Plan | str | Path, prepared: Prepared) -> Plan:
+def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
     chosen = given if isinstance(given, Plan) else Plan.load(given)
     mine = fingerprint(prepared.captured)
     if chosen.model != mine:
@@ -372,7 +372,7 @@ def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
         )
 
 
-def _check_same_model(prepared: Prepared, ranks: Ranks) -> None:
+def _check_same_model(prepared: CapturedModel, ranks: Ranks) -> None:
     ranks.agree(
         "a tensor attribute of the model that is neither parameter nor buffer",
         digest(

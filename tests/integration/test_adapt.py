@@ -19,7 +19,7 @@ from tests.exactness import Float64Mode, Trace, compare, local_training
 from tests.ranks import ModelServer, preload
 from whale import api
 from whale.capture.batch import read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, DeviceKind
 from whale.emulation.pace import Pace
 from whale.planning.adapt import StepTimes, predicted_seconds, rebalance, samples_by_rank
@@ -62,7 +62,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def prepare_net() -> Prepared:
+def prepare_net() -> CapturedModel:
     torch.set_num_threads(1)
     with Float64Mode():
         layout, tensors = read_batch(batches()[0])
@@ -119,7 +119,7 @@ def alike(engine: wh.Engine, step: int) -> None:
 
 
 def train(
-    prepared: Prepared,
+    prepared: CapturedModel,
     config: dict[str, Any],
     speeds: tuple[float, ...],
     between: Callable[[wh.Engine, int], None] = alike,
@@ -225,7 +225,7 @@ def test_replicas_of_a_pipeline_share_again_in_the_middle_of_a_run(
 
 
 def train_with_loader(
-    prepared: Prepared, config: dict[str, Any]
+    prepared: CapturedModel, config: dict[str, Any]
 ) -> tuple[list[float], list[tuple[int, ...]]]:
     torch.set_num_threads(1)
     with Float64Mode():
@@ -260,7 +260,7 @@ def test_a_loader_takes_new_shares_with_its_next_epoch(server: ModelServer) -> N
     )
 
 
-def steps_that_count(prepared: Prepared) -> int:
+def steps_that_count(prepared: CapturedModel) -> int:
     """Of steps whose programs all run for the first time, each one in the memory of the
     one before.
     """

@@ -20,7 +20,7 @@ from tests.zoo import CASES, layer_cuts
 from tests.zoo_models import NUM_LAYERS
 from whale import api
 from whale.capture.batch import BatchLayout, read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.lowering.weights import build_on_meta
 
 FLOAT_BYTES = 4
@@ -104,7 +104,7 @@ def build_large(name: str) -> nn.Module:
 
 
 @cache
-def captured(name: str) -> tuple[nn.Module, BatchLayout, Prepared]:
+def captured(name: str) -> tuple[nn.Module, BatchLayout, CapturedModel]:
     """A model in float32, captured once for all its plans. Those of the zoo have weights (Bloom
     needs them to be accepted).
     """

@@ -19,7 +19,7 @@ import whale as wh
 from tests.ranks import ModelServer, preload
 from whale import api, scheduling
 from whale.capture.batch import read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 
 preload("tests.integration.test_memory")
 
@@ -66,7 +66,7 @@ def fresh_session() -> Iterator[None]:
     wh.init()
 
 
-def prepare_net() -> Prepared:
+def prepare_net() -> CapturedModel:
     """Runs once in the server: one capture serves every engine of every rank."""
     layout, tensors = read_batch(make_batch())
     return api._prepare(Net(), layout, tensors, None, wh.Config(), "cpu", check=True)
@@ -167,7 +167,7 @@ LARGE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def set_up(prepared: Prepared, name: str) -> tuple[Allocated, int, int]:
+def set_up(prepared: CapturedModel, name: str) -> tuple[Allocated, int, int]:
     """(what was allocated, bytes of this rank's parameters, bytes of the largest tensor)."""
     wh.init()
     build = LARGE[name]
@@ -213,7 +213,7 @@ def test_wh_plan_of_a_builder_allocates_no_weight() -> None:
     assert found.peak < SLACK, "a plan needs shapes, not weights"
 
 
-def keep_own_part(prepared: Prepared) -> tuple[set[str], set[str], set[str]]:
+def keep_own_part(prepared: CapturedModel) -> tuple[set[str], set[str], set[str]]:
     """(names of this rank's parameters, parameters of the user's module that are real, those on
     meta).
     """
@@ -266,7 +266,7 @@ class Kept:
         Kept.alive -= 1
 
 
-def fly(prepared: Prepared, cases: list[tuple[int, int, str]]) -> list[Flight]:
+def fly(prepared: CapturedModel, cases: list[tuple[int, int, str]]) -> list[Flight]:
     """One step for each (stages, micro-batches, schedule)."""
     flights = []
     for num_stages, num_micro_batch, schedule in cases:
@@ -321,7 +321,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(
 # --------------------------------------------------------------------------------------------
 
 
-def built_state(prepared: Prepared, name: str, num_stages: int) -> dict[str, Tensor]:
+def built_state(prepared: CapturedModel, name: str, num_stages: int) -> dict[str, Tensor]:
     """The state that a builder gives before any training."""
     wh.init({"seed": 3})
     build, batch = BUILDERS[name]
@@ -364,7 +364,7 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-def prepare_builder(name: str) -> Prepared:
+def prepare_builder(name: str) -> CapturedModel:
     build, batch = BUILDERS[name]
     layout, tensors = read_batch(batch())
     return api._prepare(api.build_on_meta(build), layout, tensors, None, wh.Config(), "cpu")

@@ -20,7 +20,7 @@ from tests.exactness import Float64Mode, Trace, compare, local_training
 from tests.ranks import ModelServer, preload
 from whale import api
 from whale.capture.batch import read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
 preload("tests.integration.test_split")
@@ -324,7 +324,7 @@ SLOW_CASES = [
 class Subject:
     name: str
     model: nn.Module
-    prepared: Prepared
+    prepared: CapturedModel
 
 
 def build(name: str) -> nn.Module:

@@ -15,7 +15,7 @@ from tests.integration.table import BATCH_SIZE, NUM_STEPS, PlanCase
 from tests.zoo import CASES, Case
 from whale import api
 from whale.capture.batch import read_batch
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 from whale.costs.saved import saved_for_backward
 
@@ -28,7 +28,7 @@ class Subject:
 
     case: Case
     model: torch.nn.Module
-    prepared: Prepared | None
+    prepared: CapturedModel | None
 
 
 def prepare_subject(name: str) -> Subject:

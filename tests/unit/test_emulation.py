@@ -221,7 +221,7 @@ def planned(cluster: Cluster, **config: object) -> tuple[object, Times, Assignme
             {},
             None,
             prepared.term_texts(),
-            prepared.only_whole,
+            prepared.not_additive,
             cluster,
             settings,
             12,

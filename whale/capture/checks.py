@@ -22,7 +22,7 @@ from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import Findings, refuse
 from whale.capture.kept_state import attributes, changed_attributes
 from whale.capture.kinds import is_random, op_name, trains_batch_norm
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.compat import tensor_stores
 
 NUM_EAGER_SAMPLES = 2
@@ -191,7 +191,7 @@ def _trained_leaves(loss: Tensor) -> list[Tensor]:
 
 
 def compare_parts(
-    prepared: Prepared, model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor]
+    prepared: CapturedModel, model: torch.nn.Module, layout: BatchLayout, tensors: Sequence[Tensor]
 ) -> str | None:
     """Raises when the loss of 4 samples is not the sum of its parts; gives the reason when that
     cannot be checked.
@@ -207,7 +207,7 @@ def compare_parts(
         return "batch statistics: the loss's parts were not compared"
     if (
         any(node.meta.get("all_reduce") for node in captured.compute_nodes())
-        or prepared.only_whole is not None
+        or prepared.not_additive is not None
     ):
         return "the loss is not a sum over samples: its parts were not compared"
     quiet = [node for node in captured.compute_nodes() if is_random(node)]
@@ -259,13 +259,13 @@ def _limit(captured: CapturedGraph) -> float:
     return max(TOLERANCE[dtype] for dtype in types | {torch.float64} if dtype in TOLERANCE)
 
 
-def _term_sum(prepared: Prepared, model: torch.nn.Module, inputs: list[Tensor]) -> Tensor:
+def _term_sum(prepared: CapturedModel, model: torch.nn.Module, inputs: list[Tensor]) -> Tensor:
     values = _run(prepared.captured, model, inputs, quiet=True)
     return torch.stack([value.double() for value in values[: prepared.num_terms]]).sum()
 
 
 def _whole_values(
-    prepared: Prepared, model: torch.nn.Module, tensors: list[Tensor]
+    prepared: CapturedModel, model: torch.nn.Module, tensors: list[Tensor]
 ) -> list[Tensor]:
     graph = prepared.loss.whole_graph
     if graph is None:

@@ -30,7 +30,7 @@ MIXED = "made of all samples together"
 
 
 @dataclass
-class Prepared:
+class CapturedModel:
     """A capture whose results are loss terms (training) or output tensors (evaluation)."""
 
     capture: Capture
@@ -38,7 +38,7 @@ class Prepared:
     loss: LossPlan
     num_terms: int
     """the first results of the graph are terms of the loss"""
-    only_whole: NotAdditive | None = None
+    not_additive: NotAdditive | None = None
     """set when the graph may run only on one device with one micro-batch"""
     output_leaves: list[Node | str] = field(default_factory=list)
     """evaluation: for each tensor of the model's output its node, or LOSS, or MIXED for one that is
@@ -69,7 +69,7 @@ class Prepared:
         )
 
 
-def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) -> Prepared:
+def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) -> CapturedModel:
     """Takes the loss apart, in the way that the number of micro-batches allows."""
     captured = capture.captured
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
@@ -90,7 +90,7 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
                 f"the loss is not a sum over samples ({problem.line}): its batch sums are "
                 "all-reduced inside the forward"
             )
-    only_whole = None
+    not_additive = None
     if loss.not_additive is not None and loss_per_micro_batch:
         captured.notes.append(
             f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of "
@@ -99,15 +99,15 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         loss = weigh_loss(captured, kinds)
     elif loss.not_additive is not None:
         shared = batch_reductions(captured, kinds)
-        only_whole = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
-        loss = LossPlan(terms=(TermInfo("the whole loss", only_whole.line, ()),))
-    leaves = outputs.leaves(all_samples_in_one_place=only_whole is not None)
-    return Prepared(
+        not_additive = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
+        loss = LossPlan(terms=(TermInfo("the whole loss", not_additive.line, ()),))
+    leaves = outputs.leaves(all_samples_in_one_place=not_additive is not None)
+    return CapturedModel(
         capture,
         value_kinds(captured),
         loss,
         len(loss.terms),
-        only_whole,
+        not_additive,
         leaves,
         frozenset(outputs.summed),
         outputs.warnings,
@@ -172,7 +172,7 @@ class _Outputs:
         return loss
 
     def leaves(self, all_samples_in_one_place: bool) -> list[Node | str]:
-        """`Prepared.output_leaves`; its nodes become results of the graph."""
+        """`CapturedModel.output_leaves`; its nodes become results of the graph."""
         found: list[Node | str] = []
         for node in self.all:
             is_known = node in self.exact or all_samples_in_one_place

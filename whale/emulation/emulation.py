@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whale.capture.batch import read_batch
 from whale.capture.capture import tied_names
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.distributed.ranks import Ranks
@@ -88,7 +88,7 @@ class Emulation:
         settings: Settings,
         cluster: Cluster,
         plan: Plan,
-        prepared: Prepared | None,
+        prepared: CapturedModel | None,
         ranks: Ranks,
         config: Config,
     ) -> None:
@@ -230,7 +230,7 @@ def _tell(
     settings: Settings,
     cluster: Cluster,
     plan: Plan,
-    prepared: Prepared | None,
+    prepared: CapturedModel | None,
     ranks: Ranks,
     config: Config,
 ) -> _Told:
@@ -257,7 +257,9 @@ def _tell(
     return found
 
 
-def _figures(cluster: Cluster, plan: Plan, prepared: Prepared | None, config: Config) -> Figures:
+def _figures(
+    cluster: Cluster, plan: Plan, prepared: CapturedModel | None, config: Config
+) -> Figures:
     """Of the plan on the emulated cluster, which need not be the one that it was made for."""
     if prepared is None:
         return figures_in(plan)

@@ -28,7 +28,7 @@ from whale.capture.export import Task
 from whale.capture.graph import module_name
 from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, TermInfo
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.lowering.chunk import crossing_values
 from whale.planning.assignment import Assignment
 from whale.planning.planner import apply_plan, fingerprint
@@ -141,7 +141,7 @@ class Stub:
     """The small model with its plan, ready to be lowered like any other."""
 
     model: StubModel
-    prepared: Prepared
+    prepared: CapturedModel
     layout: BatchLayout
     plan: Plan
     full: Plan
@@ -212,7 +212,7 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
 
 
 def _on_grid(
-    plan: Plan, prepared: Prepared, assignment: Assignment, full: StageSharding
+    plan: Plan, prepared: CapturedModel, assignment: Assignment, full: StageSharding
 ) -> StageSharding:
     """A stage on a grid: its one number lies whole on every device, its samples are cut
     over all.
@@ -227,7 +227,7 @@ def _on_grid(
     return StageSharding.of(full.stage, solve(program, grid, full.num_samples), full.num_samples)
 
 
-def _prepare(capture: Capture) -> Prepared:
+def _prepare(capture: Capture) -> CapturedModel:
     """The means of the stages are the terms of the loss; there is nothing to divide by."""
     captured = capture.captured
     terms = [node for node in captured.compute_nodes() if module_name(node).endswith(".loss")]
@@ -236,7 +236,7 @@ def _prepare(capture: Capture) -> Prepared:
         if not node.users:
             captured.graph.erase_node(node)
     infos = tuple(TermInfo("stands for a loss", module_name(node), ()) for node in terms)
-    return Prepared(capture, value_kinds(captured), LossPlan(terms=infos), len(terms))
+    return CapturedModel(capture, value_kinds(captured), LossPlan(terms=infos), len(terms))
 
 
 def _number(node: Node) -> int:

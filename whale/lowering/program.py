@@ -17,7 +17,7 @@ from torch.fx import Node
 from whale import scheduling
 from whale.capture.graph import user_line
 from whale.capture.kinds import op_name
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.capture.sample_states import CASTS
 from whale.costs.costs import VIEWS
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
@@ -69,7 +69,7 @@ class Lowered:
 
     plan: Plan
     assignment: Assignment
-    prepared: Prepared
+    prepared: CapturedModel
     chunks: dict[int, Chunk]
     values: dict[Node, Value]
     outputs_of_stage: dict[int, list[Node]]
@@ -272,7 +272,7 @@ def _whole_rows(
 def lower(
     plan: Plan,
     assignment: Assignment,
-    prepared: Prepared,
+    prepared: CapturedModel,
     weights: Mapping[str, Tensor],
     ranks: Ranks,
     grids: GridGroups,
@@ -326,7 +326,7 @@ def lower(
     )
 
 
-def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: Prepared) -> None:
+def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: CapturedModel) -> None:
     """A value whose rows are not sample after sample cannot be cut between devices, nor its parts
     put together. The same on all ranks.
     """
@@ -351,7 +351,7 @@ def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: Prep
             )
 
 
-def _fill_whole_buffers(prepared: Prepared, weights: Mapping[str, Tensor]) -> None:
+def _fill_whole_buffers(prepared: CapturedModel, weights: Mapping[str, Tensor]) -> None:
     """Buffers that whole-mini-batch values read (class weights) get their real values."""
     whole = prepared.loss.whole_graph
     for attribute, name in prepared.loss.whole_buffers.items():

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from whale.capture.kinds import is_random
-from whale.capture.prepare import Prepared
+from whale.capture.prepare import CapturedModel
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.expert_routes import stay_at_experts
@@ -43,7 +43,7 @@ class OnGrid:
 
 
 def build_sharded_chunk(
-    prepared: Prepared,
+    prepared: CapturedModel,
     assignment: Assignment,
     stage: int,
     terms: Sequence[Node],

@@ -174,7 +174,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
         placement.num_replicas * device.num_sample_parts for device in placement.virtual_devices
     )
     check_batch(problem.batch_size, config.num_micro_batch, widest)
-    check_loss_and_buffers(captured, problem.only_whole, widest, config.num_micro_batch)
+    check_loss_and_buffers(captured, problem.not_additive, widest, config.num_micro_batch)
     placement = replace(
         placement, virtual_devices=tuple(order.of(device) for device in placement.virtual_devices)
     )
@@ -394,13 +394,13 @@ def _width(problem: Problem) -> int:
 
 
 def check_loss_and_buffers(
-    captured: CapturedGraph, only_whole: NotAdditive | None, widest: int, num_micro_batch: int
+    captured: CapturedGraph, not_additive: NotAdditive | None, widest: int, num_micro_batch: int
 ) -> None:
     """Refuses what may not be cut: `widest` is over how many devices a micro-batch is cut
     at most.
     """
-    if only_whole is not None and (widest > 1 or num_micro_batch > 1):
-        raise ValueError(only_whole.message)
+    if not_additive is not None and (widest > 1 or num_micro_batch > 1):
+        raise ValueError(not_additive.message)
     if widest > 1:
         _refuse_sample_buffers(captured)
 

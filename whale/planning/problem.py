@@ -27,7 +27,7 @@ class Problem:
     marks: Mapping[Node, Mark]
     default_strategy: Strategy | None
     term_texts: tuple[str, ...]
-    only_whole: NotAdditive | None
+    not_additive: NotAdditive | None
     """why the loss may not be cut over micro-batches or devices, if so"""
     cluster: Cluster
     config: Config

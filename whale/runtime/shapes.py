@@ -20,7 +20,7 @@ from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.kinds import trains_batch_norm
-from whale.capture.prepare import Prepared, prepare
+from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
@@ -47,7 +47,7 @@ class Job:
     config: Config
     plan: Plan
     sample: BatchLayout
-    prepared: Prepared
+    prepared: CapturedModel
     weights: dict[str, Tensor]
     """this rank's parameters and buffers, by first name"""
     names: dict[str, str]
@@ -112,7 +112,7 @@ class Shapes:
                 refuse(captured.findings)  # the self-check of the first capture did not see these
             prepared = prepare(captured, job.plan.num_micro_batch, job.config.loss_per_micro_batch)
             check_loss_and_buffers(
-                prepared.captured, prepared.only_whole, widest(job.plan), job.plan.num_micro_batch
+                prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
             )
             job.ranks.agree(
                 "the captured graph",
@@ -132,10 +132,10 @@ class Shapes:
                 captured, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch
             )
             if (
-                prepared.only_whole is not None
+                prepared.not_additive is not None
                 and max(job.plan.num_micro_batch, widest(job.plan)) > 1
             ):
-                raise ValueError(prepared.only_whole.message)
+                raise ValueError(prepared.not_additive.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
             return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
 

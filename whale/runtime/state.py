@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
-from whale.capture.prepare import LOSS, Prepared
+from whale.capture.prepare import LOSS, CapturedModel
 from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
 from whale.distributed.ranks import Ranks
@@ -186,7 +186,7 @@ def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
     return None
 
 
-def _rebuild(prepared: Prepared, leaves: list[Tensor | None]) -> Any:
+def _rebuild(prepared: CapturedModel, leaves: list[Tensor | None]) -> Any:
     """Puts the tensors back into the structure of the model's output; objects that are not tensors
     are None.
     """
