@@ -19,7 +19,7 @@ from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import exchange_plan
 from whale.sharding.describe import layout_of
 from whale.sharding.exchange_costs import sent_bytes
-from whale.sharding.exchange_plan import Step, groups_of, places_needed, plan_exchange
+from whale.sharding.exchange_plan import Step, plan_exchange
 from whale.sharding.operation import PARTIAL, SAME
 
 
@@ -131,8 +131,6 @@ def test_large_sums_in_two_steps(case) -> None:
 def test_plans_of_all_places_fit_together_and_backward_is_the_transpose_in_bytes(case) -> None:
     grid, source, target = case
     plans = [plan_exchange(source, target, grid, place) for place in range(grid.num_devices)]
-    needed = places_needed(source, target, grid)
-    assert groups_of(plans) <= needed
     for place, plan in enumerate(plans):
         for step in (*plan.forward, *plan.backward):
             assert not step.places or place in step.places

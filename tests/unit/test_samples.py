@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Node
 
 from tests.unit.test_kinds import export_graph, find
-from whale.capture.kinds import op_name
-from whale.capture.sample_states import batch_dim
-from whale.capture.samples import Mixing, find_mixing
+from whale.capture.graph import CapturedGraph, module_name, user_line
+from whale.capture.kinds import Kind, op_name, trains_batch_norm, value_kinds
+from whale.capture.sample_states import Mixed, PerSample, Summed, batch_dim
+from whale.capture.samples import SampleFlow
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -30,6 +33,68 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """One operation in which a sample depends on other samples, or loses its place."""
+
+    node: Node
+    reason: str
+    kind: str = "samples"
+    """`samples`: parts of the batch give another result. `batch statistics`: batch norm, defined
+    per micro-batch, allowed. `inner batch`: exact, but the batch is not the outermost part of its
+    dim here: no bridge can slice it. `whole input`: depends on the inputs of all samples; exact
+    once `rewrite_loss` has lifted it"""
+
+    @property
+    def line(self) -> str:
+        return user_line(self.node)
+
+    @property
+    def module(self) -> str:
+        return module_name(self.node)
+
+
+def find_mixing(captured: CapturedGraph) -> list[Mixing]:
+    """All operations that mix samples on the way to the loss (its own sums and means excepted), in
+    graph order.
+    """
+    kinds = value_kinds(captured)
+    flow = SampleFlow(captured, kinds)
+    order = {node: index for index, node in enumerate(captured.graph.nodes)}
+    found: dict[Node, Mixing] = {}
+    for node in flow.live:
+        state = flow.states.get(node)
+        if trains_batch_norm(node):
+            found[node] = Mixing(
+                node, "batch norm takes its statistics over the samples", "batch statistics"
+            )
+        computed = kinds.get(node) in (Kind.ACTIVATION, Kind.WEIGHT)
+        if computed and isinstance(state, Mixed):
+            found[state.origin] = Mixing(state.origin, state.reason)
+        elif computed and node in flow.inner:
+            found[node] = Mixing(
+                node, f"`{op_name(node)}` puts another dim outside the batch", "inner batch"
+            )
+        elif isinstance(state, PerSample):
+            for operand in flow.whole_operands(node):
+                reason = (
+                    f"each sample is combined with `{operand.name}`, which depends on the inputs "
+                    "of all samples"
+                )
+                found.setdefault(operand, Mixing(operand, reason, "whole input"))
+    for name, node in captured.buffer_updates.items():
+        if isinstance(flow.states.get(node), Summed | Mixed):
+            found.setdefault(
+                node,
+                Mixing(
+                    node,
+                    f"buffer {name} is updated from a value over the samples",
+                    "batch statistics",
+                ),
+            )
+    return sorted(found.values(), key=lambda mixing: order[mixing.node])
 
 
 def mixings(body: Callable[[nn.Module, Tensor, Batch], Tensor]) -> list[Mixing]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +15,16 @@ from whale.plans.shares import (
     best_shares,
     check_batch,
     even_shares,
-    fair_shares,
     intervals,
     micro_batch_sizes,
     shares_of_series,
     slowest_times,
 )
+
+
+def fair_shares(total: int, seconds_per_sample: Sequence[float]) -> tuple[int, ...]:
+    """Best shares of devices with memory for everything."""
+    return best_shares(total, [Load(seconds) for seconds in seconds_per_sample])
 
 
 def all_shares(total: int, count: int) -> Iterator[tuple[int, ...]]:

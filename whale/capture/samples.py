@@ -18,7 +18,6 @@ its state is Summed, Shared or Whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,8 +25,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from whale.capture.graph import CapturedGraph, module_name, user_line
-from whale.capture.kinds import Kind, named_args, op_name, trains_batch_norm, value_kinds
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind, named_args, op_name
 from whale.capture.sample_pick_rules import loss_state
 from whale.capture.sample_rules import linear_state, pointwise_state, spatial_state, unknown_state
 from whale.capture.sample_states import (
@@ -56,69 +55,6 @@ from whale.capture.sample_states import (
     value_slot,
     whole_number,
 )
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """One operation in which a sample depends on other samples, or loses its place."""
-
-    node: Node
-    reason: str
-    kind: str = "samples"
-    """`samples`: parts of the batch give another result. `batch statistics`: batch norm, defined
-    per micro-batch, allowed. `inner batch`: exact, but the batch is not the outermost part of its
-    dim here: no bridge can slice it. `whole input`: depends on the inputs of all samples; exact
-    once `rewrite_loss` has lifted it"""
-
-    @property
-    def line(self) -> str:
-        return user_line(self.node)
-
-    @property
-    def module(self) -> str:
-        return module_name(self.node)
-
-
-def find_mixing(captured: CapturedGraph) -> list[Mixing]:
-    """All operations that mix samples on the way to the loss (its own sums and means excepted), in
-    graph order.
-    """
-    kinds = value_kinds(captured)
-    flow = SampleFlow(captured, kinds)
-    order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    found: dict[Node, Mixing] = {}
-    for node in flow.live:
-        state = flow.states.get(node)
-        if trains_batch_norm(node):
-            found[node] = Mixing(
-                node, "batch norm takes its statistics over the samples", "batch statistics"
-            )
-        computed = kinds.get(node) in (Kind.ACTIVATION, Kind.WEIGHT)
-        if computed and isinstance(state, Mixed):
-            found[state.origin] = Mixing(state.origin, state.reason)
-        elif computed and node in flow.inner:
-            found[node] = Mixing(
-                node, f"`{op_name(node)}` puts another dim outside the batch", "inner batch"
-            )
-        elif isinstance(state, PerSample):
-            for operand in flow.whole_operands(node):
-                reason = (
-                    f"each sample is combined with `{operand.name}`, which depends on the inputs "
-                    "of all samples"
-                )
-                found.setdefault(operand, Mixing(operand, reason, "whole input"))
-    for name, node in captured.buffer_updates.items():
-        if isinstance(flow.states.get(node), Summed | Mixed):
-            found.setdefault(
-                node,
-                Mixing(
-                    node,
-                    f"buffer {name} is updated from a value over the samples",
-                    "batch statistics",
-                ),
-            )
-    return sorted(found.values(), key=lambda mixing: order[mixing.node])
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # the walk

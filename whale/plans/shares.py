@@ -93,11 +93,6 @@ def best_shares(total: int, loads: Sequence[Load], least: int = 0) -> tuple[int,
     )
 
 
-def fair_shares(total: int, seconds_per_sample: Sequence[float]) -> tuple[int, ...]:
-    """Best shares of devices with memory for everything."""
-    return best_shares(total, [Load(seconds) for seconds in seconds_per_sample])
-
-
 def slowest_times(total: int, loads: Sequence[Load], least: int = 0) -> list[float]:
     """Seconds of the slowest device when `m` samples are shared best, for m = 0 .. total; infinity
     where they do not fit.

@@ -27,7 +27,7 @@ A large all-reduce is a reduce-scatter and a gather when these send less:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -95,33 +95,6 @@ def _plan(
 def plan_nothing() -> ExchangePlan:
     """Of a tensor that stays as it is."""
     return ExchangePlan(whole(()), whole(()), (), ())
-
-
-def places_needed(
-    source: Layout, target: Layout, grid: Grid, *, backend: str = "gloo", backward: bool = True
-) -> set[tuple[int, ...]]:
-    """The sets of places that exchange messages, over the whole grid: all ranks make a process
-    group of each, in one (sorted) order.
-    """
-    pairs = [(source, target)] + (
-        [(target.conjugate(grid), source.conjugate(grid))] if backward else []
-    )
-    groups: set[tuple[int, ...]] = set()
-    for a, b in pairs:
-        hops = route(a, b, grid, backend)
-        for first, second in zip(hops, hops[1:]):
-            axes = _moving_axes(first, second, grid)
-            groups |= (
-                {grid.line(place, axes) for place in range(grid.num_devices)} if axes else set()
-            )
-    return groups
-
-
-def groups_of(plans: Iterable[ExchangePlan]) -> set[tuple[int, ...]]:
-    """The same for plans that are already made, of all places together."""
-    return {
-        step.places for plan in plans for step in (*plan.forward, *plan.backward) if step.places
-    }
 
 
 def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:

@@ -56,22 +56,6 @@ class Arrangement:
     reason: str
 
 
-def arrange(
-    shape: tuple[int, int, int],
-    speeds: Sequence[float],
-    cuts: Mapping[str, Sequence[Dim]],
-    memory: Sequence[float] | None = None,
-) -> Arrangement:
-    """The best order and weights found for these devices. `cuts`: axis -> what it cuts; `memory`:
-    what each has left for stored shards.
-    """
-    found = arrangements(shape, speeds, cuts, memory)
-    best = found[0]
-    for other in found[1:]:
-        best = other if other.time < best.time * (1 - 1e-9) else best
-    return best
-
-
 def arrangements(
     shape: tuple[int, int, int],
     speeds: Sequence[float],
