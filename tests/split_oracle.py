@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.planning.assignment import carries_gradient
-from whale.planning.stages import live_operations
+from whale.planning.stages import carries_gradient, live_operations
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding

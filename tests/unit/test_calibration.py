@@ -23,7 +23,7 @@ from whale.cluster.kinds import DEVICE_KINDS, DeviceKind, OperationPoint
 from whale.costs.costs import NodeCost, backward_factors, backward_seconds, node_costs, seconds
 from whale.costs.measured import measured_seconds, update_costs
 from whale.distributed.ranks import Ranks
-from whale.planning.assignment import carries_gradient
+from whale.planning.stages import carries_gradient
 from whale.planning.workload import Workload
 
 POINTS = (

@@ -27,7 +27,7 @@ from whale.costs.costs import (
     seconds,
     value_bytes,
 )
-from whale.planning.assignment import carries_gradient
+from whale.planning.stages import carries_gradient
 from whale.planning.workload import INSIDE_OPERATIONS
 
 SAMPLE_BATCH = 4

@@ -30,9 +30,9 @@ from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import CapturedModel
 from whale.lowering.chunk import crossing_values
-from whale.planning.assignment import Assignment
 from whale.planning.planner import apply_plan, fingerprint
 from whale.planning.split_stages import stage_program
+from whale.planning.stages import Assignment
 from whale.plans.figures import Figures
 from whale.plans.plan import Crossing, LossTerm, Plan
 from whale.plans.sharding import StageSharding

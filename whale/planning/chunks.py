@@ -21,10 +21,10 @@ from whale.annotation import Strategy
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.planning.assignment import state_behind
 from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
 from whale.planning.cuts import Floats
 from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
+from whale.planning.stages import state_behind
 from whale.planning.task_graphs import TaskGraphs, from_cuts
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, Stage

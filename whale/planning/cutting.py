@@ -20,11 +20,11 @@ from functools import cached_property
 from torch.fx import Node
 
 from whale.annotation import Strategy
-from whale.planning.assignment import state_behind
 from whale.planning.balance import Order
 from whale.planning.chunks import FIXED_ORDERS
 from whale.planning.pipeline_cuts import CutProblem
 from whale.planning.problem import Problem
+from whale.planning.stages import state_behind
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.workload import Workload
 from whale.plans.shares import NoRoom

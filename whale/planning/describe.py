@@ -11,7 +11,7 @@ from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.costs.costs import NodeCost, value_bytes
-from whale.planning.assignment import Assignment
+from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.plans.plan import Crossing, Decision, Stage, TaskGraph
 from whale.plans.virtual_devices import Placement

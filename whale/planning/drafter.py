@@ -11,7 +11,6 @@ from whale import scheduling
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import trains_batch_norm
 from whale.capture.sample_states import batch_dim
-from whale.planning.assignment import Assignment
 from whale.planning.balance import Situation, refuse_unless_it_fits
 from whale.planning.chunks import FIXED_ORDERS, schedule_costs
 from whale.planning.cuts import SAME_TIME
@@ -24,6 +23,7 @@ from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lea
 from whale.planning.split import Split
 from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.split_stages import together_seconds
+from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, DeviceMemory, Stage

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.costs.costs import value_bytes
-from whale.planning.assignment import Assignment, make_assignment
 from whale.planning.balance import Order, Situation
 from whale.planning.drafter import Drafter, Priced
 from whale.planning.problem import Problem
@@ -18,7 +17,7 @@ from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import Choice
 from whale.planning.split import Split
 from whale.planning.split_stages import SplitProblem
-from whale.planning.stages import assign_stages, move_free_operations
+from whale.planning.stages import Assignment, assign_stages, make_assignment, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, Stage

@@ -19,7 +19,6 @@ from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.names import count
-from whale.planning.assignment import Assignment, apply_plan, carries_gradient, follow_plan
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
 from whale.planning.cutting import Cutting
@@ -32,7 +31,15 @@ from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
-from whale.planning.stages import RECOMPUTED, live_operations, slice_stage
+from whale.planning.stages import (
+    RECOMPUTED,
+    Assignment,
+    apply_plan,
+    carries_gradient,
+    follow_plan,
+    live_operations,
+    slice_stage,
+)
 from whale.planning.task_graphs import TaskGraphs, from_marks
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload

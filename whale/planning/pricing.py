@@ -19,11 +19,10 @@ from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster, DeviceKind
 from whale.cluster.network import Network
 from whale.costs.measured import measured_seconds, update_costs
-from whale.planning.assignment import Assignment, carries_gradient
 from whale.planning.describe import holders as holders_of
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
-from whale.planning.stages import StageSlice
+from whale.planning.stages import Assignment, StageSlice, carries_gradient
 from whale.planning.workload import Workload
 from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
 from whale.plans.layout import Layout

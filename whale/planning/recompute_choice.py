@@ -22,8 +22,8 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.names import listed
-from whale.planning.assignment import Assignment
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
+from whale.planning.stages import Assignment
 from whale.planning.workload import StageBytes, Workload
 from whale.plans.plan import DeviceMemory
 from whale.units import human_bytes

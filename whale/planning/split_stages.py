@@ -18,9 +18,9 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.cluster.network import Link
-from whale.planning.assignment import Assignment
 from whale.planning.split import Split
 from whale.planning.split_devices import Arranged, arranged, kinds_of, what_axes_cut
+from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
