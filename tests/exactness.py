@@ -227,7 +227,11 @@ def _compare_tensors(
         assert tensor.shape == other.shape, (
             f"{what} {name}: shape {tuple(other.shape)}, in local training {tuple(tensor.shape)}"
         )
-        difference = _largest(tensor.double() - other.double())
+        assert tensor.dtype == other.dtype, (
+            f"{what} {name}: {other.dtype}, in local training {tensor.dtype}"
+        )
+        wide = torch.promote_types(tensor.dtype, torch.float64)
+        difference = _largest(tensor.to(wide) - other.to(wide))
         if not math.isfinite(difference):
             raise AssertionError(
                 f"{what} {name} is not finite: largest {_largest(other)}, in local training "

@@ -30,6 +30,7 @@ from tests.zoo_models import (
     LanguageModel,
     MakeBatch,
     ResidualNet,
+    Spectra,
     TwoTerms,
     audio_batch,
     class_batch,
@@ -157,6 +158,7 @@ MAIN: tuple[Case, ...] = (
     Case("ignored_labels", LanguageModel, uneven_batch, stages=layer_cuts("blocks")),
     Case("two_terms", TwoTerms, two_term_batch, two_term_loss, layer_cuts("blocks")),
     Case("lora", lora_model, language_batch, stages=layer_cuts("blocks")),
+    Case("complex", Spectra, vector_batch, stages=layer_cuts("blocks")),
     Case("batch_norm", ResidualNet, image_batch, stages=layer_cuts("blocks"), batch_statistics=True),
     Case(
         "gpt2",

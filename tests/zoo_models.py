@@ -281,6 +281,44 @@ def lora_model() -> nn.Module:
     return model
 
 
+class ComplexBlock(nn.Module):
+    """A trained complex layer and a frozen complex filter. What it gives is a conjugate view: its
+    memory does not hold its values.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=torch.complex128)
+        filters = torch.randn(width, dtype=torch.complex128)
+        self.filter = nn.Parameter(filters, requires_grad=False)
+        self.register_buffer("shift", torch.randn(width, dtype=torch.complex128))
+
+    def forward(self, z: Tensor) -> Tensor:
+        z = self.linear(z) + self.filter * z
+        return (z / (1 + z.abs()) + self.shift).conj()
+
+
+class Spectra(nn.Module):
+    """Real, complex and real again: gradients pass through complex values, and a tensor in two
+    halves, the second of them a negative view, goes past the blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = WIDTH // 2 + 1
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(ComplexBlock(width) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(3 * width, NUM_CLASSES)
+
+    def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        z = torch.fft.rfft(self.stem(vectors), norm="ortho")
+        phase = z.conj().imag
+        for block in self.blocks:
+            z = block(z)
+        features = torch.cat([z.abs(), z.real, z.imag * phase], dim=-1)
+        return F.cross_entropy(self.head(features), labels)
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ from whale.distributed.devices import (
     read_cluster,
 )
 from whale.distributed.ranks import Ranks
+from whale.dtypes import in_memory
 from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
 from whale.emulation.settings import Settings
 from whale.lowering.weights import (
@@ -441,7 +442,7 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     for name, _, _, tensor in named_tensors(model):
         if name in different and id(tensor) not in done:
             done.add(id(tensor))
-            moved = tensor.detach().to(ranks.device)
+            moved = in_memory(tensor.detach()).to(ranks.device)
             torch.distributed.broadcast(moved, src=0)
             with torch.no_grad():
                 tensor.copy_(moved)

@@ -17,6 +17,7 @@ import torch
 
 from whale.capture.graph import BatchTensor
 from whale.compat import pytree
+from whale.dtypes import in_memory
 from whale.names import nearest
 
 MIN_SAMPLES = 2  # torch.export makes a dim of size 1 a constant
@@ -154,7 +155,7 @@ def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
     """
     state = hashlib.blake2b(repr(paths).encode(), digest_size=8)
     for tensor in tensors:
-        plain = tensor.detach().contiguous().cpu()
+        plain = in_memory(tensor.detach()).contiguous().cpu()
         state.update(repr((tuple(plain.shape), plain.dtype)).encode())
         state.update(
             plain.view(torch.uint8).numpy().tobytes()

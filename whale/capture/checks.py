@@ -28,7 +28,15 @@ from whale.compat import tensor_stores
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)
 # largest difference, in units of the largest value of the whole model, that rounding explains
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+TOLERANCE = {
+    torch.float64: 1e-8,
+    torch.complex128: 1e-8,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+    torch.bfloat16: 1e-1,
+    torch.float16: 5e-2,
+    torch.complex32: 5e-2,
+}
 SEED = 0
 
 

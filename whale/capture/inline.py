@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from whale.capture.functional import METADATA_WRITES
 from whale.capture.graph import module_name, user_line
 from whale.capture.ops import argument, is_removable, op_name, returned_argument, written_names
+from whale.dtypes import is_differentiable
 
 TRACE_KEYS = ("custom", "nn_module_stack", "stack_trace")
 ASSERT_PREFIXES = ("_assert_", "sym_constrain_range")
@@ -205,7 +206,7 @@ def _inherit(node: Node, caller: Node) -> None:
 def _detach(value: Any, call: Node) -> Any:
     """`value.detach()` before `call`, for anything that could carry a gradient."""
     fake = value.meta.get("val") if isinstance(value, Node) else None
-    if not isinstance(fake, torch.Tensor) or not (fake.is_floating_point() or fake.is_complex()):
+    if not isinstance(fake, torch.Tensor) or not is_differentiable(fake):
         return value
     node = call.graph.call_function(torch.ops.aten.detach.default, (value,))
     node.meta["val"] = fake.detach()

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.compat import schema
+from whale.dtypes import is_differentiable
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FINAL_VALUE = "final_value"
@@ -133,9 +134,7 @@ def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
     """
     if node.op in ("placeholder", "get_attr"):
         return any(each.requires_grad for each in tensors(node))
-    if node.op != "call_function" or not any(
-        each.is_floating_point() or each.is_complex() for each in tensors(node)
-    ):
+    if node.op != "call_function" or not any(map(is_differentiable, tensors(node))):
         return False
     name = op_name(node)
     if name in ("detach", "detach_") or name in FACTORIES_LIKE or name.startswith("new_"):

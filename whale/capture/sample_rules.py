@@ -38,6 +38,7 @@ from whale.capture.sample_states import (
     whole_number,
     wrap_dims,
 )
+from whale.dtypes import is_differentiable
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
@@ -53,9 +54,7 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     if any(isinstance(flow.of(operand), PerSample) for operand in operands) and name not in CASTS:
         return Mixed(node, f"`{name}` combines each sample with {what}")
     value = node.meta["val"]
-    floating = all(
-        part.is_floating_point() for part in (value if isinstance(value, list | tuple) else [value])
-    )
+    floating = all(map(is_differentiable, value if isinstance(value, list | tuple) else [value]))
     first = [operand for operand in tensor_nodes(list(args.values())[:1]) if operand in summed]
     if name == "div":
         linear = len(summed) == 1 and bool(first) and args.get("rounding_mode") is None

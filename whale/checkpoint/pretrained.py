@@ -23,7 +23,14 @@ from torch import Tensor
 
 from whale.checkpoint.boxes import Box, is_inside
 from whale.checkpoint.errors import CheckpointError, explain
-from whale.checkpoint.tensor_files import TensorFile, open_regular, sync_folder, write_tensors
+from whale.checkpoint.tensor_files import (
+    PAIRS,
+    TensorFile,
+    dtype_name,
+    open_regular,
+    sync_folder,
+    write_tensors,
+)
 from whale.names import nearest
 
 SINGLE = "model.safetensors"
@@ -257,6 +264,11 @@ def export_safetensors(path: str | Path, state_dict: Mapping[str, Tensor]) -> Pa
             continue
         first[key] = name
         tensors[name] = tensor
+        if dtype_name(tensor, name) in PAIRS:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which the safetensors format does not know. "
+                "Try: export it as complex64, or save a checkpoint with engine.save"
+            )
     aside = final.with_name(f".{final.name}.{os.getpid()}.part")
     try:
         os.makedirs(final.parent, exist_ok=True)

@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
+    "C128": torch.complex128,
+    "C32": torch.complex32,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -47,6 +49,11 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PAIRS = {"C128": "F64", "C32": "F16"}
+"""complex types that the safetensors format does not know: a file holds them as pairs of real
+numbers, [..., 2], and says so under `COMPLEX` in its metadata
+"""
+COMPLEX = "whale.complex_as_pairs"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BLOCK_BYTES = 1 << 18
@@ -288,7 +295,10 @@ class TensorFile:
             raw = json.loads(self.header[8:], object_pairs_hook=_no_twins)
             metadata = raw.pop("__metadata__", {})
             base = len(self.header)
-            tensors = {key: _stored(item, base) for key, item in raw.items()}
+            if not isinstance(metadata, dict):
+                metadata = {}
+            pairs = set(json.loads(metadata.get(COMPLEX, "[]")))
+            tensors = {key: _stored(item, base, key in pairs) for key, item in raw.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path} is not a safetensors file: its header cannot be read ({error})"
@@ -313,10 +323,13 @@ class TensorFile:
                 f"{self.path} has {self.num_bytes:,} bytes, its header says {end:,}: it was cut "
                 "short or changed"
             )
-        return metadata if isinstance(metadata, dict) else {}, tensors
+        return metadata, tensors
 
 
 def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    pairs = [key for key in order if dtype_name(tensors[key], key) in PAIRS]
+    if pairs:
+        metadata = {**metadata, COMPLEX: json.dumps(pairs)}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for key in order:
@@ -327,9 +340,10 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
                 "themselves"
             )
         stop = offset + tensor.numel() * tensor.element_size()
+        name = dtype_name(tensor, key)
         entries[key] = {
-            "dtype": dtype_name(tensor, key),
-            "shape": list(tensor.shape),
+            "dtype": PAIRS.get(name, name),
+            "shape": [*tensor.shape, *([2] if name in PAIRS else [])],
             "data_offsets": [offset, stop],
         }
         offset = stop
@@ -370,7 +384,7 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _stored(item: dict[str, Any], base: int) -> Stored:
+def _stored(item: dict[str, Any], base: int, is_complex: bool) -> Stored:
     if set(item) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"an entry has the fields {sorted(item)}")
     start, stop = item["data_offsets"]
@@ -383,7 +397,14 @@ def _stored(item: dict[str, Any], base: int) -> Stored:
         raise ValueError(
             f"an entry has the shape {item['shape']} and offsets {item['data_offsets']}"
         )
-    return Stored(item["dtype"], tuple(item["shape"]), base + start, stop - start)
+    dtype = item["dtype"]
+    shape = tuple(item["shape"])
+    if is_complex:
+        dtype = {real: name for name, real in PAIRS.items()}[dtype]
+        if shape[-1] != 2:
+            raise ValueError(f"complex numbers of shape {list(shape)} are not pairs")
+        shape = shape[:-1]
+    return Stored(dtype, shape, base + start, stop - start)
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -134,14 +134,14 @@ class Transport:
             line.send(tensor, tag)
             return
         group, place = _route(self._to, peer)
-        self._outgoing[peer, tag] = (group.send([tensor], place, tag), tensor)
+        self._outgoing[peer, tag] = (group.send([_as_real(tensor)], place, tag), tensor)
 
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
         tag = message.tag + self.epoch
         work = None
         if message.peer not in self._lines_from:
             group, place = _route(self._from, message.peer)
-            work = group.recv([buffer], place, tag)
+            work = group.recv([_as_real(buffer)], place, tag)
         return Arrival(work, buffer, message.peer, tag, description)
 
     def is_through_memory(self, peer: int) -> bool:
@@ -266,6 +266,11 @@ def _let_compute_go_first() -> None:
                 int(thread.name)
             ) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """A view: NCCL knows no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _route(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.dtypes import in_memory, is_differentiable
 from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step, in_order
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -114,6 +115,7 @@ def start(x: Tensor, step: Step, groups: Groups) -> Pending:
     """
     if not step.places:
         return Pending(step, x, [], {}, result=_local(x, step))
+    x = in_memory(x)
     group = groups[step.places]
     sent.num_bytes += step.num_sent * x.element_size()
     sent.num_messages += 1
@@ -137,7 +139,10 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
     if step.pattern == "reduce-scatter":
         outgoing = _packed(x, step.sends, in_order(step.sends, step.input_shape))
         result = x.new_empty(step.shape)
-        work = dist.reduce_scatter_single(result.view(-1), outgoing, group=group, async_op=True)
+        into, what = result.view(-1), outgoing
+        if x.is_complex():  # a sum of complex numbers is that of their real and imaginary parts
+            into, what = (torch.view_as_real(part).view(-1) for part in (into, what))
+        work = dist.reduce_scatter_single(into, what, group=group, async_op=True)
         return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
     flat = x.contiguous().view(-1)
     room = x.new_empty(flat.numel() * len(step.places))
@@ -261,7 +266,7 @@ def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
     if step.is_sum_of_wholes and len(step.terms) == 2:
         first, second = (values[term[0].place].view(step.shape) for term in step.terms)
         return torch.add(first, second)
-    is_wide = len(step.terms) > 2 and x.dtype.is_floating_point
+    is_wide = len(step.terms) > 2 and is_differentiable(x)
     dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
     result = (
         x.new_empty(step.shape, dtype=dtype)

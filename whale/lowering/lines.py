@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.dtypes import in_memory
 from whale.lowering.exchange import Groups, as_bytes, sent
 from whale.plans.grid import Grid
 from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
@@ -64,11 +65,15 @@ def gathered(value: Tensor, line: Line) -> Tensor:
     room = value.new_empty((line.size, *value.shape))
     if dist.get_backend(line.group) == "nccl":
         dist.all_gather_single(
-            as_bytes(room.view(-1)), as_bytes(value.contiguous().view(-1)), group=line.group
+            as_bytes(room.view(-1)),
+            as_bytes(in_memory(value).contiguous().view(-1)),
+            group=line.group,
         )
     else:
         dist.all_to_all_single(
-            as_bytes(room.view(-1)), as_bytes(value.reshape(-1).repeat(line.size)), group=line.group
+            as_bytes(room.view(-1)),
+            as_bytes(in_memory(value).reshape(-1).repeat(line.size)),
+            group=line.group,
         )
     return room
 
@@ -83,7 +88,7 @@ def summed(value: Tensor, line: Line) -> Tensor:
     ):
         return gathered(value, line).sum(0)
     _count(2 * (line.size - 1) * value.numel() * value.element_size() // line.size)
-    total = value.clone(memory_format=torch.contiguous_format)
+    total = in_memory(value).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=line.group)
     return total
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from whale.dtypes import in_memory
 from whale.lowering.exchange import sent
 from whale.lowering.lines import Line, gathered
 
@@ -154,5 +155,5 @@ def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], line: Line) 
     room = x.new_empty((sum(arriving), *x.shape[1:]))
     sent.num_bytes += (len(x) - leaving[line.index]) * x[0:1].numel() * x.element_size()
     sent.num_messages += 1
-    dist.all_to_all_single(room, x.contiguous(), arriving, leaving, group=line.group)
+    dist.all_to_all_single(room, in_memory(x).contiguous(), arriving, leaving, group=line.group)
     return room

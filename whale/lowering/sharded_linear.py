@@ -3,6 +3,7 @@
 
     forward:   x and w -> gathered, both at once;   Y = X W^T;   Y -> its layout (a reduce-scatter where K is cut)
     backward:  dY <- gathered;   dX = dY W -> on its way while dW = dY^T X is computed;   dW -> on its way            (1)
+               (X and W conjugated where they are complex)
 
 A gather of rows may go in chunks, each chunk's product computed while the next one travels:
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from whale.dtypes import in_memory
 from whale.lowering.exchange import Groups, Pending, run, sent, start
 from whale.sharding.exchange_steps import ExchangePlan, Step
 
@@ -119,10 +121,12 @@ class _ShardedLinear(torch.autograd.Function):
         pending_dx = pending_dw = None
         if again_w is not None:
             pending_dx = Under(
-                torch.matmul(dy, again_w.wait().to(dy.dtype)).to(of_x), plan.x.backward, groups
+                torch.matmul(dy, again_w.wait().to(dy.dtype).conj()).to(of_x),
+                plan.x.backward,
+                groups,
             )
         if again_x is not None:
-            rows = again_x.wait().to(dy.dtype)
+            rows = again_x.wait().to(dy.dtype).conj()
             product = _rows(dy).t() @ _rows(rows)
             pending_dw = Under(product.to(of_w), plan.weight.backward, groups)
         dx = pending_dx.wait() if pending_dx is not None else None
@@ -140,7 +144,7 @@ class _Chunks:
         group = groups[step.places]
         sent.num_bytes += step.num_sent * x.element_size()
         self.arriving: list[tuple[Tensor, dist.Work | None]] = []
-        for chunk in x.contiguous().tensor_split(min(num_chunks, max(1, len(x)))):
+        for chunk in in_memory(x).contiguous().tensor_split(min(num_chunks, max(1, len(x)))):
             room = chunk.new_empty(self.num_devices, *chunk.shape)
             sent.num_messages += 1
             if dist.get_backend(group) == "nccl":

@@ -6,7 +6,7 @@ X, the weight the same on all):
 
     X [M, K]: rows (z, y), columns x        W [N, K]: rows x, columns y        Y [M, N]: rows (z, y), columns x
     Y = sum over t of X_t W_t^T,   X_t from coordinate t of axis x,  W_t from coordinate t of axis y                    (1)
-    dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t                                              (2)
+    dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t   (X, W conjugated where complex)            (2)
 
 Only a panel of X and one of W are there at a time. The next pair travels under the product of this
 one. The gradient of W is a partial sum along z, as that of everything that is the same there.
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.dtypes import in_memory
 from whale.lowering.exchange import sent
 from whale.lowering.lines import Line
 
@@ -77,11 +78,13 @@ class _Summa(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             panels = _Panels(weight, plane.y, [(weight.shape[0], size) for size in plane.panels])
-            parts = [_reduced(dy @ panels.take(t), t, plane.x) for t in range(plane.x.size)]
+            parts = [_reduced(dy @ panels.take(t).conj(), t, plane.x) for t in range(plane.x.size)]
             dx = parts[plane.x.index].view(x.shape)
         if ctx.needs_input_grad[1]:
             panels = _Panels(x, plane.x, [(x.shape[0], size) for size in plane.panels])
-            parts = [_reduced(dy.t() @ panels.take(t), t, plane.y) for t in range(plane.y.size)]
+            parts = [
+                _reduced(dy.t() @ panels.take(t).conj(), t, plane.y) for t in range(plane.y.size)
+            ]
             dw = parts[plane.y.index].view(weight.shape)
         return dx, dw, None
 
@@ -92,7 +95,7 @@ class _Panels:
     """
 
     def __init__(self, own: Tensor, line: Line, shapes: Sequence[tuple[int, int]]) -> None:
-        self.own = own.contiguous()
+        self.own = in_memory(own).contiguous()
         self.line = line
         self.shapes = shapes
         self.next = self._start(0)
@@ -127,5 +130,7 @@ def _reduced(value: Tensor, root: int, line: Line) -> Tensor:
     if not mine:
         sent.num_bytes += value.numel() * value.element_size()
         sent.num_messages += 1
-    dist.all_to_all_single(room, value.contiguous().view(-1), arriving, leaving, group=line.group)
+    dist.all_to_all_single(
+        room, in_memory(value).contiguous().view(-1), arriving, leaving, group=line.group
+    )
     return room.view(line.size, *value.shape).sum(0) if mine else room

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from whale.compat import tensor_stores
+from whale.dtypes import in_memory, is_differentiable
 
 Init = Callable[[torch.nn.Module, str], None]
 """initialises the parameters and buffers that stand directly in a module, given its name"""
@@ -218,7 +219,7 @@ def digest_weights(model: torch.nn.Module) -> dict[str, str]:
     """Hash of each tensor, to see whether ranks were given the same model."""
     digests = {}
     for name, _, _, tensor in named_tensors(model):
-        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        plain = in_memory(tensor.detach()).cpu().contiguous().reshape(-1)
         digests[name] = (
             hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
             if plain.numel()
@@ -241,11 +242,10 @@ def _tie(
 
 def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Allocated and filled with a value that no initialiser leaves behind."""
-    fill = (
-        float("nan")
-        if tensor.is_floating_point() or tensor.is_complex()
-        else (torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0)
-    )
+    if is_differentiable(tensor):
+        fill = float("nan")
+    else:
+        fill = torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0
     fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=device)
     return (
         torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
@@ -255,12 +255,13 @@ def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None:
-    unset = (
-        tensor.isnan().any()
-        if tensor.is_floating_point()
-        else (tensor.dtype != torch.bool and (tensor == torch.iinfo(tensor.dtype).min).any())
-    )
-    if tensor.numel() and bool(unset):
+    if is_differentiable(tensor):
+        unset = bool(tensor.isnan().any())
+    elif tensor.dtype == torch.bool:
+        unset = False
+    else:
+        unset = bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    if unset:
         raise ValueError(
             f"'{name}' was left without a value by the initialisation of its module "
             f"({type(module).__name__}): "

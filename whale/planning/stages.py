@@ -20,11 +20,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
+from whale.capture.ops import could_carry_gradient
 from whale.costs.costs import VIEWS, VIEWS_UNLESS_CAST, value_bytes
 from whale.plans.plan import Plan
 
@@ -353,19 +353,14 @@ def _finish(
 
 
 def carries_gradient(captured: CapturedGraph) -> frozenset[Node]:
-    """Floating-point values that depend on a trainable parameter other than through `detach`."""
+    """Real and complex values that depend on a trainable parameter other than through `detach`."""
     found: set[Node] = set()
     for node in captured.graph.nodes:
         if node.op == "get_attr":
-            if captured.state[str(node.target)].trainable:
-                found.add(node)
-        elif node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
-            value = node.meta.get("val")
-            first = value[0] if isinstance(value, (list, tuple)) and value else value
-            if (
-                isinstance(first, torch.Tensor)
-                and first.is_floating_point()
-                and any(a in found for a in node.all_input_nodes)
-            ):
-                found.add(node)
+            # not `requires_grad` of its value: export also sets that on buffers
+            carries = captured.state[str(node.target)].trainable
+        else:
+            carries = node.op == "call_function" and could_carry_gradient(node, found)
+        if carries:
+            found.add(node)
     return frozenset(found)

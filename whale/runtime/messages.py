@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from whale.distributed.transport import NUM_EPOCHS, Arrival
+from whale.dtypes import in_memory
 from whale.lowering.messages import Part
 from whale.lowering.program import Program
 from whale.runtime.boundaries import Boundary, Role, parts_of
@@ -96,11 +97,11 @@ class Message:
         if self.is_packed:
             return torch.cat(
                 [
-                    piece.of(t).detach().reshape(-1).view(torch.uint8)
+                    in_memory(piece.of(t).detach()).reshape(-1).view(torch.uint8)
                     for piece, t in zip(self.pieces, tensors, strict=True)
                 ]
             )
-        return self.pieces[0].of(tensors[0]).detach().contiguous()
+        return in_memory(self.pieces[0].of(tensors[0]).detach()).contiguous()
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """The tensors of the pieces, without a copy."""

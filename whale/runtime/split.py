@@ -97,7 +97,8 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
             dilation: Any = 1,
             groups: int = 1,
         ) -> Tensor:
-            if _is_split(x, weight, bias) and x.ndim == weight.ndim:
+            # torch computes a complex convolution as several real ones
+            if _is_split(x, weight, bias) and x.ndim == weight.ndim and not x.is_complex():
                 settings = [_per_dim(each, x.ndim - 2) for each in (stride, padding, dilation)]
                 return _Convolution.apply(deferred, x, weight, bias, settings, groups)  # type: ignore[no-any-return, no-untyped-call]
             return operation(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
@@ -170,14 +171,16 @@ class _Linear(torch.autograd.Function):
         ctx.deferred.products.append(
             (_add_linear, (gradient, x, ctx.parameter, ctx.bias, ctx.is_transposed))
         )
-        return None, torch.matmul(gradient, _as(weight, gradient)).to(x.dtype), None, None, None
+        of_input = torch.matmul(gradient, _as(weight, gradient).conj()).to(x.dtype)
+        return None, of_input, None, None, None
 
 
 def _add_linear(
     gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool
 ) -> None:
     rows = gradient.reshape(-1, gradient.shape[-1])
-    inputs = _as(x, gradient).reshape(-1, x.shape[-1])
+    # the conjugate of a real tensor is the tensor itself
+    inputs = _as(x, gradient).conj().reshape(-1, x.shape[-1])
     left, right = (inputs.t(), rows) if is_transposed else (rows.t(), inputs)
     if parameter.grad is None:
         parameter.grad = torch.mm(left, right).to(parameter.dtype)

@@ -15,6 +15,7 @@ from whale.capture.prepare import LOSS, CapturedModel
 from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
 from whale.distributed.ranks import Ranks
+from whale.dtypes import in_memory
 from whale.lowering.program import Lowered, Program
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shard, Shards
@@ -90,7 +91,7 @@ def _fetch(
         assert tensor is not None
         if owner == 0:
             return tensor.detach().cpu().clone()
-        dist.send(tensor.detach().contiguous(), 0)
+        dist.send(in_memory(tensor.detach()).contiguous(), 0)
     elif ranks.rank == 0:
         buffer = torch.empty(shape, dtype=dtype, device=ranks.device)
         dist.recv(buffer, owner)
@@ -175,7 +176,7 @@ def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
         header = [tuple(tensor.shape), tensor.dtype]
         dist.send_object_list(header, 0)
         if tensor.numel():
-            dist.send(tensor.contiguous(), 0)
+            dist.send(in_memory(tensor).contiguous(), 0)
     elif ranks.rank == 0:
         received: list[Any] = [None, None]
         dist.recv_object_list(received, owner)

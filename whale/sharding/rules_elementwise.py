@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from whale.dtypes import is_differentiable
 from whale.sharding.operation import (
     PARTIAL,
     SAME,
@@ -74,7 +75,7 @@ def _keeps_precision(op: Operation) -> bool:
     """A partial sum is not rounded on its way."""
     before = op.inputs[0].meta["val"].dtype
     after = op.node.meta["val"].dtype
-    return bool(before.is_floating_point and torch.promote_types(before, after) == after)
+    return bool(is_differentiable(before) and torch.promote_types(before, after) == after)
 
 
 @rule("dropout native_dropout alpha_dropout bernoulli")

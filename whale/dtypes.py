@@ -1,0 +1,23 @@
+"""What the type of a tensor says: whether torch differentiates it, and how its values lie in
+memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_differentiable(value: Tensor | torch.dtype) -> bool:
+    """Whether torch differentiates values of this type: floating-point and complex numbers."""
+    dtype = value if isinstance(value, torch.dtype) else value.dtype
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its own values in its memory; itself where they already are.
+
+    `x.conj()` and `x.conj().imag` are views with a bit that says "conjugate" or "negative" when
+    read. Whoever reads the memory itself (a message, a hash, a file) would miss that bit.
+    """
+    return tensor.resolve_conj().resolve_neg()
