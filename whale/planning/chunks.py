@@ -8,7 +8,7 @@ here. What the chunks and the messages between them cost goes to the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -24,10 +24,10 @@ from whale.config import Config
 from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
 from whale.planning.cuts import Floats
 from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
+from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import state_behind
-from whale.planning.task_graphs import TaskGraphs, from_cuts
+from whale.planning.task_graphs import CutMoves, TaskGraphs, from_cuts
 from whale.planning.workload import Workload
-from whale.plans.plan import Crossing, Stage
 from whale.plans.virtual_devices import Placement, VirtualDevice
 from whale.scheduling.placement import loop, zigzag
 
@@ -35,8 +35,6 @@ AUTO_COUNTS = (1, 2, 4)
 """chunks on each device that "auto" compares: more of them fill the pipeline faster and cost more
 messages
 """
-FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
-"""schedules that are the same whatever the stages cost: made once for all drafts"""
 UNEVEN = 1.05
 LONG_MESSAGE = 0.5
 """of the mean work of the devices, and of the longest chunk: where a device has more, or a message
@@ -46,11 +44,6 @@ MOVE_BUDGET = 20_000
 """visits of a chunk (of a micro-batch, where an order is simulated) while cuts are moved"""
 SPREAD_PART = 1e-3
 """of the mean square work of the devices, as a part of the time of a cut"""
-ACTION_S = 1e-4
-"""what the runtime adds to a forward or backward"""
-
-NumMoves = Callable[[Floats, Floats], int]
-OverFull = Callable[[Sequence[int]], float]
 
 
 def chunk_counts(config: Config, num_virtual_devices: int) -> tuple[int, ...]:
@@ -92,58 +85,42 @@ class ChunkCuts:
     def each(
         self, operations: Sequence[Node], kinds: Mapping[Node, Kind]
     ) -> Iterator[tuple[TaskGraphs, Placement]]:
-        """Cuts that differ, to be tried while memory is short: moved for the shortest step; moved
-        so that no device is over-full, then for the shortest step; not moved. Each chunk is a
-        TaskGraph of its own. Raises ValueError where the model has too few points."""
+        """Gives different cuts, to be tried while memory is short: moved for the shortest step;
+        moved so that no device is over-full, then for the shortest step; not moved. Each chunk is a
+        TaskGraph of its own. Raises ValueError where the model has too few points.
+        """
         activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
         memory = cache(lambda: self._memory(activations, kinds))  # only where it is short
-        found: list[dict[Node, int]] = []
-        for num_moves_of, over_full, why in (
-            (self.num_moves, None, ""),
+        ways = (
+            (CutMoves(self.num_moves), ""),
             (
-                self.most_moves,
-                lambda starts: memory().over_full(starts),
+                CutMoves(self.most_moves, lambda starts: memory().over_full(starts)),
                 "; so that no device is over-full, as far as that goes",
             ),
-            (None, None, "; not moved: memory has no room for cuts with a shorter step"),
-        ):
-            task_graphs, over = self._cut(operations, kinds, num_moves_of, over_full)
+            (None, "; not moved: memory has no room for cuts with a shorter step"),
+        )
+        found: list[dict[Node, int]] = []
+        for moves, why in ways:
+            task_graphs, placement = self._cut(operations, kinds, moves)
             if task_graphs.of_operation not in found:
                 found.append(task_graphs.of_operation)
-                yield replace(task_graphs, reason=task_graphs.reason + why), over
+                yield replace(task_graphs, reason=task_graphs.reason + why), placement
 
     def _cut(
-        self,
-        operations: Sequence[Node],
-        kinds: Mapping[Node, Kind],
-        num_moves_of: NumMoves | None,
-        over_full: OverFull | None,
+        self, operations: Sequence[Node], kinds: Mapping[Node, Kind], moves: CutMoves | None
     ) -> tuple[TaskGraphs, Placement]:
         config = self.config
         placement = self.placement
         count = self.count
         devices = self.devices
         try:
-            cut = from_cuts(
-                operations,
-                kinds,
-                len(devices),
-                self.times,
-                self.crossing_seconds,
-                step_of=self.step_seconds,
-                boundary_weights=self.boundary_weights,
-                num_moves_of=num_moves_of,
-                over_full=over_full,
-            )
+            cut = from_cuts(operations, kinds, len(devices), self, moves=moves)
         except ValueError as error:
-            said = f'"schedule": "{config.schedule}"' + (
-                f' with "num_waves": {config.num_waves}' if config.num_waves else ""
-            )
-            needed = (
-                f"{count} chunks on each of {len(placement.virtual_devices)} VirtualDevices, "
-                f"{len(devices)} in all"
-            )
-            raise ValueError(f"{said} needs {needed}: {error}") from None
+            waves = f' with "num_waves": {config.num_waves}' if config.num_waves else ""
+            raise ValueError(
+                f'"schedule": "{config.schedule}"{waves} needs {count} chunks on each of '
+                f"{len(placement.virtual_devices)} VirtualDevices, {len(devices)} in all: {error}"
+            ) from None
         on = [placement.virtual_devices[device] for device in devices]
         strategies = tuple(
             Strategy("replicate" if device.grid is None else "split", device.num_devices)
@@ -302,28 +279,3 @@ class ChunkCuts:
     def _work(self, stages: Floats) -> Floats:
         """Of every VirtualDevice."""
         return np.bincount(self.devices, weights=stages).astype(np.float64)
-
-
-def schedule_costs(
-    graph: scheduling.StageGraph,
-    stages: Sequence[Stage],
-    crossings: Sequence[Crossing],
-    num_micro_batch: int,
-) -> scheduling.Costs:
-    """What the schedule is made for: one micro-batch on the devices of each stage."""
-    messages: dict[scheduling.Edge, float] = {}
-    gradients: dict[scheduling.Edge, float] = {}
-    for crossing in crossings:
-        edge = (crossing.source, crossing.destination)
-        messages[edge] = messages.get(edge, 0.0) + crossing.message_s
-        if crossing.gradient:
-            gradients[edge] = gradients.get(edge, 0.0) + crossing.message_s
-    return scheduling.Costs(
-        forward_s=tuple(stage.forward_s / num_micro_batch for stage in stages),
-        input_backward_s=tuple(stage.input_backward_s / num_micro_batch for stage in stages),
-        weight_backward_s=tuple(stage.weight_backward_s / num_micro_batch for stage in stages),
-        message_s=messages,
-        gradient_message_s=gradients,
-        action_s=ACTION_S,
-        unsplit=scheduling.stages_without_input_part(graph),
-    )

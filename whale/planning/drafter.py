@@ -12,14 +12,20 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import trains_batch_norm
 from whale.capture.sample_states import batch_dim
 from whale.planning.balance import Situation, refuse_unless_it_fits
-from whale.planning.chunks import FIXED_ORDERS, schedule_costs
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.pricing import stage_seconds
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
-from whale.planning.schedules import Room, fastest_schedule, fixed_schedule, lean_schedule
+from whale.planning.schedules import (
+    FIXED_ORDERS,
+    Room,
+    fastest_schedule,
+    fixed_schedule,
+    lean_schedule,
+    schedule_costs,
+)
 from whale.planning.split import Split
 from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.split_stages import together_seconds

@@ -1,21 +1,32 @@
-"""Numbers for cutting an unannotated model into stages on unlike devices: times, crossings and
-memory of every operation on every stage.
+"""TaskGraphs of a model for one order of the devices: as it is annotated, or cut into
+`num_task_graph` stages under the memory of heterogeneous devices.
 
-Stage k runs on one device of each of R replicas. Replica r is taken to do the share x_r of the
-samples, in proportion to the summed speed of its devices (the shares that are planned afterwards
-are exact). With t_i(d) the time of operation i for a mini-batch on device d:
+Stage k runs on one device of each of R model replicas. Replica r is taken to get the share x_r of
+the samples, in proportion to the summed speed of its devices (the shares that are planned later
+are exact). With t_i(d) the seconds of operation i for a mini-batch on device d, the dynamic
+programme (cuts.py) is given
 
-    time of operation i on stage k    max over r of  R * x_r * t_i(device of stage k in replica r)
-    bytes of operation i on stage k   weights, gradients, optimizer state that it is the first to read
-                                      + micro-batches in flight on stage k * largest x_r * micro-batch * bytes that it keeps a sample
+    seconds of operation i on stage k   max over r of  R x_r t_i(device of stage k in replica r)
+    bytes of operation i on stage k     weights, gradients and optimizer state of which it is the
+                                        first reader
+                                        + micro-batches in flight on stage k * largest x_r
+                                          * micro-batch * bytes saved for backward a sample
 
-The factor R leaves equal devices with the times of the whole mini-batch, whatever R.
+The factor R leaves equal devices with the seconds of the whole mini-batch, whatever R.
+
+How many micro-batches are in flight is known only once the schedule exists. So cuts are made one
+after the other for less and less memory, until one of them can be drafted:
+
+ 1. the micro-batches that 1F1B has in flight (all of them for gpipe)
+ 2. the same with everything recomputed in backward, where the config lets the planner do so
+ 3. as many in flight as fit, half of these, ... one, where the schedule is made for the memory
+    that there is; with everything recomputed, then without
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,162 +35,247 @@ import numpy as np
 from torch.fx import Node
 
 from whale import scheduling
+from whale.annotation import Strategy
 from whale.cluster.cluster import Cluster
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
+from whale.planning.problem import Problem
+from whale.planning.schedules import FIXED_ORDERS
+from whale.planning.stages import state_behind
+from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks, live_between
 from whale.planning.workload import Workload
+from whale.plans.shares import NoRoom
 
 
 @dataclass(frozen=True)
-class CutProblem:
-    """An order of the devices, and what is to be cut for it."""
+class PipelineCuts:
+    """One order of the devices, and the ways to cut the model for it."""
 
+    problem: Problem
     workload: Workload
-    cluster: Cluster
+    operations: list[Node]
     order: Order
-    num_stages: int
-    num_micro_batch: int
-    schedule: str
-    dtype: str
+
+    @cached_property
+    def annotated(self) -> TaskGraphs | None:
+        """The TaskGraphs that the user annotated; None where the model is to be cut."""
+        problem = self.problem
+        wanted = problem.config.num_task_graph
+        if wanted is None or problem.cluster.num_devices == 1:
+            return from_marks(
+                self.operations, problem.kinds, problem.marks, problem.default_strategy
+            )
+        if problem.marks or problem.default_strategy:
+            raise ValueError(
+                f'"num_task_graph": {wanted} cuts a model without annotations, but this one is '
+                "annotated: leave one of the two out"
+            )
+        return None
+
+    @property
+    def wanted(self) -> TaskGraphs:
+        """Strategy and label of each TaskGraph, before operations are given to them."""
+        if self.annotated is not None:
+            return self.annotated
+        number = self.num_stages
+        strategies = (Strategy("replicate", 1),) * number
+        return TaskGraphs({}, strategies, ("a part of the model",) * number, "")
+
+    def each(self) -> Iterator[tuple[TaskGraphs, str]]:
+        """Gives (TaskGraphs, reason), each for less memory than the one before; raises `NoRoom`
+        where none fits.
+        """
+        if self.annotated is not None:
+            yield self.annotated, self.annotated.reason
+            return
+        found: list[TaskGraphs] = []
+        refused: list[NoRoom] = []
+        for most_in_flight, recompute, why in self._memories():
+            try:
+                cut = self._cut(most_in_flight, recompute)
+            except NoRoom as error:
+                refused.append(error)
+                continue
+            if all(cut.of_operation != other.of_operation for other in found):
+                found.append(cut)
+                yield cut, f'"num_task_graph": {len(cut.strategies)}; {cut.reason}{why}'
+        if not found:
+            raise refused[-1]
+
+    def _memories(self) -> Iterator[tuple[int, bool, str]]:
+        """Gives (most micro-batches in flight on a stage, whether everything is recomputed, what
+        the reason says of it), in the order of the numbered list above.
+        """
+        config = self.problem.config
+        yield config.num_micro_batch, config.recompute is True, ""
+        if config.recompute == "auto":
+            yield config.num_micro_batch, True, ""
+        if config.schedule in FIXED_ORDERS:
+            return
+        for recompute in (True, False) if config.recompute == "auto" else (config.recompute,):
+            most = self._most_in_flight(recompute is True)
+            while most:
+                why = f"; cut for at most {most} in flight on a stage, as memory is short"
+                yield most, recompute is True, why
+                most //= 2
+
+    def _most_in_flight(self, recompute: bool) -> int:
+        """The largest number of micro-batches in flight for which there is a cut, by bisection; 1
+        where there is none.
+        """
+        low = 1
+        high = min(self.num_stages, self.problem.config.num_micro_batch)
+        while low < high:
+            middle = (low + high + 1) // 2
+            try:
+                self._cut(middle, recompute)
+                low = middle
+            except NoRoom:
+                high = middle - 1
+        return low
+
+    def _cut(self, most_in_flight: int, recompute: bool) -> TaskGraphs:
+        try:
+            return from_cuts(
+                self.operations,
+                self.problem.kinds,
+                self.num_stages,
+                self,
+                memory_of=lambda nodes: self._memory(nodes, most_in_flight, recompute),
+                only_thin=recompute,
+            )
+        except NoRoom:
+            raise
+        except ValueError as error:
+            raise ValueError(f'"num_task_graph": {self.num_stages}: {error}') from None
+
+    # ---- seconds: what `from_cuts` asks of its `CutCosts`
+
+    @property
+    def num_stages(self) -> int:
+        return self.problem.config.num_task_graph or 1
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """[stage][replica]"""
+        """Ranks by [stage][replica]."""
         return [
             list(self.order.ranks[stage :: self.num_stages]) for stage in range(self.num_stages)
         ]
 
+    @cached_property
     def shares(self) -> Floats:
-        """x_r"""
+        """(replicas,): x_r."""
+        dtype = self.problem.config.dtype
+        devices = self.problem.cluster.devices
         rates = np.array(
-            [
-                [self.cluster.devices[rank].kind.rate(self.dtype) for rank in stage]
-                for stage in self.ranks
-            ]
-        ).sum(axis=0)
-        shares: Floats = rates / rates.sum()
+            [[devices[rank].kind.rate(dtype) for rank in stage] for stage in self.ranks]
+        )
+        of_replica: Floats = rates.sum(axis=0)
+        shares: Floats = of_replica / of_replica.sum()
         return shares
 
     def times(self, operations: Sequence[Node]) -> Floats:
-        """(stages, operations)"""
-        shares = self.shares()
-        known = {}
-        for kind in {device.kind for device in self.cluster.devices}:
-            known[kind] = np.array(self.workload.forward_seconds(operations, kind))
+        """(stages, operations): seconds, as in the first line above."""
+        devices = self.problem.cluster.devices
+        alone = {}
+        for kind in {device.kind for device in devices}:
+            alone[kind] = np.array(self.workload.forward_seconds(operations, kind))
         rows = []
         for stage in self.ranks:
             by_replica = [
-                len(shares) * x * known[self.cluster.devices[rank].kind]
-                for x, rank in zip(shares, stage, strict=True)
+                len(self.shares) * share * alone[devices[rank].kind]
+                for share, rank in zip(self.shares, stage, strict=True)
             ]
             rows.append(np.max(by_replica, axis=0))
         return np.array(rows)
 
     def crossing_seconds(self, node: Node) -> float:
-        return crossing_seconds(self.workload, self.cluster, node)
+        return crossing_seconds(self.workload, self.problem.cluster, node)
 
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
-        """How much longer a message takes than `crossing_seconds`, between each stage and the next,
-        in the replica where it takes longest.
-
-        All messages that leave a host at the same boundary share its network card.
+        """Factor on `crossing_seconds` between each stage and the next, in the replica where the
+        message takes longest. All messages that leave a host at one boundary share its network card.
         """
         return tuple(
-            slowest_pair(self.cluster, list(zip(here, there, strict=True)))
+            slowest_pair(self.problem.cluster, list(zip(here, there, strict=True)))
             for here, there in pairwise(self.ranks)
         )
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings of a mini-batch, by simulation of one
+        """Seconds of a step with these forwards and crossings of a mini-batch, by simulation of one
         replica.
         """
+        config = self.problem.config
         graph = scheduling.StageGraph.chain(self.num_stages)
-        count = self.num_micro_batch
-        orders = (
-            scheduling.gpipe(graph, count)
-            if self.schedule == "gpipe"
-            else scheduling.one_f_one_b(graph, count)
-        )
-        return scheduling.simulate(
-            scheduling.Schedule("cut", graph, count, orders), costs_of_cut(stages, crossings, count)
-        ).step_s
+        count = config.num_micro_batch
+        make = scheduling.gpipe if config.schedule == "gpipe" else scheduling.one_f_one_b
+        schedule = scheduling.Schedule("cut", graph, count, make(graph, count))
+        return scheduling.simulate(schedule, costs_of_cut(stages, crossings, count)).step_s
 
-    def memory(
-        self,
-        operations: Sequence[Node],
-        names_behind: Callable[[Node], Iterable[str]],
-        most_in_flight: int,
-        again: bool = False,
+    # ---- memory
+
+    def _memory(
+        self, operations: Sequence[Node], most_in_flight: int, recompute: bool
     ) -> StageMemory:
-        """`most_in_flight`: no stage holds more micro-batches at once.
-
-        `again`: the stages compute everything again in backward. They keep what enters them and
-        work on one micro-batch at a time.
+        """Bytes of every operation on every stage, and what a stage may hold. `most_in_flight`: no
+        stage has more micro-batches at once. `recompute`: stages recompute everything in backward,
+        so they save what enters them and work on one micro-batch at a time.
         """
-        kept = self.workload.kept_by_operation(operations)
+        config = self.problem.config
+        saved = self.workload.kept_by_operation(operations)
+        fixed = np.array([each.fixed_bytes for each in saved])
+        per_sample = np.array([each.sample_bytes for each in saved])
+        is_shared = len(self.shares) > 1
         static = np.array(
-            self.workload.static_by_operation(operations, names_behind, len(self.ranks[0]) > 1)
+            self.workload.static_by_operation(operations, self._names_behind, is_shared)
         )
-        fixed = np.array([each.fixed_bytes for each in kept])
-        per_sample = np.array([each.sample_bytes for each in kept])
-        micro_batch = -(-self.workload.batch_size // self.num_micro_batch)
-        samples = np.ceil(self.shares() * micro_batch)  # of each replica
-        stages = range(self.num_stages)
+        micro_batch = -(-self.workload.batch_size // config.num_micro_batch)
+        samples = np.ceil(self.shares * micro_batch)  # of each replica
         flying = np.array(
             [
-                min(
-                    most_in_flight,
-                    in_flight(self.schedule, k, self.num_stages, self.num_micro_batch),
-                )
-                for k in stages
+                in_flight(config.schedule, stage, self.num_stages, config.num_micro_batch)
+                for stage in range(self.num_stages)
             ]
-        )
+        ).clip(max=most_in_flight)
         rows = [
-            static + (1 if again else number) * (fixed + samples.max() * per_sample)
+            static + (1 if recompute else number) * (fixed + samples.max() * per_sample)
             for number in flying
         ]
-        # 0 is not known, so no limit
+        devices = self.problem.cluster.devices
+        # memory of 0 bytes means that it is not known: no limit
         capacities = np.array(
-            [
-                [self.cluster.devices[rank].kind.memory_bytes or np.inf for rank in stage]
-                for stage in self.ranks
-            ]
+            [[devices[rank].kind.memory_bytes or np.inf for rank in stage] for stage in self.ranks]
         )
-        # what enters and leaves a stage is kept, too: (stages, replicas)
-        edges = (
-            2 * self._least_alive(operations) * flying[:, np.newaxis] * samples[np.newaxis, :]
-            if again
-            else 0.0
-        )
-        return StageMemory(
-            np.array(rows), (capacities - edges).min(axis=1) - self.workload.batch_bytes
-        )
+        if recompute:  # what enters and leaves a stage is saved, too: (stages, replicas)
+            crossing = 2 * self._least_alive(operations)
+            capacities = capacities - crossing * flying[:, np.newaxis] * samples[np.newaxis, :]
+        return StageMemory(np.array(rows), capacities.min(axis=1) - self.workload.batch_bytes)
+
+    def _names_behind(self, node: Node) -> list[str]:
+        return [name for name, _ in state_behind(node, self.problem.kinds)]
 
     def _least_alive(self, operations: Sequence[Node]) -> float:
-        """Bytes a sample that cross where least does, in the middle half of the model: both its
-        ends are thin.
+        """Bytes a sample that cross where least crosses, in the middle half of the model: at both
+        its ends little does.
         """
-        place = {node: index for index, node in enumerate(operations)}
-        change = np.zeros(len(operations) + 1)
-        for node, index in place.items():
-            last = max((place[user] for user in node.users if user in place), default=index)
-            sample_bytes = self.workload.costs[node].output_bytes / self.workload.batch_size
-            change[index + 1] += sample_bytes
-            change[last + 1] -= sample_bytes
+        batch_size = self.workload.batch_size
+        alive = live_between(
+            operations, lambda node: self.workload.costs[node].output_bytes / batch_size
+        )
         quarter = len(operations) // 4
-        middle = np.cumsum(change)[quarter + 1 : len(operations) - quarter]
+        middle = alive[quarter + 1 : len(operations) - quarter]
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
 
 
 def crossing_seconds(workload: Workload, cluster: Cluster, node: Node) -> float:
-    """Of a value of the whole mini-batch over a link of the kind that is inside a host."""
+    """Seconds to send a value of the whole mini-batch over a link of the kind inside a host."""
     return workload.costs[node].output_bytes / cluster.intra_host.bytes_per_s
 
 
 def costs_of_cut(stages: Floats, crossings: Floats, num_micro_batch: int) -> scheduling.Costs:
-    """Of a chain of stages with these forwards of a mini-batch and these crossings between them. A
-    backward is two forwards.
+    """Costs of a chain of stages with these forwards of a mini-batch and these crossings between
+    them. A backward takes as long as two forwards.
     """
     forward = tuple(float(seconds) / num_micro_batch for seconds in stages)
     messages = {(k, k + 1): float(seconds) / num_micro_batch for k, seconds in enumerate(crossings)}
@@ -187,23 +283,24 @@ def costs_of_cut(stages: Floats, crossings: Floats, num_micro_batch: int) -> sch
 
 
 def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
-    """Of ranks that all send one message at once: by what the slowest takes longer than one alone
-    over a link inside a host.
+    """Time of the slowest message when all these pairs of ranks send one at once, in units of one
+    message alone over a link inside a host.
     """
     devices = cluster.devices
     leaving = Counter(devices[a].host for a, b in pairs if devices[a].host != devices[b].host)
     weights = []
     for a, b in pairs:
+        # messages that leave a host share its network card
         sharing = leaving[devices[a].host] if devices[a].host != devices[b].host else 1
         weights.append(sharing * cluster.intra_host.bytes_per_s / cluster.link(a, b).bytes_per_s)
     return max(weights)
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_micro_batch: int) -> int:
-    """Micro-batches that a stage is first taken to keep, before the schedule is made.
+    """Micro-batches that a stage is first taken to have in flight, before the schedule is made.
 
-    1f1b keeps as many as there are stages from it on. Schedules that are made for their costs can
-    do with as few, and with fewer (`cutting.py`); what they really keep is checked when the
-    schedule is there. Only gpipe always keeps all.
+    1F1B has as many as there are stages from this one on. Schedules that are made for their costs
+    can do with as few, and with fewer (line 3 above); what they really have is checked once the
+    schedule exists. Only gpipe always has all.
     """
     return num_micro_batch if schedule == "gpipe" else min(num_stages - stage, num_micro_batch)

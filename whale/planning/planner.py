@@ -20,15 +20,16 @@ from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.names import count
 from whale.planning.balance import Order, device_orders, explain_shares
-from whale.planning.chunks import ACTION_S, ChunkCuts, chunk_counts
-from whale.planning.cutting import Cutting
+from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, draft_stages
 from whale.planning.idle_devices import idle_decision
+from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.problem import Problem
 from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
+from whale.planning.schedules import ACTION_S
 from whale.planning.split_memory import on_grids
 from whale.planning.split_stages import with_grids
 from whale.planning.stages import (
@@ -170,7 +171,7 @@ def _draft(problem: Problem, workload: Workload, order: Order) -> Draft:
     config = problem.config
     cluster = problem.cluster
     operations = live_operations(captured)
-    cutting = Cutting(problem, workload, operations, order)
+    cutting = PipelineCuts(problem, workload, operations, order)
     placement = place(
         [s.num_devices for s in cutting.wanted.strategies],
         cluster.num_devices,

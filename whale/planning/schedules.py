@@ -19,11 +19,40 @@ from functools import lru_cache
 
 from whale import scheduling
 from whale.costs.saved import Kept
-from whale.planning.chunks import FIXED_ORDERS, schedule_costs
 from whale.planning.workload import StageBytes
-from whale.plans.plan import DeviceMemory, Plan
+from whale.plans.plan import Crossing, DeviceMemory, Plan, Stage
 from whale.plans.samples import SampleMap
 from whale.plans.virtual_devices import VirtualDevice
+
+FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
+"""schedules whose order does not depend on what stages cost: made once for all drafts"""
+ACTION_S = 1e-4
+"""seconds that the runtime adds to a forward or backward"""
+
+
+def schedule_costs(
+    graph: scheduling.StageGraph,
+    stages: Sequence[Stage],
+    crossings: Sequence[Crossing],
+    num_micro_batch: int,
+) -> scheduling.Costs:
+    """Seconds that the schedule is made for: of one micro-batch on the devices of each stage."""
+    messages: dict[scheduling.Edge, float] = {}
+    gradients: dict[scheduling.Edge, float] = {}
+    for crossing in crossings:
+        edge = (crossing.source, crossing.destination)
+        messages[edge] = messages.get(edge, 0.0) + crossing.message_s
+        if crossing.gradient:
+            gradients[edge] = gradients.get(edge, 0.0) + crossing.message_s
+    return scheduling.Costs(
+        forward_s=tuple(stage.forward_s / num_micro_batch for stage in stages),
+        input_backward_s=tuple(stage.input_backward_s / num_micro_batch for stage in stages),
+        weight_backward_s=tuple(stage.weight_backward_s / num_micro_batch for stage in stages),
+        message_s=messages,
+        gradient_message_s=gradients,
+        action_s=ACTION_S,
+        unsplit=scheduling.stages_without_input_part(graph),
+    )
 
 
 @lru_cache(maxsize=8)

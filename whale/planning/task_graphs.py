@@ -7,26 +7,30 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch.fx import Node
 
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import module_name
 from whale.capture.kinds import Kind
-from whale.planning.cuts import SAME_TIME, Floats, StageMemory, cut
+from whale.planning.cuts import SAME_TIME, Cuts, Floats, StageMemory, cut
 
 THIN = 1.5
-_WHERE = {
-    "construction": 0,
-    "glob": 1,
-    "forward": 2,
-}  # order of TaskGraphs that were said in different places
+"""a cut is thin where at most so many times as much crosses as where least does"""
+_WHERE = {"construction": 0, "glob": 1, "forward": 2}
+"""order of TaskGraphs that were annotated in different ways"""
 
 
 @dataclass(frozen=True)
 class TaskGraphs:
-    """TaskGraph of each ACTIVATION, and what each TaskGraph is."""
+    """The TaskGraph of each ACTIVATION, and the strategy and label of each TaskGraph. A TaskGraph
+    is the part of the captured graph under one annotation.
+    """
 
     of_operation: dict[Node, int]
     strategies: tuple[Strategy, ...]
@@ -40,8 +44,8 @@ def from_marks(
     marks: Mapping[Node, Mark],
     default: Strategy | None,
 ) -> TaskGraphs:
-    """TaskGraphs of an annotated model. Unmarked: default strategy, else the latest producer's,
-    else the earliest consumer's.
+    """TaskGraphs of an annotated model. Unmarked operations get the default strategy; without one
+    they join the TaskGraph of their latest producer, else of their earliest consumer.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     said = sorted(
@@ -76,12 +80,8 @@ def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
     One that has neither (a weight penalty in the loss) joins the last TaskGraph: every weight lies
     before it, and only scalars are sent.
     """
-    first_seen = {
-        task_graph: place
-        for place, task_graph in enumerate(
-            dict.fromkeys(of_operation[n] for n in activations if n in of_operation)
-        )
-    }
+    in_order = dict.fromkeys(of_operation[n] for n in activations if n in of_operation)
+    first_seen = {task_graph: position for position, task_graph in enumerate(in_order)}
     for node in activations:
         if node not in of_operation:
             producers = [of_operation[p] for p in node.all_input_nodes if p in of_operation]
@@ -94,125 +94,176 @@ def _adopt(activations: Sequence[Node], of_operation: dict[Node, int]) -> None:
             of_operation[node] = min(consumers, key=first_seen.__getitem__, default=last)
 
 
-MESSAGE_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.0)
-"""parts of the time of messages with which cuts are tried"""
-SMALL_MESSAGE = 0.05
-"""of the slowest stage: messages below change no cut that matters"""
+class CutCosts(Protocol):
+    """Seconds of a whole mini-batch on the devices that are to run the stages."""
+
+    @property
+    def boundary_weights(self) -> Sequence[float]:
+        """Factor on `crossing_seconds` in front of every stage but the first: links differ."""
+
+    def times(self, operations: Sequence[Node]) -> Floats:
+        """(stages, operations): seconds of each operation on the devices of each stage."""
+
+    def crossing_seconds(self, node: Node) -> float:
+        """Seconds to send one value over a link inside a host."""
+
+    def step_seconds(self, stages: Floats, crossings: Floats) -> float:
+        """Seconds of a step, given those of the stages and of the crossings in front of every
+        stage but the first.
+        """
+
+
+@dataclass(frozen=True)
+class CutMoves:
+    """How single cuts are moved after the dynamic programme, each move kept if the step gets
+    shorter.
+    """
+
+    num_tries: Callable[[Floats, Floats], int]
+    """moves that are tried, given the seconds of stages and crossings"""
+    over_full: Callable[[Sequence[int]], float] | None = None
+    """by how much devices are over-full, given the starts of the stages; moves that make that less
+    come before shorter steps
+    """
+
+
+@dataclass(frozen=True)
+class _ModelChain:
+    """The operations of a model as the chain that is cut."""
+
+    times: Floats
+    """(stages, operations)"""
+    crossing: Floats
+    """(operations,): seconds of all values that are live in front of an operation"""
+    allowed: npt.NDArray[np.bool_]
+    """(operations,): a stage may start here"""
+    memory: StageMemory | None
+    costs: CutCosts
+
+    def cut(self, message_part: float) -> Cuts:
+        """The best cuts where messages count for this part of their time."""
+        return cut(
+            self.times,
+            message_part * self.crossing,
+            len(self.times),
+            allowed=self.allowed,
+            memory=self.memory,
+            boundary_weights=self.costs.boundary_weights,
+        )
+
+    @cached_property
+    def _elapsed(self) -> Floats:
+        """(stages, operations + 1): prefix sums of `times`."""
+        return np.concatenate(
+            [np.zeros((len(self.times), 1)), np.cumsum(self.times, axis=1)], axis=1
+        )
+
+    def stages_and_crossings(self, starts: Sequence[int]) -> tuple[Floats, Floats]:
+        """Seconds of each stage, and of the crossing in front of every stage but the first."""
+        bounds = [*starts, self.times.shape[1]]
+        numbers = np.arange(len(starts))
+        stages: Floats = self._elapsed[numbers, bounds[1:]] - self._elapsed[numbers, bounds[:-1]]
+        crossings: Floats = self.crossing[bounds[1:-1]] * np.array(self.costs.boundary_weights)
+        return stages, crossings
+
+    def step_seconds(self, starts: Sequence[int]) -> float:
+        return self.costs.step_seconds(*self.stages_and_crossings(starts))
 
 
 def from_cuts(
     operations: Sequence[Node],
     kinds: Mapping[Node, Kind],
     num_task_graph: int,
-    times_of: Callable[[Sequence[Node]], Floats],
-    crossing_seconds: Callable[[Node], float],
+    costs: CutCosts,
+    *,
     memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
-    step_of: Callable[[Floats, Floats], float] | None = None,
     only_thin: bool = False,
-    boundary_weights: Sequence[float] | None = None,
-    num_moves_of: Callable[[Floats, Floats], int] | None = None,
-    over_full: Callable[[Sequence[int]], float] | None = None,
+    moves: CutMoves | None = None,
 ) -> TaskGraphs:
-    """An unannotated model cut into `num_task_graph` TaskGraphs whose slowest is fastest, each
-    `replicate(1)`.
+    """TaskGraphs of an unannotated model, cut so that the slowest is fastest, each `replicate(1)`.
 
-    `times_of` gives (stages, operations), each stage on its own devices; `memory_of` what each
-    stage may hold. `step_of(stage seconds, crossing seconds before each stage but the first)`: how
-    long a step takes. With it, cuts are made with messages counted in full and in part, for they
-    may be hidden under compute, and the fastest is taken. `boundary_weights`: by what the crossing
-    in front of every stage but the first is longer, where links differ. `num_moves_of(the same)`:
-    how many moves of single cuts are tried in the end, each kept if the step is shorter.
-    `over_full(starts of the stages)`: by how much devices would be over-full. Moves that make that
-    less come before shorter steps. `only_thin`: cut where little crosses, as far as there are such
-    points: what crosses is kept for every micro-batch in flight.
+    `memory_of` gives what each stage may hold. `only_thin`: cut where little crosses, as far as
+    there are such points, since what crosses is saved for every micro-batch in flight.
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
-    place = {node: index for index, node in enumerate(activations)}
-    times = times_of(activations)
-    # a value is live between the operation that makes it and the last one that reads it
-    change = np.zeros(len(activations) + 1)
-    for node, index in place.items():
-        last = max((place[user] for user in node.users if user in place), default=index)
-        cost = crossing_seconds(node)
-        change[index + 1] += cost
-        change[last + 1] -= cost
-    crossing = np.cumsum(change)[: len(activations)]
-    memory = memory_of(activations) if memory_of is not None else None
+    times = costs.times(activations)
+    crossing = live_between(activations, costs.crossing_seconds)
     allowed = _cuttable(activations, times.max(axis=0), crossing)
     if only_thin:
         allowed = _thin(allowed, crossing, num_task_graph - 1)
-    sums = np.concatenate([np.zeros((num_task_graph, 1)), np.cumsum(times, axis=1)], axis=1)
+    memory = memory_of(activations) if memory_of is not None else None
+    chain = _ModelChain(times, crossing, allowed, memory, costs)
+    cuts = _best_message_part(chain)
+    if moves is not None:
+        cuts = _moved(chain, cuts, moves)
+    of_operation: dict[Node, int] = {}
+    labels = []
+    for index, (start, end) in enumerate(pairwise([*cuts.starts, len(activations)])):
+        part = activations[start:end]
+        of_operation |= dict.fromkeys(part, index)
+        labels.append(_module_label(part))
+    strategies = (Strategy("replicate", 1),) * num_task_graph
+    return TaskGraphs(of_operation, strategies, tuple(labels), cuts.reason)
 
-    def stages_and_crossings(starts: Sequence[int]) -> tuple[Floats, Floats]:
-        ends = (*starts[1:], len(activations))
-        stages = [
-            sums[k, end] - sums[k, start]
-            for k, (start, end) in enumerate(zip(starts, ends, strict=True))
-        ]
-        return np.array(stages), crossing[list(starts[1:])] * (
-            1.0 if boundary_weights is None else np.array(boundary_weights)
-        )
 
-    cuts = cut(
-        times,
-        crossing,
-        num_task_graph,
-        allowed=allowed,
-        memory=memory,
-        boundary_weights=boundary_weights,
+def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -> Floats:
+    """(operations,): summed size of the values that are live in front of each operation: between
+    the one that makes a value and the last one that reads it.
+    """
+    position = {node: index for index, node in enumerate(operations)}
+    change = np.zeros(len(operations) + 1)
+    for node, index in position.items():
+        last = max((position[user] for user in node.users if user in position), default=index)
+        size = size_of(node)
+        change[index + 1] += size
+        change[last + 1] -= size
+    live: Floats = np.cumsum(change)[: len(operations)]
+    return live
+
+
+MESSAGE_PARTS = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""parts of the time of messages with which cuts are tried: messages may hide under compute"""
+SMALL_MESSAGE = 0.05
+"""fraction of the slowest stage: messages below change no cut that matters"""
+
+
+def _best_message_part(chain: _ModelChain) -> Cuts:
+    """The cuts of the fastest step among those that count messages in full and in part."""
+    whole = chain.cut(1.0)
+    stages, crossings = chain.stages_and_crossings(whole.starts)
+    if crossings.max(initial=0.0) <= SMALL_MESSAGE * stages.max():
+        return whole
+    tried = {1.0: whole}
+    for part in MESSAGE_PARTS[1:]:
+        found = chain.cut(part)
+        if found.starts not in {each.starts for each in tried.values()}:
+            tried[part] = found
+    if len(tried) == 1:
+        return whole
+    best = min(tried, key=lambda part: chain.step_seconds(tried[part].starts))
+    counted = (
+        f"these times count {best:.3g} of what messages take, the best of "
+        f"{len(MESSAGE_PARTS)} parts that were tried"
     )
-    stages, crossed = stages_and_crossings(cuts.starts)
-    if step_of is not None and crossed.max(initial=0.0) > SMALL_MESSAGE * stages.max():
-        tried = {1.0: cuts}
-        for weight in MESSAGE_WEIGHTS[1:]:
-            found = cut(
-                times,
-                weight * crossing,
-                num_task_graph,
-                allowed=allowed,
-                memory=memory,
-                boundary_weights=boundary_weights,
-            )
-            if found.starts not in {each.starts for each in tried.values()}:
-                tried[weight] = found
-        if len(tried) > 1:
-            best = min(
-                tried, key=lambda weight: step_of(*stages_and_crossings(tried[weight].starts))
-            )
-            counted = (
-                f"these times count {best:.3g} of what messages take, the best of "
-                f"{len(MESSAGE_WEIGHTS)} parts that were tried"
-            )
-            cuts = replace(tried[best], reason=f"{tried[best].reason}; {counted}")
-    if (
-        step_of is not None
-        and num_moves_of is not None
-        and (tries := num_moves_of(*stages_and_crossings(cuts.starts)))
-    ):
+    return replace(tried[best], reason=f"{tried[best].reason}; {counted}")
 
-        def cost_of(starts: Sequence[int]) -> tuple[float, float]:
-            return over_full(starts) if over_full is not None else 0.0, step_of(
-                *stages_and_crossings(starts)
-            )
 
-        starts = _move_cuts(cuts.starts, np.flatnonzero(allowed), cost_of, tries)
-        moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
-        if moved:
-            cuts = replace(
-                cuts,
-                starts=starts,
-                reason=f"{cuts.reason}; then {moved} of the cuts moved, for a shorter step",
-            )
-    bounds = [*cuts.starts, len(activations)]
-    of_operation = {
-        node: index
-        for index in range(num_task_graph)
-        for node in activations[bounds[index] : bounds[index + 1]]
-    }
-    labels = [_module_label(activations[bounds[i] : bounds[i + 1]]) for i in range(num_task_graph)]
-    return TaskGraphs(
-        of_operation, (Strategy("replicate", 1),) * num_task_graph, tuple(labels), cuts.reason
-    )
+def _moved(chain: _ModelChain, cuts: Cuts, moves: CutMoves) -> Cuts:
+    """The cuts after moves of single ones."""
+    num_tries = moves.num_tries(*chain.stages_and_crossings(cuts.starts))
+    if not num_tries:
+        return cuts
+
+    def cost_of(starts: Sequence[int]) -> tuple[float, float]:
+        excess = moves.over_full(starts) if moves.over_full is not None else 0.0
+        return excess, chain.step_seconds(starts)
+
+    starts = _move_cuts(cuts.starts, np.flatnonzero(chain.allowed), cost_of, num_tries)
+    num_moved = sum(before != after for before, after in zip(cuts.starts, starts, strict=True))
+    if not num_moved:
+        return cuts
+    reason = f"{cuts.reason}; then {num_moved} of the cuts moved, for a shorter step"
+    return replace(cuts, starts=starts, reason=reason)
 
 
 MOVES = (1, -1, 2, -2, 4, -4, 8, -8)
@@ -225,13 +276,11 @@ def _move_cuts(
     cost_of: Callable[[Sequence[int]], tuple[float, float]],
     tries: int,
 ) -> tuple[int, ...]:
-    """Starts of stages from which no move of one cut costs less, or what is found after so many
-    tries. Of two costs the first one counts before the second."""
-    places = [
-        -1,
-        *(int(place) for place in np.searchsorted(points, starts[1:])),
-        len(points),
-    ]  # in `points`, both ends included
+    """Starts of stages from which no move of one cut costs less, or those found after so many
+    tries. Of the two costs the first counts before the second.
+    """
+    # positions in `points` of all boundaries, both ends of the model included
+    places = [-1, *np.searchsorted(points, starts[1:]).tolist(), len(points)]
 
     def starts_at(places: Sequence[int]) -> tuple[int, ...]:
         return (0, *(int(points[place]) for place in places[1:-1]))
@@ -250,9 +299,9 @@ def _move_cuts(
                     return starts_at(places)
                 tries -= 1
                 cost = cost_of(starts_at(moved))
-                if cost[0] < best[0] * (1 - SAME_TIME) or (
-                    cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)
-                ):
+                is_less_full = cost[0] < best[0] * (1 - SAME_TIME)
+                is_shorter = cost[0] <= best[0] and cost[1] < best[1] * (1 - SAME_TIME)
+                if is_less_full or is_shorter:
                     best = cost
                     places = moved
                     is_better = True
@@ -260,8 +309,8 @@ def _move_cuts(
 
 
 def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:
-    """Where a stage may start: of positions with only free operations between them, the one where
-    least crosses.
+    """(operations,): whether a stage may start here. Of positions with only free operations between
+    them it is the one where least crosses.
     """
     allowed = np.zeros(len(activations), dtype=bool)
     work_before = np.concatenate([[0.0], np.cumsum(times)])[:-1]
@@ -277,11 +326,12 @@ def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarr
 
 
 def _thin(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
-    """Of the allowed points those where at most `THIN` times as much crosses as at the thinnest of
-    the middle half, if they are enough.
+    """The allowed points where at most `THIN` times as much crosses as at the thinnest of the
+    middle half of the model, or all of them if these are fewer than `needed`.
     """
     quarter = len(allowed) // 4
-    middle = crossing[quarter : len(allowed) - quarter][allowed[quarter : len(allowed) - quarter]]
+    half = slice(quarter, len(allowed) - quarter)
+    middle = crossing[half][allowed[half]]
     thin: np.ndarray = allowed & (crossing <= THIN * middle.min(initial=np.inf))
     return thin if thin.sum() >= needed else allowed
 

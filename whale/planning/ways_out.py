@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device
-from whale.planning.chunks import FIXED_ORDERS
 from whale.planning.problem import Problem
+from whale.planning.schedules import FIXED_ORDERS
 
 OPERATIONS_TRIED = 5000
 LEAST_TRIES = 3
