@@ -181,7 +181,7 @@ def from_zoo(name: str) -> tuple[Any, Any]:
 
 MODELS: dict[str, tuple[Any, Any]] = {
     **{name: small(name) for name in ("gpt", "swiglu", "mixture")},
-    **{name: from_zoo(name) for name in ("bert", "llama", "mixtral", "vit", "resnet")},
+    **{name: from_zoo(name) for name in ("bert", "llama", "mixtral", "vit", "resnet", "complex")},
     "mlp": (Mlp, vectors),
     "classifier": (Classifier, vectors),
     "chain": (Chain, vectors),
@@ -245,8 +245,22 @@ CASES = [
     ),  # 2 model replicas x 2 stages x split over 2
     Case("balanced", 4, everything(2), {"colocate": True}),  # 2 model replicas
     Case("gpt2", 2, everything(2)),
+    Case("complex", 2, everything(2, (1, 2, 1))),
 ]
 SLOW_CASES = [
+    Case("complex", 2, everything(2)),
+    Case("complex", 4, everything(4, (2, 2, 1))),
+    Case("complex", 2, everything(2, (1, 1, 2))),
+    Case("complex", 4, {"*": ("split", 4, (2, 2, 1), "summa")}),
+    Case(
+        "complex",
+        4,
+        {
+            "stem|blocks.[01]*": ("split", 2, (1, 2, 1)),
+            "blocks.[23]*|head": ("split", 2, (1, 1, 2)),
+        },
+        {"num_micro_batch": 2, "schedule": "zero-bubble"},
+    ),
     Case("mlp", 2, everything(2, (1, 2, 1))),
     Case("mlp", 8, everything(8, (2, 2, 2))),
     Case("mlp", 6, everything(6, (1, 6, 1))),
