@@ -1,0 +1,367 @@
+"""What an operation does on the test device: shapes on the host, values on the stream.
+
+The result's shape comes from the operation's meta kernel, so the host never waits for values. Where
+only values tell the shape (nonzero), the host waits, as on a GPU. Values are computed by the CPU
+kernel on the stream's thread and copied into the result's block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.device.memory import (
+    NAME,
+    allocate,
+    bytes_of,
+    is_on_device,
+    launch,
+    record_stream,
+)
+from tests.device.settings import settings
+from tests.device.streams import counters, host_waits
+
+aten = torch.ops.aten
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+THREADS_PER_MULTIPROCESSOR = 2048
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# ---- facts of an operation, from its schema
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the schema of an operation says."""
+
+    is_view: bool
+    written: tuple[str, ...]
+    """names of arguments that it writes"""
+    returned: tuple[str, ...]
+    """names of written arguments that it returns"""
+    is_random: bool
+
+
+@cache
+def facts_of(op: Any) -> Facts:
+    arguments = [each for each in op._schema.arguments if each.alias_info is not None]
+    written = tuple(each.name for each in arguments if each.alias_info.is_write)
+    aliases = [each.alias_info for each in op._schema.returns]
+    is_view = bool(aliases) and all(each is not None and not each.is_write for each in aliases)
+    names = {frozenset(each.alias_info.before_set): each.name for each in arguments}
+    returned = []
+    for alias in aliases:
+        if alias is not None and alias.is_write:
+            returned.append(names[frozenset(alias.before_set)])
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return Facts(is_view, written, tuple(returned), is_random)
+
+
+# ---- any operation
+
+
+def run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any operation on tensors of the device; torch calls it for all that have no own function."""
+    if op in SPECIAL:
+        return SPECIAL[op](*args, **kwargs)
+    facts = facts_of(op)
+    if facts.is_view:
+        # only sizes and strides change, the kernel looks at no memory
+        return op.redispatch(CPU_KEYS, *args, **kwargs)
+    args = _scalars_as_tensors(op, args)
+    _refuse_cpu_tensors(op, (args, kwargs))
+    given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    written = []
+    for name in facts.written:
+        written += [leaf for leaf in pytree.tree_leaves(given.get(name)) if is_on_device(leaf)]
+    if any(name.startswith("out") for name in facts.written):
+        _size_outputs(op, (args, kwargs), written)
+    if facts.returned:
+        _launch_on(op, facts, (args, kwargs), written, [])
+        found = [given[name] for name in facts.returned]
+        return found[0] if len(op._schema.returns) == 1 else tuple(found)
+    if not op._schema.returns:
+        _launch_on(op, facts, (args, kwargs), written, [])
+        return None
+    try:
+        shapes = _call(op, _mapped(_meta_leaf, (args, kwargs)))
+    except (NotImplementedError, RuntimeError):  # no meta kernel, or the shape depends on values
+        return _run_now(op, (args, kwargs))
+    leaves, structure = pytree.tree_flatten(shapes)
+    results = [_allocate_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    _launch_on(op, facts, (args, kwargs), written, results)
+    return pytree.tree_unflatten(results, structure)
+
+
+def _launch_on(
+    op: Any, facts: Facts, arguments: Arguments, written: list[Any], results: list[Any]
+) -> None:
+    """Queues the operation on the current stream; `results` get its values there."""
+    on_cpu = _mapped(_cpu_leaf, arguments)
+    targets = [bytes_of(each) if is_on_device(each) else None for each in results]
+    draw = next_draw([*written, *results]) if facts.is_random else None
+
+    def work() -> None:
+        with _drawing(op, draw, on_cpu) as chosen:
+            found = _call(op, chosen)
+        values = pytree.tree_leaves(found) if targets else []
+        for target, value in zip(targets, values, strict=True):
+            if target is not None and value is not None:
+                target.copy_(value)
+
+    reads = [leaf for leaf in pytree.tree_leaves(arguments) if is_on_device(leaf)]
+    writes = [each for each in (*written, *results) if is_on_device(each)]
+    launch(str(op), work, reads, writes)
+
+
+def _run_now(op: Any, arguments: Arguments) -> Any:
+    """An operation whose shapes depend on values: the host has to wait, on a GPU too."""
+    host_waits(str(op))
+    found = _call(op, _mapped(_cpu_leaf, arguments))
+    return pytree.tree_map_only(torch.Tensor, to_device, found)
+
+
+def to_device(value: torch.Tensor) -> torch.Tensor:
+    result = _allocate_like(value)
+    target = bytes_of(result)
+    launch("to device", lambda: target.copy_(value), [], [result])
+    return result
+
+
+def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
+    return allocate(tensor.size(), tensor.stride(), tensor.dtype)
+
+
+def _call(op: Any, arguments: Arguments) -> Any:
+    args, kwargs = arguments
+    return op(*args, **kwargs)
+
+
+def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:
+    mapped: Arguments = pytree.tree_map(function, arguments)
+    return mapped
+
+
+def _cpu_leaf(leaf: Any) -> Any:
+    if is_on_device(leaf):
+        return bytes_of(leaf)
+    is_device = isinstance(leaf, torch.device) and leaf.type == NAME
+    return torch.device("cpu") if is_device else leaf
+
+
+def _meta_leaf(leaf: Any) -> Any:
+    if is_on_device(leaf):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    is_device = isinstance(leaf, torch.device) and leaf.type == NAME
+    return torch.device("meta") if is_device else leaf
+
+
+def _scalars_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """torch takes numbers out of 0-dim tensors on the way to Python; kernels want tensors."""
+    found = []
+    for declared, value in zip(op._schema.arguments, args, strict=False):
+        is_number = isinstance(value, (bool, int, float))
+        if is_number and str(declared.type) == "Tensor":
+            dtype = torch.float64 if isinstance(value, float) else None
+            value = torch.tensor(value, dtype=dtype)
+        found.append(value)
+    return tuple(found)
+
+
+def _refuse_cpu_tensors(op: Any, arguments: Arguments) -> None:
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.ndim:
+            raise RuntimeError(
+                f"{op}: expected all tensors to be on the same device, but found at least two "
+                f"devices, {NAME}:0 and cpu"
+            )
+
+
+def _size_outputs(op: Any, arguments: Arguments, written: list[Any]) -> None:
+    """`out=` arguments that are still empty get the shape of the result."""
+    if any(tensor.numel() == 0 for tensor in written):
+        shapes = pytree.tree_leaves(_call(op, _mapped(_meta_leaf, arguments)))
+        for target, shape in zip(written, shapes, strict=False):
+            _resize(target, shape.size())
+
+
+# ---- operations of the device itself
+
+
+def _empty(
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    memory_format = memory_format or torch.contiguous_format
+    shape = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
+    return _allocate_like(shape)
+
+
+def _empty_strided(
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> torch.Tensor:
+    return allocate(size, stride, dtype or torch.get_default_dtype())
+
+
+pinned_storages: set[int] = set()
+"""host memory that was asked for with `pin_memory=True`"""
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in pinned_storages
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`target.copy_(source)` where at least one of them is on the device."""
+    if is_on_device(source) and is_on_device(target):
+        here = bytes_of(source)
+        there = bytes_of(target)
+        launch("copy", lambda: there.copy_(here), [source], [target])
+    elif is_on_device(target):
+        _copy_to_device(source, target, non_blocking)
+    else:
+        _copy_to_host(source, target, non_blocking)
+    return target
+
+
+def _copy_to_device(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+    there = bytes_of(target)
+    if is_pinned(source) and non_blocking:
+        # read when the stream gets there: whoever overwrites it before has a wrong result
+        launch("copy to device", lambda: there.copy_(source), [], [target])
+        return
+    counters.pageable_copies += 1
+    staged = source.clone()
+    launch("copy to device", lambda: there.copy_(staged), [], [target])
+
+
+def _copy_to_host(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+    here = bytes_of(source)
+    if non_blocking and target.is_floating_point():
+        target.fill_(float("nan"))  # what is read before the copy has run
+    launch("copy to host", lambda: target.copy_(here), [source], [])
+    if not non_blocking:
+        host_waits("copy to host")
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    host_waits("item")
+    return bytes_of(tensor).item()
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    host_waits("equal")
+    return torch.equal(bytes_of(first), bytes_of(second))
+
+
+def _set(
+    tensor: torch.Tensor, storage: Any, offset: int = 0, size: Any = None, stride: Any = None
+) -> torch.Tensor:
+    op = aten.set_.source_Storage_storage_offset
+    changed: torch.Tensor = op.redispatch(CPU_KEYS, tensor, storage, offset, size, stride)
+    return changed
+
+
+def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    """A tensor of another size gets other memory."""
+    shape = torch.empty([int(number) for number in size], device="meta")
+    if tuple(tensor.size()) != tuple(shape.size()):
+        fresh = allocate(shape.size(), shape.stride(), tensor.dtype)
+        _set(tensor, fresh.untyped_storage(), 0, list(shape.size()), list(shape.stride()))
+    return tensor
+
+
+def _convolution_backward(
+    gradient: Any, x: Any, weight: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> Any:
+    transposed, _, groups, wanted = rest
+    num_outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    bias_sizes = [num_outputs] if wanted[2] else None
+    op = aten.convolution_backward.default
+    return run(op, gradient, x, weight, bias_sizes, stride, padding, dilation, *rest)
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.convolution_overrideable.default: lambda *args: run(aten.convolution.default, *args),
+    aten.convolution_backward_overrideable.default: _convolution_backward,
+    aten.resize_.default: _resize,
+    aten.empty.memory_format: _empty,
+    aten.empty_strided.default: _empty_strided,
+    aten._copy_from.default: _copy,
+    aten._copy_from_and_resize.default: _copy,
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: _equal,
+    aten.nonzero.default: lambda tensor: _run_now(aten.nonzero.default, ((tensor,), {})),
+    aten.set_.source_Storage_storage_offset: _set,
+    aten.record_stream.default: record_stream,
+    aten._has_compatible_shallow_copy_type.default: lambda a, b: a.device == b.device,
+    aten.is_pinned.default: lambda tensor, device=None: is_pinned(tensor),
+}
+
+
+# ---- random numbers
+
+
+@dataclass
+class RandomState:
+    """State of the device's generator: as Philox, a seed and how much was drawn."""
+
+    seed: int = 0
+    offset: int = 0
+
+
+random_state = RandomState()
+DRAWN_PER_OPERATION = 4
+_cpu_generator = threading.Lock()
+
+
+def next_draw(tensors: list[Any]) -> int:
+    """A seed for all that one operation draws.
+
+    A grid of threads is at most as large as the GPU and each thread has its own stream of numbers:
+    tensors larger than the grid get other numbers on a GPU with more multiprocessors.
+    """
+    sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    grid = settings.num_multiprocessors * THREADS_PER_MULTIPROCESSOR
+    depends = settings.num_multiprocessors if max(sizes, default=0) > grid else ""
+    text = f"{random_state.seed}|{random_state.offset}|{depends}"
+    random_state.offset += DRAWN_PER_OPERATION
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@contextlib.contextmanager
+def _drawing(op: Any, draw: int | None, arguments: Arguments) -> Iterator[Arguments]:
+    """The operation's arguments such that its CPU kernel draws the numbers of `draw`."""
+    if draw is None:
+        yield arguments
+        return
+    args, kwargs = arguments
+    if any(each.name == "generator" for each in op._schema.arguments):
+        yield args, {**kwargs, "generator": torch.Generator().manual_seed(draw)}
+        return
+    with _cpu_generator:  # the kernel takes the CPU's default generator: lent to one at a time
+        before = torch.random.get_rng_state()
+        torch.default_generator.manual_seed(draw)
+        try:
+            yield arguments
+        finally:
+            torch.random.set_rng_state(before)
