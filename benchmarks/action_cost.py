@@ -26,8 +26,9 @@ sys.path.insert(
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from benchmarks.torch_schedules import TORCH, TorchJob, TorchSchedule, torch_side
+from whale.distributed.message import Message
 from whale.lowering.program import Program
-from whale.runtime.messages import Message, messages_of
+from whale.runtime.messages import messages_of
 from whale.scheduling import Kind
 
 NUM_DEVICES = 2

@@ -28,11 +28,12 @@ from benchmarks.whole_splits import Best, best_data_parallel, best_pipeline
 from whale.cluster.file import loads
 from whale.config import Config
 from whale.distributed.ranks import Ranks
-from whale.emulation.emulation import Emulation, stub_job
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.pace import stretch_factor
 from whale.emulation.settings import Settings
 from whale.plans.plan import Plan
 from whale.runtime.engine import Engine
+from whale.runtime.shapes import Job
 from whale.simulation import simulate
 from whale.simulation.simulate import figures_in
 from whale.simulation.times import Times as PlanTimes
@@ -119,11 +120,12 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
         for name, plan in case.plans.items():
             config = Config(plan.config)
             settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
-            emulation = Emulation(
-                settings, loads(Path(cluster_file).read_text()), plan, None, ranks, config
-            )
+            emulation = EmulatedPlatform(ranks, settings)
+            cluster = loads(Path(cluster_file).read_text())
+            stub = emulation.start(plan, None, cluster, config)
+            assert stub is not None
             engine = Engine(
-                stub_job(emulation, config),
+                Job.of_stand_in(stub, emulation),
                 lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
                 None,
             )
@@ -132,7 +134,7 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
             emulations.append(emulation)
         say(f"{case.name}: times stretched by {factor:.3g}")
         times = alternate(sides, ROUNDS, 1, LIMIT_S, warm_up=2)
-        paces = [pace for emulation in emulations for pace in emulation._paces.values()]
+        paces = [pace for emulation in emulations for pace in emulation._paces]
         late = ranks.gather(
             (sum(pace.num_overruns for pace in paces), sum(pace.num_actions for pace in paces))
         )

@@ -28,10 +28,11 @@ from models.resnet import ResNet, ResNetConfig
 from whale.cluster.cluster import GIGA, Cluster, Device, DeviceKind, Link, device_kind
 from whale.config import Config
 from whale.distributed.ranks import Ranks
-from whale.emulation.emulation import Emulation, stub_job
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.pace import stretch_factor
 from whale.emulation.settings import Settings
 from whale.runtime.engine import Engine
+from whale.runtime.shapes import Job
 from whale.simulation.simulate import figures_in
 from whale.simulation.times import Times as PlanTimes
 
@@ -110,9 +111,11 @@ def measure(plans: dict[str, wh.Plan], folder: str, factor: float) -> Times:
     for name, plan in plans.items():
         config = Config(plan.config)
         settings = Settings("", f"{folder}/{name}", stub=True, stretch=factor)
-        emulation = Emulation(settings, cluster(EMULATED), plan, None, ranks, config)
+        emulation = EmulatedPlatform(ranks, settings)
+        stub = emulation.start(plan, None, cluster(EMULATED), config)
+        assert stub is not None
         engine = Engine(
-            stub_job(emulation, config),
+            Job.of_stand_in(stub, emulation),
             lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
             None,
         )

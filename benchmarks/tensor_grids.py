@@ -30,6 +30,7 @@ sys.path.insert(
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks
 from whale.cluster.cluster import Cluster, Link
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.settings import Settings
 from whale.lowering.communication import all_lines
 from whale.lowering.exchange import Groups, sent
@@ -336,8 +337,8 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
             *large_model(NUM_RANKS, sizes),
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3),
         )
-        emulation = engine._job.emulation
-        assert emulation is not None
+        emulation = engine._job.platform
+        assert isinstance(emulation, EmulatedPlatform)
         grid = emulation.full_plan.virtual_devices[0].grid
         assert grid is not None
         predicted[name] = emulation.recorder.prediction.step_s

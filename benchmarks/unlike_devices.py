@@ -22,6 +22,7 @@ sys.path.insert(
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.settings import Settings
 
 CLUSTER = """
@@ -97,8 +98,8 @@ def side(name: str, cluster: str, folder: str) -> tuple[Side, float, list[int]]:
     engine = wh.parallelize(
         Blocks, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3)
     )
-    emulation = engine._job.emulation
-    assert emulation is not None
+    emulation = engine._job.platform
+    assert isinstance(emulation, EmulatedPlatform)
     return (
         Side(name, lambda step: engine.step(batch)),
         emulation.recorder.prediction.step_s,

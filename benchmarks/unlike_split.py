@@ -25,6 +25,7 @@ import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from benchmarks.tensor_grids import Model
 from whale.cluster.kinds import device_kind
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.settings import Settings
 from whale.plans.grid import Grid
 
@@ -219,8 +220,8 @@ def plan_and_add(
     engine = wh.parallelize(
         model, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3)
     )
-    emulation = engine._job.emulation
-    assert emulation is not None
+    emulation = engine._job.platform
+    assert isinstance(emulation, EmulatedPlatform)
     sides.append(Side(name, lambda step: engine.step(torch.zeros(SAMPLES, 1))))
     return emulation.full_plan
 

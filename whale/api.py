@@ -26,17 +26,15 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.costs.elementwise import note_on_parts
 from whale.costs.optimizer_state import state_ratio
-from whale.distributed.devices import (
+from whale.distributed.job_cluster import (
     ClusterLike,
     chosen_cluster,
-    cluster_of_ranks,
     cluster_to_plan_for,
     read_cluster,
 )
 from whale.distributed.ranks import Ranks
 from whale.dtypes import in_memory
-from whale.emulation.emulation import Emulation, emulated_cluster, stub_job
-from whale.emulation.settings import Settings
+from whale.emulation.emulation import platform_of_this_job
 from whale.lowering.weights import (
     Init,
     build_on_meta,
@@ -188,76 +186,47 @@ def parallelize(
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
-    settings = Settings.of_this_job()
-    if settings is not None:
-        devices = emulated_cluster(settings, ranks)
-    else:
-        devices = cluster_of_ranks(chosen_cluster(cluster, _session.cluster, config.cluster), ranks)
-    captures = (
-        settings is None or not settings.stub or ranks.rank == 0
-    )  # stub chunks: one rank plans, nobody needs the model
-    layout: BatchLayout | None = None
+    platform = platform_of_this_job(ranks)
+    devices = platform.cluster(chosen_cluster(cluster, _session.cluster, config.cluster))
     built: torch.nn.Module | None = None
-    error: BaseException | None = None
-    chosen: Plan | None = None
     is_real = False
-    try:
+    with ranks.together():
         layout, tensors = read_batch(sample_batch)
-        if captures:
+        if platform.captures_everywhere or ranks.rank == 0:
             built = _built(model)
             is_real = has_real_weights(built)
             refuse_shared_memory(built)
-            device = torch.device(ranks.device).type
             checked = is_real and config.check_capture and ranks.rank == 0
             prepared = prepared or _prepare(
-                built, layout, tensors, loss, config, device, check=checked
+                built, layout, tensors, loss, config, ranks.device.type, check=checked
             )
-    except Exception as problem:
-        error = problem
-    ranks.together(error)
-    assert layout is not None
-    if settings is None or not settings.stub:
+    if platform.captures_everywhere:
         assert prepared is not None
         _check_same_model(prepared, ranks)
-    try:
+    chosen: Plan | None = None
+    with ranks.together():
         if ranks.rank == 0:
             assert built is not None and prepared is not None
             if plan is not None:
                 chosen = _given_plan(plan, prepared)
-                if settings is None:  # an emulated job may follow the plan of any cluster
-                    _check_cluster(chosen, devices)
+                platform.check_plan(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
                 chosen = _plan(built, prepared, devices, config, layout, ratio, optimizer)
-    except Exception as problem:
-        error = problem
-    ranks.together(error)
     chosen = ranks.from_first(chosen)
     assert chosen is not None
     _check_num_devices(chosen, ranks)
-    emulation = (
-        Emulation(settings, devices, chosen, prepared, ranks, config)
-        if settings is not None
-        else None
-    )
-    if emulation is not None and emulation.stub is not None:
-        return Engine(stub_job(emulation, config), optimizer, scheduler)
+    stand_in = platform.start(chosen, prepared, devices, config)
+    if stand_in is not None:
+        return Engine(Job.of_stand_in(stand_in, platform), optimizer, scheduler)
     assert built is not None and prepared is not None
     names = tied_names(built)
     held = _weights(built, names, chosen, ranks, is_real, init, config)
     if weights is not None:
-        load_pretrained(
-            held,
-            names,
-            weights if isinstance(weights, Pretrained) else Pretrained(weights),
-            ranks,
-            Shards(chosen),
-        )
-    return Engine(
-        Job(built, loss, config, chosen, layout, prepared, held, names, ranks, emulation),
-        optimizer,
-        scheduler,
-    )
+        source = weights if isinstance(weights, Pretrained) else Pretrained(weights)
+        load_pretrained(held, names, source, ranks, Shards(chosen))
+    job = Job(built, loss, config, chosen, layout, prepared, held, names, platform)
+    return Engine(job, optimizer, scheduler)
 
 
 def _built(model: Model) -> torch.nn.Module:
@@ -344,27 +313,6 @@ def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
     return chosen
 
 
-def _check_cluster(chosen: Plan, devices: Cluster) -> None:
-    """Refuses a plan whose shares and stages were made for other devices; another number of them is
-    said by `_check_num_devices`.
-    """
-    here = [device.kind.name for device in devices.devices]
-    different = [
-        rank
-        for rank, (planned, found) in enumerate(zip(chosen.device_kinds, here, strict=False))
-        if planned != found
-    ]
-    if different and len(here) == chosen.num_devices:
-        first = different[0]
-        raise ValueError(
-            f"this plan was made for another cluster: rank {first} is a "
-            f"{chosen.device_kinds[first]} in the plan and a {here[first]} here "
-            f"({len(different)} of {len(here)} ranks differ). Make a plan for these devices, or "
-            "give the plan's own cluster "
-            f"(cluster=..., `whale run --cluster`)"
-        )
-
-
 def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
     if chosen.num_devices != ranks.num_ranks:
         raise ValueError(
@@ -414,8 +362,8 @@ def _weights(
 
     if is_real:
         _take_first_ranks_values(model, ranks)
-        return take_weights(model, held, ranks.device, part)
-    return initialise_weights(model, held, names, init, config.seed, ranks.device, part)
+        return take_weights(model, held, ranks.device.name, part)
+    return initialise_weights(model, held, names, init, config.seed, ranks.device.name, part)
 
 
 def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
@@ -442,7 +390,7 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     for name, _, _, tensor in named_tensors(model):
         if name in different and id(tensor) not in done:
             done.add(id(tensor))
-            moved = in_memory(tensor.detach()).to(ranks.device)
+            moved = in_memory(tensor.detach()).to(ranks.device.name)
             torch.distributed.broadcast(moved, src=0)
             with torch.no_grad():
                 tensor.copy_(moved)

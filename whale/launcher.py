@@ -59,10 +59,10 @@ class Failure:
 
 
 def default_num_ranks() -> int:
-    """One rank for each CUDA device, else for each CPU core that this process may use."""
-    import torch
+    """One rank for each accelerator, else for each CPU core that this process may use."""
+    from whale.devices import num_accelerators  # torch takes its time; not every command needs it
 
-    return torch.cuda.device_count() or len(
+    return num_accelerators() or len(
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
 

@@ -17,11 +17,11 @@ import whale as wh
 from tests.exactness import local_training, mean_square
 from tests.ranks import RankError, preload, run_ranks
 from whale.cluster.cluster import Cluster
+from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
-from whale.distributed.transport import NUM_EPOCHS
+from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.settings import Settings
-from whale.runtime.messages import Message
 from whale.scheduling import Schedule
 
 preload("tests.integration.test_emulation")
@@ -78,9 +78,9 @@ def train(
     engine = wh.parallelize(net(), mini_batches()[0], optimizer=adam, loss=mean_square, plan=plan)
     losses = [engine.step(batch).loss for batch in mini_batches()]
     engine.close()
-    emulation = engine._job.emulation
-    assert emulation is not None
-    return losses, emulation.factor
+    platform = engine._job.platform
+    assert isinstance(platform, EmulatedPlatform)
+    return losses, platform.factor
 
 
 def settings_for(folder: Path, cluster: str, stub: bool = False) -> Settings:

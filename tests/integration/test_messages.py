@@ -5,6 +5,7 @@ mix-up between steps.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 import whale as wh
 from tests.ranks import preload, run_ranks
 from whale import scheduling
+from whale.devices import GLOO
+from whale.distributed.message import NUM_EPOCHS, Message, Piece
 from whale.distributed.ranks import Ranks
-from whale.distributed.transport import NUM_EPOCHS, Transport
-from whale.runtime.messages import Message, Piece
+from whale.distributed.transport import Transport
 
 preload("tests.integration.test_messages")
 
@@ -227,7 +229,7 @@ def train_over_channels() -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
 
     def without_tags(self: Ranks, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.has_channels_by_tag = False
+        self.backend = replace(GLOO, has_tags=False)
 
     Ranks.__init__ = without_tags  # type: ignore[method-assign]
     wh.init(

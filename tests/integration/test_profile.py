@@ -31,7 +31,7 @@ QUICKSTART = ROOT / "examples" / "quickstart.py"
 
 def profile_on(hosts: list[str], path: str) -> wh.Cluster:
     turns.MOST_S, turns.STRETCH_S = 0.0, 0.01  # one pass: rough figures will do
-    operations.WIDTHS = {"cpu": (16, 128)}
+    operations.WIDTHS = {False: (16, 128)}
     rank = int(os.environ["RANK"])
     os.environ["WHALE_HOST"] = hosts[rank]
     os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))

@@ -20,10 +20,10 @@ from torch import Tensor
 import whale as wh
 from tests.ranks import RankError, preload, run_ranks
 from whale.distributed import same_host, same_host_collectives
+from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.same_host import RING_BYTES, RING_START, Incoming, Outgoing
-from whale.distributed.transport import NUM_EPOCHS, Transport
-from whale.runtime.messages import Message
+from whale.distributed.transport import Transport
 
 preload("tests.integration.test_same_host")
 

@@ -161,7 +161,7 @@ def test_measured_operations_survive_the_cluster_file() -> None:
 def test_a_real_measurement_has_every_operation_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operations, "WIDTHS", {"cpu": (8, 32)})
+    monkeypatch.setattr(operations, "WIDTHS", {False: (8, 32)})
     monkeypatch.setattr(turns, "STRETCH_S", 1e-3)
     monkeypatch.setattr(turns, "MOST_S", 0.0)
     subjects = operations.operations_of(Ranks("cpu"))
@@ -327,5 +327,5 @@ def test_a_look_sees_a_core_that_got_slow() -> None:
     looks = [speed.look() for _ in range(40)]
     assert speed.slowness(speed.best_s) == 1.0 and min(looks) <= speed.best_s <= sorted(looks)[3]
     assert (
-        Speed("cuda:0").look() == Speed("cuda:1").look()
+        Speed(is_core=False).look() == Speed(is_core=False).look()
     )  # of a device that is no core nothing is known

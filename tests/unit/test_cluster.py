@@ -13,9 +13,10 @@ from whale.cluster.cluster import (
     Link,
     device_kind,
 )
-from whale.cluster.discovery import GpuProperties, discovered, kind_of_gpu
+from whale.cluster.discovery import discovered, kind_of_gpu
 from whale.cluster.kinds import recognise
 from whale.cluster.matching import Place
+from whale.devices import GpuProperties
 
 
 def test_uniform_fills_hosts_in_order() -> None:

@@ -21,6 +21,7 @@ from whale.cli import app
 from whale.cluster.cluster import Cluster, Device, Link, Network
 from whale.cluster.kinds import DeviceKind
 from whale.config import Config
+from whale.distributed.message import Message, Piece
 from whale.emulation.links import NetworkCards
 from whale.emulation.memory import EmulatedOutOfMemory, Memory, state_per_weight
 from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
@@ -32,7 +33,6 @@ from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
 from whale.plans.figures import Figures, StageFigures, StateFigures
 from whale.plans.samples import SampleMap
 from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares
-from whale.runtime.messages import Message, Piece
 from whale.scheduling import Action, Kind, Schedule
 from whale.scheduling.action import backward, forward
 from whale.simulation.simulate import figures_in

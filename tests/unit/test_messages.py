@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whale.distributed.transport import NUM_EPOCHS
-from whale.runtime.messages import MOST_MESSAGES, NUM_SHAPES, Message, Piece, tag_of
+from whale.distributed.message import MOST_MESSAGES, NUM_EPOCHS, NUM_SHAPES, Message, Piece, tag_of
 
 
 def message(

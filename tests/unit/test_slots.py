@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale import scheduling
+from whale.devices import LocalDevice
 from whale.lowering.chunk import Chunk, Value
 from whale.lowering.messages import Bridges, Part
 from whale.lowering.program import Program
@@ -78,7 +79,7 @@ def program_of(schedule: Schedule, device: int) -> Program:
         batched=(),
         batch_size=0,
         num_micro_batch=schedule.num_micro_batch,
-        device="cpu",
+        device=LocalDevice(),
         seed_parts=(0, 0, 0),
     )
 

@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 
 from whale.calibration.operations import operations_of
-from whale.calibration.turns import Subject, Turn, finish, loop, once, take_turns
+from whale.calibration.turns import Subject, Turn, loop, once, take_turns
 from whale.calibration.updates import updates_of
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Link
-from whale.cluster.discovery import free_memory_bytes, this_kind
+from whale.cluster.discovery import this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
 from whale.cluster.matching import Place, this_place
+from whale.distributed.message import Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
-from whale.runtime.messages import Message
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -39,14 +39,15 @@ TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-SIZES = {"cpu": (64, 256, 768), "cuda": (512, 2048, 8192)}
-MEASURED_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": DTYPES}
+SIZES = {False: (64, 256, 768), True: (512, 2048, 8192)}
+"""rows of square matrices, by whether the device is an accelerator"""
+MEASURED_DTYPES = {False: ("fp32", "bf16"), True: DTYPES}
 """float16 products on a CPU are no way to train"""
 LONGEST_CALL_S = 0.1
 """a size that would take longer for one product is left out: the smaller ones tell enough of so
 slow a dtype
 """
-COPIED_BYTES = {"cpu": 64 * 2**20, "cuda": 1024 * 2**20}
+COPIED_BYTES = {False: 64 * 2**20, True: 1024 * 2**20}
 """larger than any cache"""
 SMALL_BYTES = 8
 LARGE_BYTES = 8 * 2**20
@@ -103,13 +104,13 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
 
 def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
     """Of this rank, while all ranks do the same: what a busy neighbour takes away belongs to it."""
-    device_type = torch.device(ranks.device).type
-    free_bytes = free_memory_bytes(ranks.device)  # before what is measured takes some
+    on_accelerator = ranks.device.is_accelerator
+    free_bytes = ranks.device.free_memory_bytes()  # before what is measured takes some
     progress("making ready")
     products = _products(ranks)
     operations = [*operations_of(ranks), *updates_of(ranks)]
     subjects: dict[Hashable, Subject] = {key: product for key, product in products.items()}
-    subjects |= {"copy": _copy(ranks, COPIED_BYTES[device_type])}
+    subjects |= {"copy": _copy(ranks, COPIED_BYTES[on_accelerator])}
     subjects |= {number: each.subject for number, each in enumerate(operations)}
     if transport is not None:
         subjects |= {
@@ -127,8 +128,8 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     kind = replace(
         this_kind(ranks.device, local),
         flop_per_s=rates["fp32"],
-        memory_bytes=free_bytes // (local if device_type == "cpu" else 1),
-        bytes_per_s=2.0 * COPIED_BYTES[device_type] / seconds["copy"][0],
+        memory_bytes=free_bytes // (1 if on_accelerator else local),
+        bytes_per_s=2.0 * COPIED_BYTES[on_accelerator] / seconds["copy"][0],
         tf32_flop_per_s=rates.get("tf32"),
         bf16_flop_per_s=rates.get("bf16"),
         fp16_flop_per_s=rates.get("fp16"),
@@ -148,10 +149,10 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
 def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
     """By dtype and size, smaller ones first."""
     found = {}
-    device_type = torch.device(ranks.device).type
-    for dtype in MEASURED_DTYPES[device_type]:
+    on_accelerator = ranks.device.is_accelerator
+    for dtype in MEASURED_DTYPES[on_accelerator]:
         rate = float("inf")
-        for size in SIZES[device_type]:
+        for size in SIZES[on_accelerator]:
             if 2.0 * size**3 / rate > LONGEST_CALL_S:
                 break
             found[dtype, size] = _product(ranks, dtype, size)
@@ -162,31 +163,27 @@ def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
 
 
 def _product(ranks: Ranks, dtype: str, size: int) -> Subject:
-    a = torch.randn(size, size, device=ranks.device).to(TORCH_DTYPES[dtype])
+    a = torch.randn(size, size, device=ranks.device.name).to(TORCH_DTYPES[dtype])
     b = a.clone()
     out = torch.empty_like(a)
     one = loop(lambda: torch.mm(a, b, out=out), ranks)
 
     def turn() -> Turn:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-        try:
+        with ranks.device.tf32(dtype == "tf32"):
             return one.turn()
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
 
     return Subject(turn)
 
 
 def _copy(ranks: Ranks, num_bytes: int) -> Subject:
-    source = torch.ones(num_bytes // 4, device=ranks.device)
+    source = torch.ones(num_bytes // 4, device=ranks.device.name)
     target = torch.empty_like(source)
     return loop(lambda: target.copy_(source), ranks)
 
 
 def _sum(transport: Transport, num_bytes: int) -> Subject:
     """Over all ranks, as gradients are summed."""
-    tensor = torch.zeros(num_bytes // 4, device=transport.ranks.device)
+    tensor = torch.zeros(num_bytes // 4, device=transport.ranks.device.name)
     everyone = tuple(range(transport.ranks.num_ranks))
     is_short = num_bytes <= SMALL_BYTES
     if transport.reaches_through_memory(everyone):
@@ -230,7 +227,8 @@ def _round_trip(
     neighbour may have been on the core.
     """
     sent, received = (
-        torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device) for _ in range(2)
+        torch.zeros(num_bytes, dtype=torch.uint8, device=transport.ranks.device.name)
+        for _ in range(2)
     )
     found = []
     for tag in tags:
@@ -241,7 +239,7 @@ def _round_trip(
         transport.wait(transport.post(received, message, "a message of whale profile"))
         if not starts:
             transport.send(sent, message)
-        finish(transport.ranks.device)
+        transport.ranks.device.synchronise()
         found.append(time.perf_counter() - start)
         transport.drain()
     return sorted(found[1:])[len(found) // 4]  # the first opens the connection

@@ -40,8 +40,8 @@ LARGE_WIDTH = 1024
 LONG = frozenset({"linear", "scaled_dot_product_attention", "conv2d"})
 LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
-WIDTHS = {"cpu": (16, 128, 384, 1024), "cuda": (64, 512, 2048, 4096)}
-"""of square matrices"""
+WIDTHS = {False: (16, 128, 384, 1024), True: (64, 512, 2048, 4096)}
+"""rows of square matrices, by whether the device is an accelerator"""
 MANY_VIEWS = 11
 HEADS = 8
 HEAD_WIDTH = 64
@@ -161,8 +161,8 @@ def _norm_over_devices(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def operations_of(ranks: Ranks) -> list[Operations]:
     """Every trial, forward and backward."""
     found: list[Operations] = []
-    for width in WIDTHS[torch.device(ranks.device).type]:
-        chosen = trials(ranks.device, width)
+    for width in WIDTHS[ranks.device.is_accelerator]:
+        chosen = trials(ranks.device.name, width)
         found += [_model(some, ranks) for some in _models(chosen, width)]
     return found
 
@@ -184,7 +184,7 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
     """Operations of one kind of model at one size: in turns on a CPU; each by itself on a device
     that is given work ahead of time.
     """
-    leaf = _leaf(ranks.device, 1)
+    leaf = _leaf(ranks.device.name, 1)
     chosen = [
         *chosen,
         *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS)),
@@ -202,7 +202,7 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
             for place, trial in enumerate(chosen[:-2])
         ]
 
-    if ranks.device == "cpu":
+    if not ranks.device.is_accelerator:
         return Operations(Subject(partial(_turn, chosen, gradients)), points)
     each = [loop(trial.run, ranks) for trial in chosen]
     each += [

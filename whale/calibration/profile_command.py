@@ -28,15 +28,11 @@ def profile_ranks(path: Path, device: str = "auto") -> Cluster:
             print(f"{time.monotonic() - start:5.1f} s  {what}", file=sys.stderr, flush=True)
 
     cluster = measure(ranks, progress)
-    error: Exception | None = None
-    if ranks.rank == 0:
-        try:
+    with ranks.together():
+        if ranks.rank == 0:
             cluster.save(path)
             print(describe(cluster))
             print(f"written to {path} in {time.monotonic() - start:.1f} s")
-        except (OSError, ValueError) as problem:
-            error = problem
-    ranks.together(error)
     return cluster
 
 

@@ -23,8 +23,8 @@ class Speed:
     looks fast.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._is_core = device == "cpu"
+    def __init__(self, is_core: bool = True) -> None:
+        self._is_core = is_core
         self._looks: list[float] = []
         self._small = torch.ones(64, 64)
         self._large = torch.ones(192, 192)

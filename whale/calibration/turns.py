@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from whale.calibration.speed import NEARLY, Speed
@@ -121,7 +120,7 @@ def take_turns(
     for subject in subjects.values():
         subject.turn()  # warm
     records = {key: Record() for key in subjects}
-    speed = Speed(ranks.device)
+    speed = Speed(not ranks.device.is_accelerator)
     begin = time.perf_counter()
     waiting = list(subjects)
     num_told = 0
@@ -131,7 +130,7 @@ def take_turns(
             num_told = len(waiting)
         before_s = speed.look()
         for key in _order(subjects, waiting):
-            stretch = _stretch(subjects[key], ranks.device)
+            stretch = _stretch(subjects[key], ranks.device.is_accelerator)
             if ranks.is_distributed:
                 # a look must not see what another rank still does, and the next stretch begins on
                 # all at the same time
@@ -165,7 +164,7 @@ def _order(subjects: Mapping[Key, Subject], waiting: Sequence[Key]) -> list[Key]
     return [each for key in waiting if key not in short for each in (key, *short)] or short
 
 
-def _stretch(subject: Subject, device: str) -> Stretch:
+def _stretch(subject: Subject, on_accelerator: bool) -> Stretch:
     if subject.is_together:
         subject.turn()  # ranks come here one after the other, and the first one waits
         return Stretch([subject.turn() for _ in range(TURNS_TOGETHER)])
@@ -177,7 +176,7 @@ def _stretch(subject: Subject, device: str) -> Stretch:
     ):  # a slow rank is not waited for: all go on computing
         turns.append(subject.turn())
     part = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
-    return Stretch(turns, part) if device == "cpu" else Stretch(turns)
+    return Stretch(turns) if on_accelerator else Stretch(turns, part)
 
 
 # ---- subjects that are one call
@@ -187,7 +186,7 @@ def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subj
     """The call, many times in a turn: looking at the clock, and at a device, takes time as well."""
 
     def turn() -> Turn:
-        finish(ranks.device)
+        ranks.device.synchronise()
         start = time.perf_counter()
         number = 0
         calls = 1
@@ -195,7 +194,7 @@ def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subj
             for _ in range(calls):
                 run()
             number += calls
-            finish(ranks.device)
+            ranks.device.synchronise()
             passed = time.perf_counter() - start
             if passed > round_s:
                 return [passed / number]
@@ -212,13 +211,7 @@ def once(
     def turn() -> Turn:
         start = time.perf_counter()
         run()
-        finish(ranks.device)
+        ranks.device.synchronise()
         return [time.perf_counter() - start]
 
     return Subject(turn, is_together, is_short)
-
-
-def finish(device: str) -> None:
-    """Waits until the device has done what it was given."""
-    if device != "cpu":
-        torch.cuda.synchronize()

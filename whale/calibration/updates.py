@@ -17,8 +17,10 @@ from whale.cluster.kinds import OperationPoint
 from whale.costs.measured import WITH_TWO_STATES, WITHOUT_STATE
 from whale.distributed.ranks import Ranks
 
-WIDTHS = {"cpu": ((16, 32), (1024, 8)), "cuda": ((64, 32), (4096, 4))}
-"""(rows and columns of a parameter, number of parameters)"""
+WIDTHS = {False: ((16, 32), (1024, 8)), True: ((64, 32), (4096, 4))}
+"""(rows and columns of a parameter, number of parameters), by whether the device is an
+accelerator
+"""
 
 
 def updates_of(ranks: Ranks) -> list[Operations]:
@@ -26,7 +28,7 @@ def updates_of(ranks: Ranks) -> list[Operations]:
     return [
         _update(name, make, width, number, ranks)
         for name, make in ((WITHOUT_STATE, torch.optim.SGD), (WITH_TWO_STATES, torch.optim.AdamW))
-        for width, number in WIDTHS[torch.device(ranks.device).type]
+        for width, number in WIDTHS[ranks.device.is_accelerator]
     ]
 
 
@@ -38,7 +40,8 @@ def _update(
     ranks: Ranks,
 ) -> Operations:
     parameters = [
-        torch.nn.Parameter(torch.randn(width, width, device=ranks.device)) for _ in range(number)
+        torch.nn.Parameter(torch.randn(width, width, device=ranks.device.name))
+        for _ in range(number)
     ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whale.checkpoint.errors import CheckpointError
+from whale.devices import ACCELERATORS, find_device, used_accelerator
 
 NUMPY_GENERATOR = "MT19937"  # the only one behind `np.random.seed`
 NUM_WORDS = 624  # of its state
@@ -32,14 +33,16 @@ def pack_rng(prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         f"{prefix}python": torch.tensor(words, dtype=torch.int64),
         f"{prefix}numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
     }
-    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if has_gpu:  # a rank uses one device, the current one
-        tensors[f"{prefix}cuda"] = torch.cuda.get_rng_state()
-    values = {
+    accelerator = used_accelerator()
+    if accelerator is not None:  # a rank uses one device, the current one
+        tensors[prefix + accelerator.type] = accelerator.random_states()[1]
+    values: dict[str, Any] = {
         "python": {"version": version, "gauss": gauss},
         "numpy": {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)},
-        "cuda": has_gpu,
+        **{kind.type: False for kind in ACCELERATORS},
     }
+    if accelerator is not None:
+        values[accelerator.type] = True
     return tensors, values
 
 
@@ -67,7 +70,9 @@ def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, 
             float(saved["cached"]),
         )
         own = read(f"{prefix}torch")
-        cuda = read(f"{prefix}cuda") if values["cuda"] and torch.cuda.is_available() else None
+        accelerator = used_accelerator() or find_device()
+        has_state = accelerator.is_accelerator and values.get(accelerator.type, False)
+        of_accelerator = read(prefix + accelerator.type) if has_state else None
         torch.Generator().set_state(own)  # each of these refuses a state that is none
         random.Random().setstate(python)
         np.random.RandomState(0).set_state(numpy)
@@ -77,11 +82,12 @@ def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, 
         raise CheckpointError(
             f"the random number state {prefix}* of the checkpoint is not one: {error}"
         ) from None
-    torch.set_rng_state(own)
     random.setstate(python)
     np.random.set_state(numpy)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+    if of_accelerator is not None:
+        accelerator.set_random_states([own, of_accelerator])
+    else:
+        torch.set_rng_state(own)
 
 
 def _words(tensor: Tensor, count: int) -> list[int]:

@@ -56,6 +56,7 @@ from whale.checkpoint.tensor_files import (
     write_bytes,
     write_tensors,
 )
+from whale.devices import LocalDevice, device_of
 from whale.names import listed
 
 logger = logging.getLogger("whale")
@@ -112,18 +113,18 @@ def take_snapshot(
     for name in kept.keys() - tensors.keys():
         del kept[name]
     copies: dict[str, Tensor] = {}
-    on_gpu = False
+    devices: dict[torch.device, LocalDevice] = {}
     for name, tensor in tensors.items():
         dtype_name(tensor, name)
         _check_part(name, tensor, parts.get(name))
+        device = devices.setdefault(tensor.device, device_of(tensor.device))
         copy = kept.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copy = device.empty_on_host(tensor.shape, tensor.dtype)
         copies[name] = kept[name] = copy
-        copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        on_gpu = on_gpu or tensor.is_cuda
-    if on_gpu:
-        torch.cuda.synchronize()
+        copy.copy_(tensor.detach(), non_blocking=device.is_accelerator)
+    for device in devices.values():
+        device.synchronise()
     return Snapshot(copies, parts, encode(dict(values or {}), "values"))
 
 

@@ -1,20 +1,18 @@
-"""The cluster of the running ranks, where no file describes it: CUDA devices by their names, CPU
-ranks by the memory of their host.
+"""The cluster of the running ranks, where no file describes it: GPUs by their names, CPU ranks by
+the memory of their host.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device
 from whale.cluster.kinds import DeviceKind, device_kind, recognise
 from whale.cluster.matching import Place
+from whale.devices import GpuProperties, LocalDevice, host_memory_bytes
 
 logger = logging.getLogger("whale")
 
@@ -23,23 +21,6 @@ logger = logging.getLogger("whale")
 # table of arithmetic instructions in NVIDIA's CUDA programming guide.
 LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 LANES_OF_NEWER = 128
-TRANSFERS_PER_CLOCK = 2
-"""memory moves data twice in a clock"""
-CLOCK_HZ = 1.4e9
-MEMORY_BYTES_PER_S = 300e9
-"""where the driver does not tell: the low end of today's GPUs"""
-
-
-@dataclass(frozen=True)
-class GpuProperties:
-    """What the driver tells of a GPU."""
-
-    name: str
-    memory_bytes: int
-    capability: tuple[int, int]
-    num_multiprocessors: int
-    clock_hz: float = CLOCK_HZ
-    memory_bytes_per_s: float = MEMORY_BYTES_PER_S
 
 
 def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
@@ -53,54 +34,12 @@ def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
     return DeviceKind(gpu.name, flop_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
 
 
-def this_kind(device: str, num_local_ranks: int = 1) -> DeviceKind:
-    """The kind of the device that this process runs on: `cpu` or `cuda:1`. CPU ranks of one host
-    share its memory.
-    """
-    if torch.device(device).type == "cuda":
-        return kind_of_gpu(_properties(device))
+def this_kind(device: LocalDevice, num_local_ranks: int = 1) -> DeviceKind:
+    """The kind of the device that this process runs on. CPU ranks of one host share its memory."""
+    gpu = device.gpu_properties()
+    if gpu is not None:
+        return kind_of_gpu(gpu)
     return replace(device_kind("CPU"), memory_bytes=host_memory_bytes() // num_local_ranks)
-
-
-def host_memory_bytes() -> int:
-    """Physical memory of this host, within the limit of its container."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                memory = min(memory, int(file.read()))  # `max`: no limit
-        except (OSError, ValueError):
-            continue
-    return memory
-
-
-def free_memory_bytes(device: str) -> int:
-    """What is free now on the device, or on the host of a CPU rank."""
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as file:
-            figures = dict(line.split(":") for line in file)
-        return min(int(figures["MemAvailable"].split()[0]) * 1024, host_memory_bytes())
-    except (OSError, KeyError, ValueError):
-        return host_memory_bytes()  # not Linux
-
-
-def _properties(device: str) -> GpuProperties:
-    found = torch.cuda.get_device_properties(device)
-    clock_hz = (
-        float(getattr(found, "clock_rate", 0)) * 1e3
-    )  # the driver tells kHz, and newer versions of torch pass it on
-    memory_hz = float(getattr(found, "memory_clock_rate", 0)) * 1e3
-    bus_bits = float(getattr(found, "memory_bus_width", 0))
-    return GpuProperties(
-        found.name,
-        found.total_memory,
-        (found.major, found.minor),
-        found.multi_processor_count,
-        clock_hz or CLOCK_HZ,
-        memory_hz * TRANSFERS_PER_CLOCK * bus_bits / 8 or MEMORY_BYTES_PER_S,
-    )
 
 
 def discovered(places: Sequence[Place], kinds: Sequence[DeviceKind]) -> Cluster:

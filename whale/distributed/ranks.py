@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from whale.devices import backend_of, find_device
 from whale.distributed.watch import Watch, start_watch
 from whale.names import listed
 
@@ -26,27 +27,21 @@ class Ranks:
     def __init__(
         self, device: str = "auto", timeout_s: float = 20.0, stall_timeout_s: float = 1800.0
     ) -> None:
-        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError('"device": "cuda" was asked for, but torch sees no CUDA device here')
+        self.device = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        self.device.select()
         self.timeout = datetime.timedelta(seconds=stall_timeout_s)
         self.timeout_s = timeout_s
         self.watch: Watch | None = None
-        self.device = "cpu"
-        if use_cuda:
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            torch.cuda.set_device(local_rank)
-            self.device = f"cuda:{local_rank}"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            device_id = torch.device(self.device) if use_cuda else None
             dist.init_process_group(
-                "nccl" if use_cuda else "gloo", timeout=self.timeout, device_id=device_id
+                self.device.backend.name, timeout=self.timeout, device_id=self.device.bound_device
             )
-            atexit.register(_leave)  # sums still on their way at exit would abort the process
+            # an all-reduce still on its way at exit would abort the process
+            atexit.register(_leave)
         self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.num_ranks = dist.get_world_size() if self.is_distributed else 1
-        self.has_channels_by_tag = not self.is_distributed or dist.get_backend() == "gloo"
+        self.backend = backend_of(None) if self.is_distributed else self.device.backend
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def start_watch(self) -> None:
@@ -96,10 +91,19 @@ class Ranks:
                 f"{_named(different, values)}. {advice}"
             )
 
-    def together(self, error: BaseException | None) -> None:
-        """After a step that may fail on one rank only: all ranks fail together, each with the first
-        error.
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What stands inside may fail on some ranks only; afterwards all ranks raise: those that
+        failed their own error, the others one that names the first of them.
+
+        All ranks must enter it. It ends with a collective, so nothing inside may wait for another
+        rank that could have failed before.
         """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as problem:
+            error = problem
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -270,7 +270,8 @@ def connect(
     assert dist.group.WORLD is not None
     group = dist.group.WORLD
     is_linux = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
-    possible = is_wanted and is_linux and ranks.device == "cpu" and ranks.has_channels_by_tag
+    is_in_host_memory = not ranks.device.is_accelerator
+    possible = is_wanted and is_linux and is_in_host_memory and ranks.backend.has_tags
     with tempfile.TemporaryDirectory(prefix="whale-") as folder:
         path = str(Path(folder) / "door")
         host = _host()

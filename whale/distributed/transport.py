@@ -15,21 +15,16 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.same_host import connect
 from whale.distributed.same_host_collectives import SameHostCollectives
 
-if TYPE_CHECKING:
-    from whale.runtime.messages import Message
-
-NUM_EPOCHS = 256
-"""then epochs repeat; ranks are never more than a step apart"""
 MOST_EXCHANGING = 16
 """ranks that tell each other numbers through memory, each to each"""
 FIRST_EXCHANGE = 2**40
@@ -91,7 +86,7 @@ class Transport:
                 self._to[destination] = (group, dist.get_group_rank(group, destination))
             elif ranks.rank == destination:
                 self._from[source] = (group, dist.get_group_rank(group, source))
-        if ranks.has_channels_by_tag:
+        if ranks.backend.has_tags:
             _let_compute_go_first()
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
@@ -99,12 +94,12 @@ class Transport:
         a late receive never blocks a send.
         """
         assert dist.group.WORLD is not None
-        if self.ranks.has_channels_by_tag:
+        if self.ranks.backend.has_tags:
             return dist.group.WORLD
         group = dist.new_group([source, destination], timeout=self.ranks.timeout)
         # NCCL connects two ranks at their first message and blocks both: done here in one order,
         # never inside a step
-        greeting = torch.zeros(1, device=self.ranks.device)
+        greeting = torch.zeros(1, device=self.ranks.device.name)
         if self.ranks.rank == source:
             dist.send(greeting, destination, group=group)
         elif self.ranks.rank == destination:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,24 +17,23 @@ import torch
 from torch import Tensor
 
 from whale.capture.batch import read_batch
-from whale.capture.capture import tied_names
 from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.distributed.job_cluster import ClusterLike
+from whale.distributed.platform import Event, Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.emulation.links import EmulatedTransport, NetworkCards
-from whale.emulation.memory import EmulatedOutOfMemory, Memory
+from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import Settings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
-from whale.emulation.sums import SumClock
+from whale.emulation.sums import AllReduceClock
 from whale.emulation.timeline import Recorder
-from whale.lowering.program import Program
 from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
-from whale.runtime.shapes import Job
 from whale.scheduling import Action, check
 from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.memory import shared_bytes
@@ -48,67 +48,84 @@ STATE_PER_WEIGHT = 2
 """Adam's, to guess whether a plan fits on this machine before there is an optimizer"""
 
 
-def emulated_cluster(settings: Settings, ranks: Ranks) -> Cluster:
-    """The cluster of an emulated job: devices in the order of the file, whatever hosts the ranks
-    run on. All ranks call it.
-    """
-    cluster: Cluster | None = None
-    error: Exception | None = None
-    try:
-        if ranks.rank == 0:
-            cluster = Cluster.load(settings.cluster)
-            if cluster.num_devices != ranks.num_ranks:
-                raise ValueError(
-                    f"{settings.cluster} has {cluster.num_devices} devices, this job has "
-                    f"{ranks.num_ranks} ranks: "
-                    f"start it with `whale run --emulate`, which starts one for each device"
-                )
-    except Exception as problem:
-        error = problem
-    ranks.together(error)
-    found: Cluster = ranks.from_first(cluster)
-    return found
+def platform_of_this_job(ranks: Ranks) -> Platform:
+    """Emulated devices under `whale run --emulate`, else the real ones."""
+    settings = Settings.of_this_job()
+    return Platform(ranks) if settings is None else EmulatedPlatform(ranks, settings)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What rank 0 tells the others."""
+class _Start:
+    """What rank 0 finds out for all."""
 
     figures: Figures
     """of the plan on the emulated cluster"""
     is_stub: bool
     cards: str | None
+    """path of the file with the network cards"""
 
 
-class Emulation:
-    """What makes this rank a device of the emulated cluster. All ranks make it together."""
+class EmulatedPlatform(Platform):
+    """Makes each rank a device of the emulated cluster: actions, messages and all-reduces take the
+    time of the cost model, memory is counted, and everything is written down.
+    """
 
-    def __init__(
-        self,
-        settings: Settings,
-        cluster: Cluster,
-        plan: Plan,
-        prepared: CapturedModel | None,
-        ranks: Ranks,
-        config: Config,
-    ) -> None:
-        """`prepared`: the captured model, which only rank 0 needs; None: the plan has figures of
-        this cluster, stub chunks run.
+    updates_during_step = False  # updates are not emulated: they take their own time at the end
+
+    def __init__(self, ranks: Ranks, settings: Settings) -> None:
+        super().__init__(ranks)
+        self._settings = settings
+        self.stub: Stub | None = None
+        self._paces: list[Pace] = []
+
+    @property
+    def captures_everywhere(self) -> bool:
+        """With stub chunks nobody needs the model but rank 0, which plans."""
+        return not self._settings.stub
+
+    def cluster(self, given: ClusterLike | None) -> Cluster:
+        """The devices of the emulated cluster in the order of its file, whatever hosts the ranks
+        run on and whatever the script gives.
         """
-        self.cluster = cluster
+        cluster: Cluster | None = None
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                cluster = Cluster.load(self._settings.cluster)
+                if cluster.num_devices != self.ranks.num_ranks:
+                    raise ValueError(
+                        f"{self._settings.cluster} has {cluster.num_devices} devices, this job has "
+                        f"{self.ranks.num_ranks} ranks. Try: `whale run --emulate`, which starts "
+                        "one for each device"
+                    )
+        found: Cluster = self.ranks.from_first(cluster)
+        return found
+
+    def check_plan(self, plan: Plan, cluster: Cluster) -> None:
+        """An emulated job may follow the plan of any cluster."""
+
+    def start(
+        self, plan: Plan, prepared: CapturedModel | None, cluster: Cluster, config: Config
+    ) -> StandIn | None:
+        """Without `prepared` on rank 0 the plan has figures of this cluster, and stub chunks run."""
+        ranks = self.ranks
+        settings = self._settings
+        start = self._start(plan, prepared, cluster, config)
         self.full_plan = plan
-        self.ranks = ranks
-        told = _tell(settings, cluster, plan, prepared, ranks, config)
-        self.figures = told.figures
-        self.times = Times(_on(plan, cluster), told.figures)
+        self._cluster = cluster
+        self.figures = start.figures
+        self.times = Times(_on(plan, cluster), start.figures)
         self.factor = settings.stretch or stretch_factor(self.times.shortest_s)
-        self.stub: Stub | None = make_stub(plan, told.figures) if told.is_stub else None
-        self._cards = _open_cards(told.cards, cluster, ranks)
-        sums = sums_of(plan, told.figures, config.bucket_bytes, self.factor)
+        self.stub = make_stub(plan, start.figures) if start.is_stub else None
+        self._cards = _open_cards(start.cards, cluster, ranks)
         own = plan.stages_of_rank(ranks.rank)
-        self.sums = SumClock(sums, ranks, own, cluster, self._cards)
+        self._all_reduces = AllReduceClock(
+            sums_of(plan, start.figures, config.bucket_bytes, self.factor),
+            ranks,
+            own,
+            cluster,
+            self._cards,
+        )
         self.memory = self._place_weights(own, config.bucket_bytes)
-        self.run_folder = str(Path(settings.folder).parent)
         self.recorder = Recorder(
             Path(settings.folder),
             self.times,
@@ -118,143 +135,150 @@ class Emulation:
             self.memory,
             cluster,
         )
-        self._paces: dict[int, Pace] = {}
         wake_up_on_time()
         if ranks.rank == 0:
             self._announce()
+        return self._stand_in(config)
+
+    def _start(
+        self, plan: Plan, prepared: CapturedModel | None, cluster: Cluster, config: Config
+    ) -> _Start:
+        start: _Start | None = None
+        with self.ranks.together():
+            if self.ranks.rank == 0:
+                figures = _figures(cluster, plan, prepared, config)
+                needed = _bytes_of_all_ranks(Times(plan, figures))
+                free = free_memory_bytes()
+                is_stub = self._settings.stub or prepared is None or needed > free
+                if is_stub and not self._settings.stub:
+                    logger.warning(
+                        "the plan takes about %s and this machine has %s free: stub chunks stand "
+                        "for the model",
+                        human_bytes(needed),
+                        human_bytes(free),
+                    )
+                start = _Start(figures, is_stub, _create_cards(cluster))
+        found: _Start = self.ranks.from_first(start)
+        return found
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
         """All ranks refuse together what does not fit from the start."""
         figures = self.figures.on(self.ranks.rank)
-        error = None
         shared = shared_bytes(self.full_plan, figures, own_stages)
-        memory = Memory(
-            self.cluster.devices[self.ranks.rank], figures, own_stages, shared, bucket_bytes
-        )
-        try:
+        device = self._cluster.devices[self.ranks.rank]
+        memory = Memory(device, figures, own_stages, shared, bucket_bytes)
+        with self.ranks.together():
             memory.place_weights()
-        except EmulatedOutOfMemory as problem:
-            error = problem
-        self.ranks.together(error)
         return memory
 
     def _announce(self) -> None:
+        predicted_s = self.recorder.prediction.gradients_s
         text = (
-            f"emulating {self.cluster.num_devices} devices; times are stretched by "
-            f"{self.factor:.4g}, "
+            f"emulating {self._cluster.num_devices} devices; times are stretched by "
+            f"{self.factor:.4g}, a step is predicted to take {human_seconds(predicted_s)} "
+            "(without the update of the weights, which is not emulated)"
         )
-        text += (
-            f"a step is predicted to take {human_seconds(self.recorder.prediction.gradients_s)} "
-        )
-        text += "(without the update of the weights, which is not emulated)"
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"
         print(f"whale: {text}", flush=True)
 
+    def _stand_in(self, config: Config) -> StandIn | None:
+        stub = self.stub
+        if stub is None:
+            return None
+        own = set(stub.plan.stages_of_rank(self.ranks.rank))
+        weights: dict[str, Tensor] = {}
+        for name, stages in stub.plan.holders.items():
+            if own & set(stages):
+                weights[name] = stub.model.get_parameter(name)
+        # the script's own run folder may hold a real run
+        folder = str(Path(self._settings.folder).parent)
+        return StandIn(
+            stub.model,
+            stub.prepared,
+            stub.layout,
+            stub.plan,
+            config.replace(run_folder=folder),
+            weights,
+        )
+
     @property
-    def plan(self) -> Plan:
-        """What the ranks really run: the plan, or that of the stub."""
-        return self.full_plan if self.stub is None else self.stub.plan
+    def missing_model(self) -> str | None:
+        return None if self.stub is None else "stub chunks stand for the model"
 
     def transport(self, pairs: Iterable[tuple[int, int]], share_memory: bool) -> EmulatedTransport:
         transport = EmulatedTransport(
-            self.ranks, pairs, self.cluster, self._cards, self.factor, share_memory
+            self.ranks, pairs, self._cluster, self._cards, self.factor, share_memory
         )
         if self.stub is not None:
             transport.num_bytes = self.stub.num_bytes
         return transport
 
-    def pace(self, program: Program, is_training: bool) -> Pace:
-        """Times of all compute actions of a program of this rank."""
-        samples = [stop - start for start, stop in program.samples]
-        actions = [action for action in program.actions if action.is_compute]
-        seconds = {
-            a: self.factor * self.times.seconds(a, self.ranks.rank, samples[a.micro_batch])
-            for a in actions
-        }
+    def pace(
+        self, actions: Sequence[Action], num_samples: Sequence[int], is_training: bool
+    ) -> Pace:
+        """Times of all compute actions of a program of this rank; in training they fill the
+        emulated memory, too.
+        """
+        seconds: dict[Action, float] = {}
+        last: dict[int, Action] = {}
+        for action in actions:
+            if not action.is_compute:
+                continue
+            samples = num_samples[action.micro_batch]
+            seconds[action] = self.factor * self.times.seconds(action, self.ranks.rank, samples)
+            if action.kind in ENDS_BACKWARD:
+                last[action.stage] = action
         if not is_training:
             return Pace(seconds)
-        last = {action.stage: action for action in actions if action.kind in ENDS_BACKWARD}
         last_backward_s = {stage: seconds[action] for stage, action in last.items()}
 
         def note(action: Action) -> None:
-            self.sums.last_backward_s = last_backward_s
-            self.memory.start(action, samples[action.micro_batch])
-            self.memory.end(
-                action, samples[action.micro_batch], is_last=last.get(action.stage) is action
-            )
+            samples = num_samples[action.micro_batch]
+            self._all_reduces.last_backward_s = last_backward_s
+            self.memory.start(action, samples)
+            self.memory.end(action, samples, is_last=last.get(action.stage) is action)
 
-        pace = self._paces[id(program)] = Pace(seconds, note=note)
+        pace = Pace(seconds, note=note)
+        self._paces.append(pace)
         return pace
 
-    def stand_in(self, batch: Any) -> Any:
+    # ---- in every step
+
+    def read_batch(self, batch: Any) -> Any:
         """With stub chunks only the size of a batch counts."""
         if self.stub is None:
             return batch
-        size = getattr(
-            batch, "batch_size", None
-        )  # a batch of engine.loader, of which this rank may hold nothing
+        # a batch of engine.loader, of which this rank may hold nothing
+        size = getattr(batch, "batch_size", None)
         return batch_of(size if isinstance(size, int) else read_batch(batch)[0].batch_size)
 
     def begin_step(self) -> None:
         self.memory.begin_step()
-        self.sums.begin()
+        self._all_reduces.begin()
+
+    def close_stage(self, stage: int) -> None:
+        self._all_reduces.close_stage(stage, time.perf_counter())
+
+    def wait_for_all_reduces(self) -> None:
+        self._all_reduces.finish()
 
     def end_step(
         self,
-        events: list[tuple[Action, float, float]],
-        sums: tuple[float, float],
+        events: list[Event],
+        all_reduces: tuple[float, float],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """`sums`: when this rank began to wait for gradient sums, and when they were there."""
         self.memory.update(optimizer)
-        self.recorder.add(events, sums, list(self._paces.values()))
+        self.recorder.add(events, all_reduces, self._paces)
 
-    def stub_weights(self) -> dict[str, Tensor]:
-        """This rank's parameters of the stub."""
-        assert self.stub is not None
-        own = set(self.plan.stages_of_rank(self.ranks.rank))
-        return {
-            name: self.stub.model.get_parameter(name)
-            for name, stages in self.plan.holders.items()
-            if own & set(stages)
-        }
+    def close(self) -> None:
+        self.recorder.write()
 
 
 def _on(plan: Plan, cluster: Cluster) -> Plan:
     """The plan may have been made for another cluster: what counts are the emulated devices."""
     return replace(plan, device_kinds=tuple(device.kind.name for device in cluster.devices))
-
-
-def _tell(
-    settings: Settings,
-    cluster: Cluster,
-    plan: Plan,
-    prepared: CapturedModel | None,
-    ranks: Ranks,
-    config: Config,
-) -> _Told:
-    told: _Told | None = None
-    error: Exception | None = None
-    try:
-        if ranks.rank == 0:
-            figures = _figures(cluster, plan, prepared, config)
-            needed = _bytes_of_all_ranks(Times(plan, figures))
-            free = free_memory_bytes()
-            is_stub = settings.stub or prepared is None or needed > free
-            if is_stub and not settings.stub:
-                sizes = human_bytes(needed), human_bytes(free)
-                logger.warning(
-                    "the plan takes about %s and this machine has %s free: stub chunks stand for "
-                    "the model",
-                    *sizes,
-                )
-            told = _Told(figures, is_stub, _create_cards(cluster))
-    except Exception as problem:
-        error = problem
-    ranks.together(error)
-    found: _Told = ranks.from_first(told)
-    return found
 
 
 def _figures(
@@ -266,28 +290,6 @@ def _figures(
     ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
     assignment = apply_plan(plan, prepared.captured, prepared.kinds)
     return figures_in(price(plan, prepared.captured, assignment, cluster, ratio, config.dtype))
-
-
-def stub_job(emulation: Emulation, config: Config) -> Job:
-    """The job of a rehearsal, which trains the stub in place of the model."""
-    stub = emulation.stub
-    held = emulation.stub_weights()
-    assert stub is not None
-    own = config.replace(
-        run_folder=emulation.run_folder
-    )  # the script's own folder may hold a real run
-    return Job(
-        stub.model,
-        None,
-        own,
-        stub.plan,
-        stub.layout,
-        stub.prepared,
-        held,
-        tied_names(stub.model),
-        emulation.ranks,
-        emulation,
-    )
 
 
 def _bytes_of_all_ranks(times: Times) -> float:

@@ -22,10 +22,10 @@ from pathlib import Path
 from torch import Tensor
 
 from whale.cluster.cluster import Cluster
+from whale.distributed.message import Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.emulation.pace import sleep_until
-from whale.runtime.messages import Message
 
 _NUMBER = struct.Struct("d")
 

@@ -38,7 +38,9 @@ class Settings:
         machine has.
         """
         os.environ[EMULATE_VARIABLE] = json.dumps(asdict(self))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from whale.devices import hide_accelerators  # brings torch
+
+        hide_accelerators()
 
     @staticmethod
     def of_this_job() -> Settings | None:

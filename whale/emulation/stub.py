@@ -29,6 +29,7 @@ from whale.capture.graph import module_name
 from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import CapturedModel
+from whale.distributed.message import Message
 from whale.lowering.chunk import crossing_values
 from whale.planning.planner import apply_plan, fingerprint
 from whale.planning.split_stages import stage_program
@@ -36,7 +37,6 @@ from whale.planning.stages import Assignment
 from whale.plans.figures import Figures
 from whale.plans.plan import Crossing, LossTerm, Plan
 from whale.plans.sharding import StageSharding
-from whale.runtime.messages import Message
 from whale.sharding.solve import solve
 
 VALUE = "value_"

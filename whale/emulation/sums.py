@@ -18,7 +18,7 @@ from whale.emulation.pace import sleep_until
 from whale.simulation.sums import Sum
 
 
-class SumClock:
+class AllReduceClock:
     """When the gradient sums of one rank would be over."""
 
     def __init__(

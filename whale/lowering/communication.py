@@ -78,7 +78,7 @@ class GridGroups:
         statistics = {
             line: found for (index, line), found in self._statistics.items() if index == device
         }
-        backend = "nccl" if self._ranks.device != "cpu" else "gloo"
+        backend = self._ranks.device.backend.name
         return RealCommunication(grid, place, self._lines[device, replica], statistics, backend)
 
 

@@ -20,6 +20,7 @@ from whale.capture.kinds import op_name
 from whale.capture.prepare import CapturedModel
 from whale.capture.sample_states import CASTS
 from whale.costs.costs import VIEWS
+from whale.devices import LocalDevice
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import GridGroups
 from whale.lowering.exchange import as_bytes
@@ -56,7 +57,7 @@ class Program:
     """of each placeholder: cut by samples, or given whole"""
     batch_size: int
     num_micro_batch: int
-    device: str
+    device: LocalDevice
     seed_parts: tuple[int, int, int]
     """(config seed, replica, place): dropout differs between devices; on a grid each operation sees
     to that
@@ -117,7 +118,7 @@ class Lowered:
         """The graph's placeholders: the whole mini-batch on this device, and the values that need
         all of it.
         """
-        here = [tensor.to(self.ranks.device) for tensor in tensors]
+        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
         whole = self.prepared.loss.whole_graph
         if whole is None or all(
             place < len(here) for chunk in self.chunks.values() for place in chunk.inputs
@@ -132,7 +133,7 @@ class Lowered:
         """The same when this rank has only the rows of `intervals`: what whole-mini-batch values
         read is put together by all devices.
         """
-        here = [tensor.to(self.ranks.device) for tensor in tensors]
+        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
         num_inputs = len(self.prepared.captured.inputs)
         whole = self.prepared.loss.whole_graph
         wanted = {
@@ -147,7 +148,7 @@ class Lowered:
                 (given.shape[1:], given.dtype) for given in self.prepared.captured.inputs
             ]
             here = [
-                torch.empty((0, *shape), dtype=dtype, device=self.ranks.device)
+                torch.empty((0, *shape), dtype=dtype, device=self.ranks.device.name)
                 for shape, dtype in inputs_without_rows
             ]
         stage_ranks = self._ranks_with_all_samples(min(wanted))

@@ -226,7 +226,7 @@ class Backward:
         self.is_last = is_last
         self.deferred = deferred
         self.is_idle = _is_idle(program, action)
-        self.device = program.device
+        self.device = program.device.name
         start, stop = program.edges[action.micro_batch]
         # (slot of a result's gradient, what it is when none comes: on a grid zeros of this shape,
         # elsewhere nothing)
@@ -328,4 +328,4 @@ def _empty(program: Program, action: Action, value: Value) -> Tensor | None:
     start, stop = program.edges[action.micro_batch]
     if start < stop or value.batch_dim is None:
         return None
-    return torch.empty(value.shape_for(0), dtype=value.dtype, device=program.device)
+    return torch.empty(value.shape_for(0), dtype=value.dtype, device=program.device.name)

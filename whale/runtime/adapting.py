@@ -41,10 +41,10 @@ class Adapting:
 
     def _can_measure(self) -> bool:
         reason = None
-        if self._ranks.device != "cpu":
+        if self._ranks.device.is_accelerator:
             reason = (
-                "times are taken on the clock of the host, which says nothing about what a CUDA "
-                "device is doing"
+                "times are taken on the clock of the host, which says nothing about what an "
+                "accelerator is doing"
             )
         elif self._job.plan.shardings:
             reason = (

@@ -52,9 +52,8 @@ class Engine:
         for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
             job.ranks.group(ranks)  # every rank makes every group, in the same order
         self._gradients = GradientSynchroniser(
-            self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport
+            self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport, job.platform
         )
-        self._gradients.clock = job.emulation.sums if job.emulation is not None else None
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
@@ -70,7 +69,7 @@ class Engine:
         one are already on their way
         """
         self._reads_shards = False
-        self._told: set[str] = set()
+        self._warnings: set[str] = set()
         self._trained: frozenset[str] = frozenset()
         """parameters that the last step trained"""
 
@@ -98,10 +97,9 @@ class Engine:
                 "engine.step needs an optimizer: pass optimizer=lambda params: "
                 "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
-        emulation = self._job.emulation
-        if emulation is not None:
-            batch = emulation.stand_in(batch)
-            emulation.begin_step()
+        platform = self._job.platform
+        batch = platform.read_batch(batch)
+        platform.begin_step()
         start = time.perf_counter()
         lowered, given, batch_size = self._read(batch)
         executor = self._shapes.executor(
@@ -109,8 +107,9 @@ class Engine:
         )
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
-        is_real = emulation is None  # emulated updates take their time at the end
-        updates = self._updater.begin(self._held, lowered.lending) if is_real else None
+        updates = None
+        if platform.updates_during_step:
+            updates = self._updater.begin(self._held, lowered.lending)
         outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
         waiting = time.perf_counter()
@@ -121,8 +120,7 @@ class Engine:
         update = self._updater.apply(
             self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors)
         )
-        if emulation is not None:
-            emulation.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
+        platform.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
         self._trained = lowered.trained
@@ -269,7 +267,7 @@ class Engine:
                 torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport
             )
         for warning in prepared.warnings if outputs else ():
-            self._tell(f"engine.evaluate: {warning}")
+            self._warn_once(f"engine.evaluate: {warning}")
         gathered = (
             gather_outputs(lowered, outcome, executor.program, totals, self._job.ranks)
             if outputs
@@ -378,8 +376,7 @@ class Engine:
         emulated run.
         """
         self._checkpoints.wait()
-        if self._job.emulation is not None:
-            self._job.emulation.recorder.write()
+        self._job.platform.close()
         if self._metrics is not None:
             self._flush_metrics()
             self._metrics.close()
@@ -395,7 +392,12 @@ class Engine:
             return None
         peak = sum(self.plan.device_flop_per_s) or math.inf
         return Metrics(
-            Path(folder), self._job.ranks.rank, self.plan, peak, self._job.config.tensorboard
+            Path(folder),
+            self._job.ranks.rank,
+            self.plan,
+            peak,
+            self._job.ranks.device,
+            self._job.config.tensorboard,
         )
 
     def _note(self, result: StepResult, shares: Shares) -> None:
@@ -411,19 +413,18 @@ class Engine:
     # ---- inside
 
     def _leaves_out(self, consequence: str) -> bool:
-        """Whether stub chunks stand for the model, which then has no weights of its own;
-        told once.
+        """Whether another model stands for the user's, which then has no weights to read or save;
+        warns once.
         """
-        emulation = self._job.emulation
-        if emulation is None or emulation.stub is None:
-            return False
-        self._tell(f"stub chunks stand for the model: {consequence}")
-        return True
+        missing = self._job.platform.missing_model
+        if missing is not None:
+            self._warn_once(f"{missing}: {consequence}")
+        return missing is not None
 
-    def _tell(self, warning: str) -> None:
-        """Once, on rank 0."""
-        if self._job.ranks.rank == 0 and warning not in self._told:
-            self._told.add(warning)
+    def _warn_once(self, warning: str) -> None:
+        """Logs a warning for the first time that it is given, on rank 0."""
+        if self._job.ranks.rank == 0 and warning not in self._warnings:
+            self._warnings.add(warning)
             logger.warning(warning)
 
     def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:

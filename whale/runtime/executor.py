@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport
 from whale.distributed.watch import Watch
-from whale.emulation.pace import Pace
 from whale.lowering.lines import shortcut
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
@@ -50,8 +50,8 @@ class StepOutcome:
     loss: Tensor
     """this rank's part, float64"""
     outputs: dict[Visit, tuple[Tensor, ...]]
-    events: list[tuple[Action, float, float]] = field(default_factory=list)
-    """(action, start, end) on this process's clock"""
+    events: list[Event] = field(default_factory=list)
+    """in the order in which they began"""
     peak_in_flight: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -59,7 +59,7 @@ class StepOutcome:
         return sum(end - start for action, start, end in self.events if action.is_compute)
 
 
-class Prepared(NamedTuple):
+class PreparedAction(NamedTuple):
     """An action, ready to run."""
 
     action: Action
@@ -80,21 +80,22 @@ class Executor:
         window: int,
         watch: Watch | None = None,
         with_torch_compile: bool = False,
+        pace: PaceLike | None = None,
     ) -> None:
         self.program = program
         self.transport = transport
         self.window = window
         self.watch = watch
         self.with_torch_compile = with_torch_compile
-        self.pace: Pace | None = None
-        """how long actions take on an emulated device; None: as long as they really take"""
+        self.pace = pace
+        """how long compute actions take; None: as long as they do"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
         self._receives: list[Receive] = []
         self.slots = boundary_slots(program)
         """where boundary tensors lie"""
         self._prepared = self._prepare()
 
-    def _prepare(self) -> list[Prepared]:
+    def _prepare(self) -> list[PreparedAction]:
         """Every action with the function that does it."""
         program = self.program
         split = {
@@ -110,7 +111,7 @@ class Executor:
         }
         sends: dict[Action, Send] = {}
         functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
-        prepared: list[Prepared] = []
+        prepared: list[PreparedAction] = []
         num_actions = sum(action.kind is not Kind.UPDATE for action in program.actions)
         for action, freed in zip(program.actions, self.slots.freed, strict=True):
             if action.kind is Kind.FORWARD:
@@ -148,7 +149,9 @@ class Executor:
             else:
                 continue
             prepared.append(
-                Prepared(action, run, freed, _position(len(prepared) + 1, action, run, num_actions))
+                PreparedAction(
+                    action, run, freed, _position(len(prepared) + 1, action, run, num_actions)
+                )
             )
         return prepared
 
@@ -161,13 +164,9 @@ class Executor:
         """One pass over the action list. `gradients` is None for evaluation. `updates`: stages are
         updated before this rank would wait.
         """
-        state = torch.random.get_rng_state() if self._has_random else None
-        cuda_state = (
-            torch.cuda.get_rng_state()
-            if self._has_random and self.program.device != "cpu"
-            else None
-        )
-        outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=self.program.device), {})
+        device = self.program.device
+        random_states = device.random_states() if self._has_random else None
+        outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=device.name), {})
         events = outcome.events
         now = time.perf_counter
         watch = self.watch
@@ -206,10 +205,8 @@ class Executor:
                 transport.drain()
         finally:
             shortcut.tell = None  # each engine of a process has its own
-            if state is not None:
-                torch.random.set_rng_state(state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state)  # torch.manual_seed reseeds all devices
+            if random_states is not None:
+                device.set_random_states(random_states)
         return outcome
 
 

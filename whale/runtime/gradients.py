@@ -14,22 +14,18 @@ in them, so that no two wait for each other.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.distributed.platform import Platform
 from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
 from whale.plans.buckets import bucket_size
-
-if TYPE_CHECKING:
-    from whale.distributed.transport import Transport
-    from whale.emulation.sums import SumClock
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,13 @@ class GradientSynchroniser:
         held: Sequence[Held],
         ranks: Ranks,
         bucket_bytes: int,
-        transport: Transport | None = None,
+        transport: Transport | None,
+        platform: Platform,
     ) -> None:
-        """`transport`: sums go through memory where it reaches all holders that way."""
+        """`transport`: all-reduces go through memory where it reaches all holders that way."""
         self.held = held
         self._transport = transport
-        self.clock: SumClock | None = None
-        """how long sums take on an emulated cluster; None: as long as they really take"""
+        self._platform = platform
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._pending: dict[str, set[int]] = {}
@@ -142,8 +138,7 @@ class GradientSynchroniser:
         too.
         """
         self._stage = None
-        if self.clock is not None:
-            self.clock.close_stage(stage, time.perf_counter())
+        self._platform.close_stage(stage)
         for parameter in self.held:
             if stage in self._pending.get(parameter.name, ()):
                 self._final(parameter, stage)
@@ -157,8 +152,7 @@ class GradientSynchroniser:
                     self._transport.collectives.add_up(bucket.buffer, ranks)
                 elif bucket.work is not None:
                     bucket.work.wait()
-        if self.clock is not None:
-            self.clock.finish()
+        self._platform.wait_for_all_reduces()
 
     def _accumulated(self, parameter: Held) -> None:
         if self._stage is not None and self._stage in self._pending.get(parameter.name, ()):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import resource
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
+from whale.devices import LocalDevice
 from whale.metric_files import metrics_file
 from whale.plans.plan import Plan
 from whale.runtime.result import StepResult
@@ -47,6 +45,7 @@ class Metrics:
     plan: Plan
     peak_flop_per_s: float
     """of all devices together: what model FLOP utilisation is measured against"""
+    device: LocalDevice
     tensorboard: bool = False
     _file: IO[str] | None = None
     _board: Any = None
@@ -90,7 +89,7 @@ class Metrics:
             "compute_s": timing.compute_s,
             "communication_s": timing.communication_s,
             "bubble_s": timing.bubble_s,
-            "memory_bytes": peak_memory_bytes(),
+            "memory_bytes": self.device.peak_memory_bytes(),
             "own_samples": shares.own_samples,
             "num_rebalanced": shares.num_rebalanced,
         }
@@ -119,13 +118,6 @@ def _ends_with_line(path: Path) -> bool:
             return True
         file.seek(-1, 2)
         return file.read() == b"\n"
-
-
-def peak_memory_bytes() -> int:
-    """Most memory so far: torch's allocator on CUDA, the process elsewhere."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _open_board(folder: Path) -> Any:

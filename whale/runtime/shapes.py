@@ -9,19 +9,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whale import scheduling
 from whale.capture.batch import BatchLayout
-from whale.capture.capture import capture_evaluation, capture_training
+from whale.capture.capture import capture_evaluation, capture_training, tied_names
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
+from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.communication import GridGroups
@@ -31,9 +32,6 @@ from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 from whale.runtime.executor import Executor
-
-if TYPE_CHECKING:
-    from whale.emulation.emulation import Emulation
 
 logger = logging.getLogger("whale")
 
@@ -52,9 +50,26 @@ class Job:
     """this rank's parameters and buffers, by first name"""
     names: dict[str, str]
     """every tensor name of the model -> first name of the same tensor"""
-    ranks: Ranks
-    emulation: Emulation | None = None
-    """None: the devices are real"""
+    platform: Platform
+
+    @staticmethod
+    def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
+        """The job that trains a small model in place of the user's."""
+        return Job(
+            stand_in.model,
+            None,
+            stand_in.config,
+            stand_in.plan,
+            stand_in.layout,
+            stand_in.prepared,
+            stand_in.weights,
+            tied_names(stand_in.model),
+            platform,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.platform.ranks
 
     @cached_property
     def shards(self) -> Shards:
@@ -63,7 +78,7 @@ class Job:
 
     @property
     def task(self) -> Task:
-        return Task(self.loss, torch.device(self.ranks.device).type, self.config.autocast)
+        return Task(self.loss, self.ranks.device.type, self.config.autocast)
 
 
 class Shapes:
@@ -75,13 +90,7 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            pairs = _pairs(job.plan)
-            shared = job.config.share_memory
-            self.transport = (
-                Transport(job.ranks, pairs, shared)
-                if job.emulation is None
-                else job.emulation.transport(pairs, shared)
-            )
+            self.transport = job.platform.transport(_pairs(job.plan), job.config.share_memory)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
@@ -182,11 +191,15 @@ class Shapes:
             if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
                 _warn_of_memory(job.plan, batch_size)
             compiles = job.config.compile and is_training
+            num_samples = [stop - start for start, stop in program.samples]
             self._executors[key] = Executor(
-                program, self.transport, job.config.num_posted_receives, job.ranks.watch, compiles
+                program,
+                self.transport,
+                job.config.num_posted_receives,
+                job.ranks.watch,
+                compiles,
+                job.platform.pace(program.actions, num_samples, is_training),
             )
-            if job.emulation is not None:
-                self._executors[key].pace = job.emulation.pace(program, is_training)
         return self._executors[key]
 
 

@@ -59,7 +59,7 @@ def gather_gradients(
             own = torch.zeros(
                 mine.shape or parameters[name].shape,
                 dtype=parameters[name].dtype,
-                device=ranks.device,
+                device=ranks.device.name,
             )
         tensor = _gather(own, parameters[name], shards.of(name), ranks)
         if tensor is not None:
@@ -93,7 +93,7 @@ def _fetch(
             return tensor.detach().cpu().clone()
         dist.send(in_memory(tensor.detach()).contiguous(), 0)
     elif ranks.rank == 0:
-        buffer = torch.empty(shape, dtype=dtype, device=ranks.device)
+        buffer = torch.empty(shape, dtype=dtype, device=ranks.device.name)
         dist.recv(buffer, owner)
         return buffer.cpu()
     return None
@@ -180,7 +180,7 @@ def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
     elif ranks.rank == 0:
         received: list[Any] = [None, None]
         dist.recv_object_list(received, owner)
-        buffer = torch.empty(received[0], dtype=received[1], device=ranks.device)
+        buffer = torch.empty(received[0], dtype=received[1], device=ranks.device.name)
         if buffer.numel():
             dist.recv(buffer, owner)
         return buffer.cpu()

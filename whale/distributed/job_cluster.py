@@ -9,13 +9,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from whale.cluster.cluster import DEVICE_KINDS, Cluster
 from whale.cluster.discovery import discovered, this_kind
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.matching import match, this_place
 from whale.config import CLUSTER_VARIABLE
+from whale.devices import find_device
 from whale.distributed.ranks import Ranks
 
 logger = logging.getLogger("whale")
@@ -38,13 +37,9 @@ def chosen_cluster(*given: ClusterLike | None) -> ClusterLike | None:
 def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
     """Devices in rank order. All ranks call it; rank 0 reads the file, and all refuse together."""
     cluster: Cluster | None = None
-    error: Exception | None = None
-    try:
+    with ranks.together():
         if given is not None and ranks.rank == 0:
             cluster = read_cluster(given)
-    except Exception as problem:
-        error = problem
-    ranks.together(error)
     cluster = ranks.from_first(cluster)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = ranks.gather((this_place(), this_kind(ranks.device, local)))
@@ -53,8 +48,8 @@ def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
     if cluster is None:
         return discovered(places, kinds)
     matched = match(cluster, places)
-    if ranks.rank == 0:
-        _warn_of_other_kinds(matched, kinds, torch.device(ranks.device).type)
+    if ranks.rank == 0 and ranks.device.is_accelerator:
+        _warn_of_other_kinds(matched, kinds)
     return matched
 
 
@@ -64,24 +59,23 @@ def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cl
     """
     if given is not None and not isinstance(given, int):
         return read_cluster(given)
-    # what memory the CPUs of a cluster have that nobody described is not known
-    kind = (
-        this_kind("cuda:0")
-        if torch.cuda.is_available()
-        else replace(DEVICE_KINDS["CPU"], memory_bytes=0)
-    )
+    device = find_device()
+    if device.is_accelerator:
+        kind = this_kind(device)
+    else:
+        # what memory the CPUs of a cluster have that nobody described is not known
+        kind = replace(DEVICE_KINDS["CPU"], memory_bytes=0)
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     return Cluster.uniform(num_devices if given is None else given, kind, devices_per_host=per_host)
 
 
-def _warn_of_other_kinds(cluster: Cluster, kinds: list[DeviceKind], device_type: str) -> None:
+def _warn_of_other_kinds(cluster: Cluster, kinds: list[DeviceKind]) -> None:
     """A file that names other GPUs than the ranks have is a slip; own kinds and CPU ranks that
     stand in for GPUs are not.
     """
     for device, kind in zip(cluster.devices, kinds, strict=True):
         if (
-            device_type == "cuda"
-            and device.kind.name in DEVICE_KINDS
+            device.kind.name in DEVICE_KINDS
             and kind.name in DEVICE_KINDS
             and device.kind.name != kind.name
         ):

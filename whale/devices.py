@@ -1,0 +1,289 @@
+"""The device that this process runs on, behind one interface: memory, random state, synchronisation
+and the backend of its process groups.
+
+No other module asks whether a device is a GPU of some vendor. A new kind of device is a subclass of
+`LocalDevice`, listed in `ACCELERATORS`, and a `Backend`. Both are plain facts about hardware; what
+an emulated job adds to them stands in `distributed/platform.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TRANSFERS_PER_CLOCK = 2
+"""memory moves data twice in a clock"""
+CLOCK_HZ = 1.4e9
+MEMORY_BYTES_PER_S = 300e9
+"""where the driver does not say: the low end of today's GPUs"""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""environment variable that hides accelerators from processes that are started later"""
+
+
+# ---- backends of torch.distributed
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend of `torch.distributed` can do, as far as Whale must know."""
+
+    name: str
+    has_tags: bool
+    """messages are matched by tag; otherwise by their order inside a communicator"""
+    has_even_collectives: bool
+    """all-gather, reduce-scatter and all-reduce take the time of their bytes. gloo's reduce-scatter
+    is an all-reduce inside, and its rings are slow for small tensors: one all-to-all is faster
+    """
+    runs_beside_compute: bool
+    """collectives do not take time away from the device's own work, so it pays to cut them up"""
+
+
+GLOO = Backend("gloo", has_tags=True, has_even_collectives=False, runs_beside_compute=False)
+NCCL = Backend("nccl", has_tags=False, has_even_collectives=True, runs_beside_compute=True)
+BACKENDS = {backend.name: backend for backend in (GLOO, NCCL)}
+
+
+def backend_of(group: dist.ProcessGroup | None) -> Backend:
+    """The backend of a process group; None is the group of all ranks.
+
+    One that is not in the table is trusted with nothing but what every backend must do.
+    """
+    name = dist.get_backend(group)
+    known = BACKENDS.get(name)
+    return known if known is not None else Backend(name, False, False, False)
+
+
+# ---- devices
+
+
+@dataclass(frozen=True)
+class GpuProperties:
+    """What the driver says about a GPU."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    clock_hz: float = CLOCK_HZ
+    memory_bytes_per_s: float = MEMORY_BYTES_PER_S
+
+
+class LocalDevice:
+    """The device of this process. This class is the CPU; accelerators override what differs."""
+
+    type: ClassVar[str] = "cpu"
+    backend: ClassVar[Backend] = GLOO
+    is_accelerator: ClassVar[bool] = False
+    """it has a memory of its own and works through a queue: calls return before their work is
+    done, so that the clock of the host says nothing until `synchronise`
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """What torch calls it: `cpu` or, say, `cuda:1`."""
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+    @staticmethod
+    def count() -> int:
+        """Number of devices of this type that this process sees."""
+        return 1
+
+    def select(self) -> None:
+        """Makes it the current device of this process."""
+
+    def synchronise(self) -> None:
+        """Returns when the device has done all work that it was given."""
+
+    @property
+    def bound_device(self) -> torch.device | None:
+        """The device that process groups are tied to at their start; None where they need none."""
+        return None
+
+    # ---- memory
+
+    def free_memory_bytes(self) -> int:
+        """Bytes that are free now: on an accelerator, or on the host of a CPU rank."""
+        try:
+            with open("/proc/meminfo") as file:
+                figures = dict(line.split(":") for line in file)
+            return min(int(figures["MemAvailable"].split()[0]) * 1024, host_memory_bytes())
+        except (OSError, KeyError, ValueError):
+            return host_memory_bytes()  # not Linux
+
+    def peak_memory_bytes(self) -> int:
+        """Most bytes in use so far: of torch's allocator on an accelerator, else of the process."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory for a copy of one of the device's tensors; pinned on accelerators, so that
+        the copy need not wait.
+        """
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def gpu_properties(self) -> GpuProperties | None:
+        """What the driver says about it; None for a CPU."""
+        return None
+
+    # ---- random numbers
+
+    def random_states(self) -> list[Tensor]:
+        """State of every generator that `torch.manual_seed` sets: the CPU's, then the device's."""
+        return [torch.random.get_rng_state()]
+
+    def set_random_states(self, states: Sequence[Tensor]) -> None:
+        """Puts back what `random_states` gave."""
+        torch.random.set_rng_state(states[0])
+
+    @contextlib.contextmanager
+    def fork_random(self) -> Iterator[None]:
+        """Random numbers that are drawn inside do not change those that are drawn afterwards."""
+        with torch.random.fork_rng(devices=[]):
+            yield
+
+    # ---- arithmetic
+
+    @contextlib.contextmanager
+    def tf32(self, is_allowed: bool) -> Iterator[None]:
+        """Whether float32 products inside may use TF32 arithmetic, where the device has it."""
+        yield
+
+
+class CudaDevice(LocalDevice):
+    """A GPU behind torch's `cuda` module, with NCCL between processes."""
+
+    type = "cuda"
+    backend = NCCL
+    is_accelerator = True
+
+    @staticmethod
+    def count() -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def select(self) -> None:
+        torch.cuda.set_device(self.name)
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self.name)
+
+    @property
+    def bound_device(self) -> torch.device | None:
+        return torch.device(self.name)
+
+    def free_memory_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.name)[0])
+
+    def peak_memory_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.name))
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def gpu_properties(self) -> GpuProperties | None:
+        found = torch.cuda.get_device_properties(self.name)
+        # the driver says kHz, and newer versions of torch pass it on
+        clock_hz = float(getattr(found, "clock_rate", 0)) * 1e3
+        memory_hz = float(getattr(found, "memory_clock_rate", 0)) * 1e3
+        bus_bits = float(getattr(found, "memory_bus_width", 0))
+        return GpuProperties(
+            found.name,
+            found.total_memory,
+            (found.major, found.minor),
+            found.multi_processor_count,
+            clock_hz or CLOCK_HZ,
+            memory_hz * TRANSFERS_PER_CLOCK * bus_bits / 8 or MEMORY_BYTES_PER_S,
+        )
+
+    def random_states(self) -> list[Tensor]:
+        return [torch.random.get_rng_state(), torch.cuda.get_rng_state(self.name)]
+
+    def set_random_states(self, states: Sequence[Tensor]) -> None:
+        # torch.manual_seed reseeds all devices, so both are put back
+        torch.random.set_rng_state(states[0])
+        torch.cuda.set_rng_state(states[1], self.name)
+
+    @contextlib.contextmanager
+    def fork_random(self) -> Iterator[None]:
+        with torch.random.fork_rng([torch.device(self.name)], device_type=self.type):
+            yield
+
+    @contextlib.contextmanager
+    def tf32(self, is_allowed: bool) -> Iterator[None]:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = is_allowed
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+ACCELERATORS: list[type[LocalDevice]] = [CudaDevice]
+"""kinds of accelerator, in the order in which `auto` looks for them"""
+
+
+def device_of(device: torch.device) -> LocalDevice:
+    """The interface of a tensor's device."""
+    for kind in ACCELERATORS:
+        if device.type == kind.type:
+            return kind(device.index)
+    return LocalDevice()
+
+
+def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
+    """The device of this process: of the type that is wanted, or with `auto` an accelerator where
+    there is one.
+
+    `index`: its number among the accelerators that this process sees. Raises where the wanted type
+    is not there.
+    """
+    for kind in ACCELERATORS:
+        if wanted in ("auto", kind.type) and kind.count() > 0:
+            return kind(index)
+        if wanted == kind.type:
+            raise ValueError(
+                f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device here'
+            )
+    return LocalDevice()
+
+
+def used_accelerator() -> LocalDevice | None:
+    """The accelerator that this process has begun to use: the current one; None before the first
+    use, and on CPUs.
+    """
+    for kind in ACCELERATORS:
+        module = getattr(torch, kind.type)
+        if kind.count() > 0 and module.is_initialized():
+            return kind(module.current_device())
+    return None
+
+
+def num_accelerators() -> int:
+    """Number of accelerators that this process sees; 0 where there is only the CPU."""
+    return max((kind.count() for kind in ACCELERATORS), default=0)
+
+
+def hide_accelerators() -> None:
+    """Processes that are started from here on see only the CPU."""
+    os.environ[VISIBLE_DEVICES] = ""
+
+
+def host_memory_bytes() -> int:
+    """Physical memory of this host, within the limit of its container."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                memory = min(memory, int(file.read()))  # `max`: no limit
+        except (OSError, ValueError):
+            continue
+    return memory
