@@ -22,7 +22,7 @@ from tests.zoo import CASES
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.kinds import op_name
-from whale.planning.split_stages import grid_shapes
+from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
 from whale.plans.sharding import Sharding, StageSharding
 from whale.sharding.exchange_costs import GridCosts

@@ -16,7 +16,7 @@ from tests.exactness import compare
 from tests.integration.test_split import Case, Servers, everything, merged, servers, train_on_rank  # noqa: F401  (a fixture)
 from tests.pairs import covering_rows
 from tests.ranks import preload
-from whale.planning.split_stages import grid_shapes
+from whale.planning.grids import grid_shapes
 
 preload("torch", "transformers", "whale", "tests.integration.test_split_grids")
 

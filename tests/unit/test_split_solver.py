@@ -22,7 +22,7 @@ from tests.split_oracle import Nothing, local_weights, whole_program
 from tests.thorough import many
 from whale import api
 from whale.capture.batch import read_batch
-from whale.planning.split_stages import grid_shapes
+from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding

@@ -32,7 +32,7 @@ from whale.capture.prepare import CapturedModel
 from whale.distributed.message import Message
 from whale.lowering.chunk import crossing_values
 from whale.planning.planner import apply_plan, fingerprint
-from whale.planning.split_stages import stage_program
+from whale.planning.split import stage_program
 from whale.planning.stages import Assignment
 from whale.plans.figures import Figures
 from whale.plans.plan import Crossing, LossTerm, Plan

@@ -17,7 +17,7 @@ from whale.lowering.communication import RealCommunication
 from whale.lowering.expert_routes import stay_at_experts
 from whale.lowering.overlap import overlap
 from whale.planning.recompute import Regions
-from whale.planning.split_stages import stage_program
+from whale.planning.split import stage_program
 from whale.planning.stages import Assignment
 from whale.plans.layout import Cut, whole
 from whale.plans.sharding import Sharding, StageSharding

@@ -26,9 +26,8 @@ from whale.planning.schedules import (
     lean_schedule,
     schedule_costs,
 )
-from whale.planning.split import Split
+from whale.planning.split import Split, together_seconds
 from whale.planning.split_memory import grid_memory, repeated_part
-from whale.planning.split_stages import together_seconds
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload

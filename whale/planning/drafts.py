@@ -12,11 +12,11 @@ from whale import scheduling
 from whale.costs.costs import value_bytes
 from whale.planning.balance import Order, Situation
 from whale.planning.drafter import Drafter, Priced
+from whale.planning.grids import GridProblem
 from whale.planning.problem import Problem
 from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import Choice
 from whale.planning.split import Split
-from whale.planning.split_stages import SplitProblem
 from whale.planning.stages import Assignment, assign_stages, make_assignment, move_free_operations
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
@@ -154,7 +154,7 @@ def _split(
     """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that
     a replica gets.
     """
-    return SplitProblem(
+    return GridProblem(
         captured=problem.captured,
         kinds=problem.kinds,
         assignment=assignment,

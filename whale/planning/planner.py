@@ -23,6 +23,7 @@ from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft, draft_stages
+from whale.planning.grids import with_grids
 from whale.planning.idle_devices import idle_decision
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import figures_of, typical_share
@@ -31,7 +32,6 @@ from whale.planning.recompute import check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.schedules import ACTION_S
 from whale.planning.split_memory import on_grids
-from whale.planning.split_stages import with_grids
 from whale.planning.stages import (
     RECOMPUTED,
     Assignment,

@@ -1,5 +1,5 @@
-"""The stages on grids of one draft: their shardings, what each place holds, and what the plan says
-of them.
+"""The stages on grids of one draft: the program of each, their shardings, and what each place of a
+grid holds of the weights.
 """
 
 from __future__ import annotations
@@ -10,27 +10,78 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
+from torch.fx import Node
+
+from whale.capture.graph import CapturedGraph
+from whale.capture.kinds import Kind
 from whale.names import listed
 from whale.planning.grid_room import OnDevice
+from whale.planning.stages import Assignment
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.plan import Decision
 from whale.plans.sharding import Sharding, StageSharding
 from whale.plans.virtual_devices import Placement
-from whale.sharding.space import Space
+from whale.sharding.space import Space, StageProgram
 from whale.units import human_bytes, human_seconds
 
 
+def stage_program(
+    captured: CapturedGraph,
+    kinds: Mapping[Node, Kind],
+    assignment: Assignment,
+    stage: int,
+    terms: Sequence[Node],
+    outputs: Sequence[Node] = (),
+    by_samples: frozenset[Node] = frozenset(),
+    summa: frozenset[Node] = frozenset(),
+) -> StageProgram:
+    """One stage as a program to be sharded. `terms`: loss terms of this stage; `outputs`: results
+    that the user wants from it.
+    """
+    part = assignment.slices[stage]
+    updates = {}
+    for name, node in captured.buffer_updates.items():
+        if assignment.result_stage[node] == stage:
+            updates[name] = node
+    return StageProgram(
+        captured=captured,
+        kinds=kinds,
+        operations=part.operations,
+        inputs=part.inputs,
+        received=part.received,
+        state=part.state,
+        sent=tuple(sorted({node for node, source, _ in assignment.crossings if source == stage})),
+        outputs=tuple(outputs),
+        terms=tuple(terms),
+        updates=updates,
+        by_samples=by_samples,
+        gradients=assignment.gradients,
+        summa=summa & frozenset(part.operations),
+    )
+
+
+def together_seconds(
+    sharding: Sharding, num_micro_batch: int, recomputed: float = 0.0
+) -> tuple[float, float, float]:
+    """Seconds of a mini-batch on a grid: forward, input gradient, weight gradient. `recomputed`:
+    the fraction of the forward that backward repeats.
+    """
+    # a backward has two products where its forward has one
+    forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch
+    return forward, (1.0 + recomputed) * forward, forward
+
+
 class HeldBytes(NamedTuple):
-    """What one place of a grid holds."""
+    """Bytes of weights at one place of a grid."""
 
     parameters: int
     trained: int
-    """of these"""
+    """parameters that get a gradient"""
     largest: int
-    """of its trained parameters"""
+    """the largest trained parameter"""
     shared: int
-    """of the trained ones those whose gradients are summed with other devices"""
+    """trained parameters whose gradients are all-reduced with other devices"""
 
 
 @dataclass(frozen=True)
@@ -42,58 +93,53 @@ class Split:
     shardings: Mapping[int, Sharding]
     """by stage"""
     spaces: Mapping[int, Space]
+    """by stage"""
     num_samples: int
-    """of a replica in the largest micro-batch"""
+    """samples of a model replica in the largest micro-batch"""
     decisions: tuple[Decision, ...] = ()
     _held: dict[tuple[int, ...], list[HeldBytes]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """what `held_bytes` has found"""
+    """cache of `held_bytes`"""
     _on_device: dict[int, OnDevice] = field(default_factory=dict, repr=False, compare=False)
-    """what `on_device` has found"""
+    """cache of `on_device`"""
 
     def held_bytes(self, stages: Sequence[int]) -> list[HeldBytes]:
-        """By place of a grid with these stages. Parameters that lie alike, which are most of those
-        of equal layers, are looked at once.
-        """
-        known = self._held.get(tuple(stages))
-        if known is None:
-            alike: Counter[tuple[Layout, int, bool]] = Counter()
+        """Bytes at each place of a grid with these stages."""
+        key = tuple(stages)
+        if key not in self._held:
+            layouts: dict[str, Layout] = {}
+            for stage in stages:
+                layouts |= self.shardings[stage].stored
+            # equal layers have equal layouts: each is looked at once
             state = self.spaces[stages[0]].program.captured.state
-            for name, layout in {
-                name: layout
-                for stage in stages
-                for name, layout in self.shardings[stage].stored.items()
-            }.items():
-                alike[layout, state[name].dtype.itemsize, state[name].trainable] += 1
+            alike = Counter(
+                (layout, state[name].dtype.itemsize, state[name].trainable)
+                for name, layout in layouts.items()
+            )
             grid = self.shardings[stages[0]].grid
-            known = self._held[tuple(stages)] = [
+            self._held[key] = [
                 self._held_at(place, grid, alike) for place in range(grid.num_devices)
             ]
-        return known
+        return self._held[key]
 
     def _held_at(
         self, place: int, grid: Grid, alike: Mapping[tuple[Layout, int, bool], int]
     ) -> HeldBytes:
-        """`alike`: how many parameters lie so, have entries of so many bytes, and are trained or
-        not.
-        """
+        """`alike`: number of parameters by (layout, bytes of an entry, whether it is trained)."""
         parameters = trained = largest = shared = 0
         for (layout, entry_bytes, is_trained), number in alike.items():
             one = entry_bytes * layout.local_count(grid, place)
             parameters += number * one
             if is_trained:
-                trained = trained + number * one
+                trained += number * one
                 largest = max(largest, one)
-                shared += (
-                    number
-                    * one
-                    * (self.placement.num_replicas > 1 or len(layout.same_places(grid, place)) > 1)
-                )
+                if self.placement.num_replicas > 1 or len(layout.same_places(grid, place)) > 1:
+                    shared += number * one
         return HeldBytes(parameters, trained, largest, shared)
 
     def on_device(self, stage: int) -> OnDevice:
-        """Sizes of the values of a stage, and its exchanges, on one device."""
+        """Sizes of the values of a stage, and its redistributions, on one device."""
         if stage not in self._on_device:
             self._on_device[stage] = OnDevice(
                 self.spaces[stage], self.shardings[stage], self.num_samples
@@ -101,41 +147,38 @@ class Split:
         return self._on_device[stage]
 
     def records(self) -> tuple[StageSharding, ...]:
+        """The shardings as the plan holds them."""
         return tuple(
             StageSharding.of(stage, sharding, self.num_samples)
             for stage, sharding in sorted(self.shardings.items())
         )
 
     def gathering_again(self) -> Split:
-        """The same with less kept for backward: what is gathered in forward is gathered once more
+        """The same with less saved for backward: what forward gathers is gathered once more
         there.
         """
-        shardings = {
-            stage: replace(each, keeps_gathered=False, seconds=each.seconds + each.gathered.seconds)
-            for stage, each in self.shardings.items()
-        }
-        saved = max(
-            each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes
-            for each in self.shardings.values()
-        )
+        shardings = {}
+        saved_bytes = 0.0
+        for stage, each in self.shardings.items():
+            seconds = each.seconds + each.gathered.seconds
+            shardings[stage] = replace(each, keeps_gathered=False, seconds=seconds)
+            gathered = each.gathered.fixed_bytes + self.num_samples * each.gathered.sample_bytes
+            saved_bytes = max(saved_bytes, gathered)
         more_s = sum(each.gathered.seconds for each in self.shardings.values())
-        figures = (
-            f"saves up to {human_bytes(saved)} on a device for {human_seconds(more_s)} more a "
-            "micro-batch"
-        )
         decision = Decision(
             "gathered tensors",
             "gathered again in backward",
-            f"memory asks for it, or the config: {figures}",
+            f"memory asks for it, or the config: saves up to {human_bytes(saved_bytes)} on a device "
+            f"for {human_seconds(more_s)} more a micro-batch",
         )
         return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
 
     def notes(self) -> list[str]:
-        return [
-            note
-            for stage, sharding in sorted(self.shardings.items())
-            for note in _notes(stage, sharding)
-        ]
+        """Sentences for the user, of all stages."""
+        found = []
+        for stage, sharding in sorted(self.shardings.items()):
+            found += _notes(stage, sharding)
+        return found
 
 
 def _notes(stage: int, sharding: Sharding) -> list[str]:

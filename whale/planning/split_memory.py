@@ -22,8 +22,7 @@ from whale.costs.saved import Kept
 from whale.planning.grid_room import most_exchanged, room_on_grid
 from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
-from whale.planning.split import Split
-from whale.planning.split_stages import together_seconds
+from whale.planning.split import Split, together_seconds
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
 from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.grid import AXES
