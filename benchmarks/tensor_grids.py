@@ -37,7 +37,7 @@ from whale.lowering.exchange import Groups, sent
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
-from whale.sharding.exchange_plan import plan_exchange
+from whale.sharding.redistribution import plan_redistribution
 
 NUM_RANKS = 8
 GRIDS = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8))
@@ -167,11 +167,11 @@ def kind(
     y = (Cut(m), Cut(n))
     stored = Layout(w, ((rows,), (columns, "z")), stored=frozenset("z"))
     plan = LinearPlan(
-        plan_exchange(
+        plan_redistribution(
             Layout(x, (("z", rows), (columns,))), Layout(x, (("z",), (columns,))), grid, place
         ),
-        plan_exchange(stored, Layout(w, ((rows,), (columns,))), grid, place),
-        plan_exchange(
+        plan_redistribution(stored, Layout(w, ((rows,), (columns,))), grid, place),
+        plan_redistribution(
             Layout(y, (("z",), (rows,)), frozenset(columns)),
             Layout(y, (("z", columns), (rows,))),
             grid,

@@ -21,8 +21,8 @@ from whale.lowering import sharded_ops as ops
 from whale.lowering.exchange import Groups, exchange, sent
 from whale.plans.grid import AXES, Grid
 from whale.plans.layout import Cut, Layout, whole
-from whale.sharding import exchange_plan
-from whale.sharding.exchange_plan import plan_exchange
+from whale.sharding import redistribution
+from whale.sharding.redistribution import plan_redistribution
 
 NUM_RANKS = 8
 GRIDS = [
@@ -81,7 +81,7 @@ def check_exchange(
     place = dist.get_rank()
     draw = np.random.default_rng(3)
     value, gradient = (draw.integers(-9, 9, source.shape).astype(float) for _ in range(2))
-    plan = plan_exchange(source, target, grid, place, backend=backend)
+    plan = plan_redistribution(source, target, grid, place, backend=backend)
     x = torch.from_numpy(local_parts(value, source, grid)[place]).requires_grad_()
     sent.reset()
     y = exchange(x, plan, groups)
@@ -109,15 +109,15 @@ def exchange_cases(groups: Groups) -> Iterator[tuple[str, str]]:
         shape = tuple(draw.choice([0, 1, 4, 6, 12]) for _ in range(draw.choice([0, 1, 2, 3])))
         pairs.append((random_layout(draw, shape), random_layout(draw, shape), draw.choice(GRIDS)))
     yield "all_to_all", "; ".join(filter(None, (check_exchange(*pair, groups) for pair in pairs)))
-    before = exchanges.PEER_TO_PEER_FROM_BYTES, exchange_plan.TWO_STEPS_FROM
+    before = exchanges.PEER_TO_PEER_FROM_BYTES, redistribution.TWO_STEPS_FROM
     try:
-        exchanges.PEER_TO_PEER_FROM_BYTES = exchange_plan.TWO_STEPS_FROM = 0
+        exchanges.PEER_TO_PEER_FROM_BYTES = redistribution.TWO_STEPS_FROM = 0
         yield (
             "peer_to_peer",
             "; ".join(filter(None, (check_exchange(*pair, groups) for pair in pairs))),
         )
     finally:
-        exchanges.PEER_TO_PEER_FROM_BYTES, exchange_plan.TWO_STEPS_FROM = before
+        exchanges.PEER_TO_PEER_FROM_BYTES, redistribution.TWO_STEPS_FROM = before
     yield "even_collectives", "; ".join(even_collectives(groups))
 
 
@@ -137,7 +137,7 @@ def even_collectives(groups: Groups) -> Iterator[str]:
             ]:
                 draw = np.random.default_rng(3)
                 value = draw.integers(-9, 9, same.shape).astype(float)
-                (step,) = plan_exchange(
+                (step,) = plan_redistribution(
                     source, target, grid, dist.get_rank(), backend="nccl"
                 ).forward
                 x = torch.from_numpy(local_parts(value, source, grid)[dist.get_rank()])
@@ -165,7 +165,7 @@ def types_of_tensors(groups: Groups) -> str:
                 torch.from_numpy(local_parts(value, layout, grid)[place]).to(dtype)
                 for layout in (rows, target)
             )
-            found = exchange(next(parts), plan_exchange(rows, target, grid, place), groups)
+            found = exchange(next(parts), plan_redistribution(rows, target, grid, place), groups)
             expected = next(parts)
             if found.dtype != dtype or not torch.equal(
                 found.to(torch.complex64), expected.to(torch.complex64)
@@ -194,7 +194,7 @@ def same_bits(groups: Groups) -> float:
     for limit in (0, 1 << 30):
         before = exchanges.PEER_TO_PEER_FROM_BYTES
         exchanges.PEER_TO_PEER_FROM_BYTES = limit
-        (step,) = plan_exchange(same.conjugate(grid), same, grid, dist.get_rank()).forward
+        (step,) = plan_redistribution(same.conjugate(grid), same, grid, dist.get_rank()).forward
         first = exchanges.start(a, step, groups)
         second = exchanges.start(b, step, groups)
         exchanges.PEER_TO_PEER_FROM_BYTES = before

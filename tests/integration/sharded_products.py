@@ -20,8 +20,8 @@ from whale.lowering.exchange import Groups, sent
 from whale.lowering.overlap import overlap
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
-from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.exchange_steps import ExchangePlan
+from whale.sharding.redistribution import plan_redistribution
+from whale.sharding.redistribution_steps import Redistribution
 
 
 def part(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
@@ -87,9 +87,9 @@ def one_linear(
     y_layout = Layout(y_cut, (("z", columns), (rows,)))
     b_layout = Layout((Cut(n),), ((rows,),))
     plan = ops.LinearPlan(
-        plan_exchange(x_layout, x_used, grid, place),
-        plan_exchange(w_layout, w_used, grid, place),
-        plan_exchange(y_product, y_layout, grid, place),
+        plan_redistribution(x_layout, x_used, grid, place),
+        plan_redistribution(w_layout, w_used, grid, place),
+        plan_redistribution(y_product, y_layout, grid, place),
         *way,
     )
     local = part(x, x_layout, grid), part(w, w_layout, grid), part(b, b_layout, grid)
@@ -234,7 +234,7 @@ class Exchanged(torch.nn.Module):
 
     is_gather = True
 
-    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, plan: Redistribution, groups: Groups) -> None:
         super().__init__()
         self.plan = plan
         self.groups = groups
@@ -259,16 +259,16 @@ def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModul
             torch.nn.Parameter(part(numbers(width, width, seed=number), weight, grid).detach()),
         )
         plans = [
-            plan_exchange(
+            plan_redistribution(
                 Layout(cuts, (("z", rows), (columns,))),
                 Layout(cuts, (("z",), (columns,))),
                 grid,
                 place,
             ),
-            plan_exchange(
+            plan_redistribution(
                 weight, replace(weight, axes=((rows,), (columns,)), stored=frozenset()), grid, place
             ),
-            plan_exchange(
+            plan_redistribution(
                 Layout(cuts, (("z",), (rows,)), frozenset(columns)),
                 Layout(cuts, (("z", columns), (rows,))),
                 grid,

@@ -25,8 +25,8 @@ from whale.capture.kinds import op_name
 from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
 from whale.plans.sharding import Sharding, StageSharding
-from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.operation import SAME
+from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
 

@@ -16,11 +16,11 @@ from tests.layout_parts import index, local_parts, meaning, picked
 from tests.thorough import many
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
-from whale.sharding import exchange_plan
+from whale.sharding import redistribution
 from whale.sharding.describe import layout_of
-from whale.sharding.exchange_costs import sent_bytes
-from whale.sharding.exchange_plan import Step, plan_exchange
 from whale.sharding.operation import PARTIAL, SAME
+from whale.sharding.redistribution import Step, plan_redistribution
+from whale.sharding.redistribution_costs import sent_bytes
 
 
 @st.composite
@@ -91,9 +91,9 @@ def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
 def run_plans(
     source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray], backend: str = "gloo"
 ) -> list[np.ndarray]:
-    hops = exchange_plan.route(source, target, grid, backend)
+    hops = redistribution.route(source, target, grid, backend)
     for first, second in zip(hops, hops[1:]):
-        change = exchange_plan._Change(first, second, grid)
+        change = redistribution._Hop(first, second, grid)
         parts = simulate([change.step(place) for place in range(grid.num_devices)], parts)
     return parts
 
@@ -113,8 +113,8 @@ def test_every_device_ends_with_what_the_target_layout_says(case) -> None:
 def test_large_sums_in_two_steps(case) -> None:
     grid, source, target = case
     value = np.random.default_rng(1).integers(-9, 9, source.shape).astype(float)
-    before = exchange_plan.TWO_STEPS_FROM
-    exchange_plan.TWO_STEPS_FROM = 0
+    before = redistribution.TWO_STEPS_FROM
+    redistribution.TWO_STEPS_FROM = 0
     try:
         assert np.array_equal(
             meaning(
@@ -123,14 +123,14 @@ def test_large_sums_in_two_steps(case) -> None:
             value,
         )
     finally:
-        exchange_plan.TWO_STEPS_FROM = before
+        redistribution.TWO_STEPS_FROM = before
 
 
 @given(cases())
 @settings(max_examples=many(1000), deadline=None)
 def test_plans_of_all_places_fit_together_and_backward_is_the_transpose_in_bytes(case) -> None:
     grid, source, target = case
-    plans = [plan_exchange(source, target, grid, place) for place in range(grid.num_devices)]
+    plans = [plan_redistribution(source, target, grid, place) for place in range(grid.num_devices)]
     for place, plan in enumerate(plans):
         for step in (*plan.forward, *plan.backward):
             assert not step.places or place in step.places
@@ -167,7 +167,7 @@ def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
         held[index(source, grid, place)] = True
         least += int((needed & ~held).sum())
     plans = [
-        plan_exchange(source, target, grid, place, backward=False)
+        plan_redistribution(source, target, grid, place, backward=False)
         for place in range(grid.num_devices)
     ]
     assert sum(plan.num_sent for plan in plans) == least
@@ -177,7 +177,7 @@ def test_without_sums_nothing_is_sent_that_the_receiver_has(case) -> None:
 @settings(max_examples=many(1000), deadline=None)
 def test_elements_sent_are_counted_without_listing_the_messages(case) -> None:
     grid, source, target = case
-    change = exchange_plan._Change(source, target, grid)
+    change = redistribution._Hop(source, target, grid)
     assert [change.num_sent(place) for place in range(grid.num_devices)] == [
         sum(block.count for block in change.step(place).sends if block.place != place)
         for place in range(grid.num_devices)
@@ -204,14 +204,14 @@ def test_bytes_of_the_collectives(g) -> None:
         (partial, same, "all-reduce", (g - 1) * n),
         (shard, Layout(cuts, ((), ("y",))), "all-to-all", None),
     ]:
-        (step,) = plan_exchange(source, target, grid, 1).forward
+        (step,) = plan_redistribution(source, target, grid, 1).forward
         assert step.pattern == pattern and step.places == (
             tuple(range(g)) if pattern != "local" else ()
         )
         assert sent is None or step.num_sent == sent
     assert (
-        plan_exchange(same, same, grid, 0).is_identity
-        and plan_exchange(partial, partial, grid, 1).is_identity
+        plan_redistribution(same, same, grid, 0).is_identity
+        and plan_redistribution(partial, partial, grid, 1).is_identity
     )
 
 
@@ -219,7 +219,7 @@ def test_a_large_all_reduce_scatters_and_gathers() -> None:
     grid = Grid(1, 4, 1)
     cuts = (Cut(1024), Cut(512))
     same = whole(cuts)
-    plan = plan_exchange(same.conjugate(grid), same, grid, 2)
+    plan = plan_redistribution(same.conjugate(grid), same, grid, 2)
     assert (
         [step.pattern for step in plan.forward]
         == ["reduce-scatter", "gather"]
@@ -228,11 +228,11 @@ def test_a_large_all_reduce_scatters_and_gathers() -> None:
     assert plan.num_sent == 4 * 3 * 1024 * 512 // 4
     assert [
         step.pattern
-        for step in plan_exchange(same.conjugate(grid), same, grid, 2, backend="nccl").forward
+        for step in plan_redistribution(same.conjugate(grid), same, grid, 2, backend="nccl").forward
     ] == ["all-reduce"]
     uneven = Grid(1, 4, 1, work={"y": (3, 1, 1, 1)})
     assert (
-        plan_exchange(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2)
+        plan_redistribution(same.conjugate(uneven), Layout(cuts, (("y",), ())), uneven, 2)
         .forward[0]
         .pattern
         == "all-to-all"
@@ -247,7 +247,7 @@ def test_a_sum_that_moves_is_summed_first() -> None:
     cuts = (Cut(1024), Cut(512))
     n = 1024 * 512
     plans = [
-        plan_exchange(
+        plan_redistribution(
             Layout(cuts, ((), ("y",)), frozenset("x")), Layout(cuts, ((), ("x",))), grid, place
         )
         for place in range(4)
@@ -263,7 +263,7 @@ def test_equal_holders_on_the_own_line_send() -> None:
     grid = Grid(2, 2, 1)
     cuts = (Cut(8),)
     for place in range(4):
-        (step,) = plan_exchange(
+        (step,) = plan_redistribution(
             Layout(cuts, (("x",),)), whole(cuts), grid, place, backward=False
         ).forward
         assert step.places == grid.line(place, ["x"]) and step.num_sent == 4
@@ -272,19 +272,19 @@ def test_equal_holders_on_the_own_line_send() -> None:
 def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:
     grid = Grid(1, 1, 4)
     cuts = (Cut(16), Cut(3))
-    plan = plan_exchange(Layout(cuts, (("z",), ())), whole(cuts), grid, 1)
+    plan = plan_redistribution(Layout(cuts, (("z",), ())), whole(cuts), grid, 1)
     assert (
         plan.forward[0].is_in_order
         and plan.forward[0].is_made_of_runs
         and plan.backward[0].leaves_in_order
     )
-    columns = plan_exchange(Layout(cuts, ((), ("z",))), whole(cuts), grid, 1)
+    columns = plan_redistribution(Layout(cuts, ((), ("z",))), whole(cuts), grid, 1)
     assert not columns.forward[0].is_in_order
 
 
 def test_different_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4,\) before and \(5,\) after"):
-        plan_exchange(whole([Cut(4)]), whole([Cut(5)]), Grid(1, 2, 1), 0)
+        plan_redistribution(whole([Cut(4)]), whole([Cut(5)]), Grid(1, 2, 1), 0)
 
 
 PLACEMENTS = list(product([SAME, PARTIAL, 0, 1], repeat=3))
@@ -301,7 +301,7 @@ def test_costs_are_the_bytes_of_the_plan(source) -> None:
         if any(after == PARTIAL != before for before, after in zip(source, target)):
             continue
         layouts = [layout_of(cuts, dict(zip("xyz", lying))) for lying in (source, target)]
-        plans = [plan_exchange(*layouts, grid, place, backward=False) for place in range(8)]
+        plans = [plan_redistribution(*layouts, grid, place, backward=False) for place in range(8)]
         counted = max(plan.num_sent for plan in plans) / prod(layouts[0].shape)
         said = sum(sent_bytes(1.0, source, target, (2, 2, 2), gradient=False))
         if PARTIAL in source:

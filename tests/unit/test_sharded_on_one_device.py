@@ -22,9 +22,9 @@ from whale.plans.grid import Grid
 from whale.plans.layout import Cut, whole
 from whale.sharding.describe import layout_of
 from whale.sharding.emit import Special
-from whale.sharding.exchange_steps import ExchangePlan
 from whale.sharding.local import local_call
 from whale.sharding.operation import Shapes
+from whale.sharding.redistribution_steps import Redistribution
 
 ALONE = Line(1, 0, None)
 FIRST = 2
@@ -61,7 +61,7 @@ def test_numbers_that_do_not_exist_are_refused_by_every_device(wrong: int) -> No
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_linear_layer_under_autocast(keep: bool) -> None:
     layout = layout_of((), {})
-    nothing = ExchangePlan(layout, layout, (), ())
+    nothing = Redistribution(layout, layout, (), ())
     plan = LinearPlan(nothing, nothing, nothing, keep=keep)
     tensors = [
         torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)

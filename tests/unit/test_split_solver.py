@@ -28,9 +28,9 @@ from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
 from whale.sharding.eliminate import Tables
 from whale.sharding.emit import emit
-from whale.sharding.exchange_costs import GridCosts
-from whale.sharding.exchange_plan import plan_exchange
 from whale.sharding.reasons import with_reasons
+from whale.sharding.redistribution import plan_redistribution
+from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import solve
 from whale.sharding.space import Space
 
@@ -156,7 +156,7 @@ class Counted(Nothing):
         self.elements = 0
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
-        plan = plan_exchange(source, target, self.grid, place, backward=gradient)
+        plan = plan_redistribution(source, target, self.grid, place, backward=gradient)
         self.elements += sum(step.num_sent for step in (*plan.forward, *plan.backward))
         return nn.Identity()
 

@@ -27,8 +27,8 @@ from whale.lowering.sharded_random import Draw, drawing
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.sharding.emit import Special
-from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.exchange_steps import ExchangePlan
+from whale.sharding.redistribution import plan_redistribution
+from whale.sharding.redistribution_steps import Redistribution
 
 if TYPE_CHECKING:
     from whale.distributed.ranks import Ranks
@@ -105,7 +105,7 @@ class RealCommunication:
     backend: str
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
-        plan = plan_exchange(
+        plan = plan_redistribution(
             source, target, self.grid, place, backend=self.backend, backward=gradient
         )
         places = range(self.grid.num_devices)
@@ -134,7 +134,7 @@ class RealCommunication:
 class Exchange(nn.Module):
     """Brings its argument into another layout."""
 
-    def __init__(self, plan: ExchangePlan, groups: Groups, is_gather: bool = False) -> None:
+    def __init__(self, plan: Redistribution, groups: Groups, is_gather: bool = False) -> None:
         """`is_gather`: nothing is summed, every device has something, and none has less of it
         afterwards.
         """

@@ -1,4 +1,4 @@
-"""Changes of layout on real tensors: the messages of an `ExchangePlan`, forward and backward.
+"""Changes of layout on real tensors: the messages of an `Redistribution`, forward and backward.
 
 What is differentiated is the sum of all devices' losses, so the backward of an exchange is the
 exchange of the gradient between the conjugate layouts (docs/split.md, line 1). Both are planned
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.dtypes import in_memory, is_differentiable
-from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step, in_order
+from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step, in_order
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """places of the grid, in order -> process group of their ranks, in the same order"""
@@ -49,7 +49,7 @@ class Sent:
 sent = Sent()
 
 
-def exchange(x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
+def exchange(x: Tensor, plan: Redistribution, groups: Groups) -> Tensor:
     """x in the plan's target layout; contiguous. x: this place's part in the source layout."""
     if plan.is_identity:
         return x
@@ -59,7 +59,7 @@ def exchange(x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: ExchangePlan, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: Redistribution, groups: Groups) -> Tensor:
         ctx.plan = plan
         ctx.groups = groups
         return _fresh(run(x, plan.forward, groups), x)

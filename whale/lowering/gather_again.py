@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from whale.lowering.exchange import Groups, run
-from whale.sharding.exchange_steps import ExchangePlan
+from whale.sharding.redistribution_steps import Redistribution
 
 
 class Gathered:
     """One gather that can be repeated."""
 
-    def __init__(self, source: Tensor, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, source: Tensor, plan: Redistribution, groups: Groups) -> None:
         self.source = source.detach()
         self.plan = plan
         self.groups = groups

@@ -25,8 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from whale.lowering.exchange import Groups
 from whale.lowering.gather_again import Gathered, begin_watching, end_watching, note_gathered
 from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
-from whale.sharding.exchange_plan import plan_nothing
-from whale.sharding.exchange_steps import ExchangePlan
+from whale.sharding.redistribution import plan_nothing
+from whale.sharding.redistribution_steps import Redistribution
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ class Underway:
     beginning.
     """
 
-    def __init__(self, plan: ExchangePlan, groups: Groups) -> None:
+    def __init__(self, plan: Redistribution, groups: Groups) -> None:
         self.plan = plan
         self.groups = groups
         self.way: Under | None = None
@@ -54,7 +54,7 @@ class Underway:
 class Begin(nn.Module):
     """Sends what has to be sent; `end_exchange` gives the result."""
 
-    def __init__(self, plan: ExchangePlan, groups: Groups, again: bool) -> None:
+    def __init__(self, plan: Redistribution, groups: Groups, again: bool) -> None:
         super().__init__()
         self.plan = plan
         self.groups = groups
@@ -152,12 +152,12 @@ def overlap(module: GraphModule, keep: bool = True) -> None:
     module.recompile()
 
 
-def _plan(module: GraphModule, node: Any) -> ExchangePlan | None:
+def _plan(module: GraphModule, node: Any) -> Redistribution | None:
     """Of a node that calls an exchange."""
     if not isinstance(node, Node) or node.op != "call_module":
         return None
     plan: Any = getattr(module.get_submodule(str(node.target)), "plan", None)
-    return plan if isinstance(plan, ExchangePlan) else None
+    return plan if isinstance(plan, Redistribution) else None
 
 
 def _fuse(module: GraphModule, node: Node, keep: bool) -> None:

@@ -25,16 +25,16 @@ from torch import Tensor
 
 from whale.dtypes import in_memory
 from whale.lowering.exchange import Groups, Pending, run, sent, start
-from whale.sharding.exchange_steps import ExchangePlan, Step
+from whale.sharding.redistribution_steps import Redistribution, Step
 
 
 @dataclass(frozen=True)
 class LinearPlan:
     """The exchanges around one product."""
 
-    x: ExchangePlan
-    weight: ExchangePlan
-    y: ExchangePlan
+    x: Redistribution
+    weight: Redistribution
+    y: Redistribution
     """the product's layout, a partial sum where K is cut, -> the layout of the result"""
     keep: bool = True
     """gathered x and w are kept for backward; otherwise they are gathered again there, which saves

@@ -35,9 +35,9 @@ from whale.plans.sharding import Sharding
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.emit import is_alike
-from whale.sharding.exchange_plan import plan_exchange
-from whale.sharding.exchange_steps import most_held
 from whale.sharding.operation import Option, Placement
+from whale.sharding.redistribution import plan_redistribution
+from whale.sharding.redistribution_steps import most_held
 from whale.sharding.space import Space
 
 Bytes = npt.NDArray[np.float64]
@@ -159,14 +159,15 @@ class OnDevice:
             or key[0][0] not in self.space.program.gradients
         ):
             return False
-        return plan_exchange(self.lies(key[0]), key[1], self.grid, 0).sends_back
+        return plan_redistribution(self.lies(key[0]), key[1], self.grid, 0).sends_back
 
     def _change(self, value: Value, target: Layout, is_fused: bool) -> Change:
         source = self.lies(value)
         gradient = value[0] in self.space.program.gradients
         places = range(self.grid.num_devices) if self.grid.work or self.grid.memory else (0,)
         plans = [
-            plan_exchange(source, target, self.grid, place, backward=gradient) for place in places
+            plan_redistribution(source, target, self.grid, place, backward=gradient)
+            for place in places
         ]
         return Change(
             before=self.size(value, source.largest_count(self.grid))

@@ -36,8 +36,8 @@ from whale.plans.layout import Cut, Layout, whole
 from whale.plans.plan import Decision
 from whale.plans.sharding import Sharding
 from whale.plans.virtual_devices import Placement, VirtualDevice
-from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.reasons import with_reasons
+from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space
 from whale.units import human_bytes, human_seconds

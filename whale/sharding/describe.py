@@ -15,8 +15,8 @@ from whale.plans.grid import AXES
 from whale.plans.layout import Cut, Layout
 from whale.plans.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.dims import Value
-from whale.sharding.exchange_costs import sent_bytes
 from whale.sharding.operation import PARTIAL, RULES, SAME, Option, Placement
+from whale.sharding.redistribution_costs import sent_bytes
 from whale.sharding.rules_elementwise import class_loss, pointwise_loss
 from whale.sharding.rules_products import TRAVEL, embedding
 from whale.sharding.space import Space, numel_bytes

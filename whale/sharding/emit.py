@@ -27,9 +27,9 @@ from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
-from whale.sharding.exchange_plan import TWO_STEPS_FROM
 from whale.sharding.local import local_call
 from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
+from whale.sharding.redistribution import TWO_STEPS_FROM
 from whale.sharding.space import Space
 
 SPECIAL = (

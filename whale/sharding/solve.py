@@ -31,8 +31,8 @@ from whale.plans.sharding import Sharding
 from whale.sharding.describe import describe
 from whale.sharding.dims import Value, value_of
 from whale.sharding.eliminate import Array, Tables, TooWide
-from whale.sharding.exchange_costs import GridCosts
 from whale.sharding.operation import Option, Placement
+from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.repeats import Repeats
 from whale.sharding.space import Space, StageProgram
 from whale.sharding.terms import Choice, Lying, Terms, output_of

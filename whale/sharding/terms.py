@@ -19,8 +19,8 @@ from whale.plans.grid import Grid
 from whale.plans.sharding import ORDER
 from whale.sharding.dims import Value
 from whale.sharding.eliminate import Array
-from whale.sharding.exchange_costs import GridCosts, sent_bytes
 from whale.sharding.operation import SAME, Option, Placement, Shapes
+from whale.sharding.redistribution_costs import GridCosts, sent_bytes
 from whale.sharding.row_numbers import LOCAL_FORMS, told
 from whale.sharding.space import Space, numel_bytes
 

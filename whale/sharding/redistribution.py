@@ -1,28 +1,28 @@
-"""Which part of a tensor goes from which device to which when its layout on a grid changes. Pure
-data: nothing is sent here.
+"""Redistribution: which part of a tensor goes from which device to which when its layout on a grid
+changes. Pure data: nothing is sent here.
 
-The value of an element is the sum of what the devices along the partial axes hold. What an exchange
-does along one axis, by the tensor's role there before and after it:
+The value of an element is the sum of what the devices along the partial axes hold. Along one axis a
+redistribution does, by the tensor's role there before and after it:
 
-    from \\ to    cut                      same              partial
-    cut          all-to-all (or nothing)  gather            pad with zeros, local
-    same         slice, local             nothing           mask: coordinate 0 keeps it, local                          (1)
-    partial      reduce-scatter           all-reduce        nothing
+    from \\ to    cut                       same         partial
+    cut          all-to-all (or nothing)   all-gather   pad with zeros, local                   (1)
+    same         slice, local              nothing      mask: coordinate 0 keeps it, local
+    partial      reduce-scatter            all-reduce   nothing
 
 For a receiver r the senders are the devices that agree with r on every axis where nothing has to
 move:
 
-    senders(r) = { s : s_q = r_q on every axis q that is same before, or partial after, the exchange }                  (2)
+    senders(r) = { s : s_q = r_q on every axis q that is same before, or partial after, it }    (2)
 
 An element's coordinates on the axes that cut it are fixed, so along them exactly one sender has it;
-along the partial axes that are summed all have a term. Where a device already has what it needs it
-is its own sender, and of several equal holders the one on r's own line sends: nobody receives what
-it has, nobody receives anything twice. Terms are added in the order of the places, so all receivers
-of an element get the same bits.
+along the partial axes that are reduced all have a term. Where a device already has what it needs it
+is its own sender, and of several equal holders the one in r's own subgroup sends: nobody receives
+what it has, nobody receives anything twice. Terms are added in the order of the places, so all
+receivers of an element get the same bits.
 
-A large all-reduce is a reduce-scatter and a gather when these send less:
+A large all-reduce is a reduce-scatter and an all-gather when these send less:
 
-    direct (g - 1) n          in two steps 2 (g - 1) n / g                                                              (3)
+    direct (g - 1) n          in two steps 2 (g - 1) n / g                                      (3)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from math import prod
 
 from whale.plans.grid import Grid, Interval
 from whale.plans.layout import Layout, whole
-from whale.sharding.exchange_steps import Block, ExchangePlan, Ranges, Step
+from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step
 
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3
@@ -41,11 +41,11 @@ GB/s (research/tensor3d.md 4.3)
 """
 
 _sent_cache: dict[tuple[object, ...], int] = {}
-_plan_cache: dict[tuple[object, ...], ExchangePlan] = {}
-"""layers that are alike have the same exchanges"""
+_plan_cache: dict[tuple[object, ...], Redistribution] = {}
+"""equal layers have equal redistributions"""
 
 
-def plan_exchange(
+def plan_redistribution(
     source: Layout,
     target: Layout,
     grid: Grid,
@@ -53,13 +53,13 @@ def plan_exchange(
     *,
     backend: str = "gloo",
     backward: bool = True,
-) -> ExchangePlan:
+) -> Redistribution:
     """What the device at `place` does to turn one layout into another, and its gradient back.
     `backend`: gloo or nccl.
     """
     if source.shape != target.shape:
         raise ValueError(
-            f"an exchange keeps the tensor: its shape is {source.shape} before and {target.shape} "
+            f"a redistribution keeps the tensor: its shape is {source.shape} before and {target.shape} "
             "after"
         )
     key = (source, target, *_of_grid(grid), place, backend, backward, TWO_STEPS_FROM)
@@ -80,9 +80,9 @@ def _of_grid(grid: Grid) -> tuple[object, ...]:
 
 def _plan(
     source: Layout, target: Layout, grid: Grid, place: int, backend: str, backward: bool
-) -> ExchangePlan:
+) -> Redistribution:
     gradient = target.conjugate(grid), source.conjugate(grid)
-    return ExchangePlan(
+    return Redistribution(
         source,
         target,
         forward=_steps(source, target, grid, place, backend),
@@ -92,14 +92,14 @@ def _plan(
     )
 
 
-def plan_nothing() -> ExchangePlan:
-    """Of a tensor that stays as it is."""
-    return ExchangePlan(whole(()), whole(()), (), ())
+def plan_nothing() -> Redistribution:
+    """The plan for a tensor that stays as it is."""
+    return Redistribution(whole(()), whole(()), (), ())
 
 
 def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
-    """The layouts one after the other; one in between where that sends less, as in line (3). The
-    same on every device.
+    """The layouts that the tensor goes through: `source`, one in between where that sends less, as
+    in line (3), `target`. The same on every device.
     """
     summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
     if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
@@ -118,8 +118,8 @@ def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Lay
 
 
 def _between(source: Layout, target: Layout, grid: Grid, summed: Sequence[str]) -> Iterator[Layout]:
-    """Every element summed at one place first, in two ways: where it is needed, to be gathered
-    there; or where it is, to be moved then.
+    """Layouts in which every element is already reduced: at the place that needs it, to be gathered
+    there, or at the place that has it, to be moved then.
     """
     gathered = [axis for axis in summed if axis in target.same_on(grid)]
     moves = any(axis not in summed for axis in _moving_axes(source, target, grid))
@@ -137,19 +137,18 @@ def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str,
 
 
 # ---- one step
-# ---------------------------------------------------------------------------------------------------------
 
 
 def _steps(
     source: Layout, target: Layout, grid: Grid, place: int, backend: str
 ) -> tuple[Step, ...]:
     hops = route(source, target, grid, backend)
-    steps = [_Change(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
+    steps = [_Hop(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
     return tuple(step for step in steps if not step.is_identity)
 
 
-class _Change:
-    """From one layout to another in one step, for all places."""
+class _Hop:
+    """From one layout to another in one step, seen from all places."""
 
     def __init__(self, source: Layout, target: Layout, grid: Grid) -> None:
         self.source = source
@@ -169,7 +168,7 @@ class _Change:
         self._counts: dict[tuple[object, ...], int] = {}
 
     def _ranges_of(self, layout: Layout, place: int, dim: int) -> tuple[Interval, ...]:
-        """As `layout.ranges`, once for all places that have the same."""
+        """`layout.ranges`, computed once for all places that have the same."""
         key = (layout is self.source, dim, self._at(layout, place, dim))
         if key not in self._ranges:
             self._ranges[key] = layout.ranges(self.grid, place, dim)
@@ -197,38 +196,29 @@ class _Change:
         )
 
     def step(self, place: int) -> Step:
-        sends = [
-            (other, *parts)
-            for other in self._receivers(place)
-            if (parts := self.parts(place, other)) is not None
-        ]
-        received = [
-            (other, *parts)
-            for other in self._senders(place)
-            if (parts := self.parts(other, place)) is not None
-        ]
+        sends = []
         terms: dict[tuple[int, ...], list[Block]] = {}
-        for other, _, wanted in received:
-            terms.setdefault(self._term(other), []).append(Block(other, wanted))
-        line = self.grid.line(place, self.moving) if self.moving else ()
-        if not any(self.num_sent(member) for member in line):
-            line = ()
+        for other in self.grid.line(place, self.moving):  # line (2): to agree is mutual
+            leaving = self.parts(place, other)
+            if leaving is not None:
+                sends.append(Block(other, leaving[0]))
+            arriving = self.parts(other, place)
+            if arriving is not None:
+                terms.setdefault(self._term(other), []).append(Block(other, arriving[1]))
+        group = self.grid.line(place, self.moving) if self.moving else ()
+        if not any(self.num_sent(member) for member in group):
+            group = ()
+        counts = [self._count(self.source, member) for member in group]
+        counts += [self._count(self.target, member) for member in group]
         return Step(
             place=place,
-            places=line,
+            places=group,
             input_shape=self.source.local_shape(self.grid, place),
             shape=self.target.local_shape(self.grid, place),
-            sends=tuple(Block(other, held) for other, held, _ in sends),
+            sends=tuple(sends),
             terms=tuple(tuple(terms[key]) for key in sorted(terms)),
-            pattern=self._pattern(line) if line else "local",
-            largest=max(
-                (
-                    self._count(layout, member)
-                    for member in line
-                    for layout in (self.source, self.target)
-                ),
-                default=0,
-            ),
+            pattern=self._pattern(group) if group else "local",
+            largest=max(counts, default=0),
         )
 
     def num_sent(self, place: int) -> int:
@@ -281,37 +271,31 @@ class _Change:
             wanted.append(there)
         return tuple(held), tuple(wanted)
 
-    def _senders(self, receiver: int) -> tuple[int, ...]:
-        """Line (2); those that cannot have anything left out."""
-        return self.grid.line(receiver, self.moving)
-
-    _receivers = _senders  # to agree on an axis is mutual
-
     def _term(self, sender: int) -> tuple[int, ...]:
         return tuple(
             self.grid.coordinate(sender, axis) for axis in ("z", "y", "x") if axis in self.summed
         )
 
-    def _pattern(self, line: Sequence[int]) -> str:
-        """What a back-end can do in one even collective."""
-        inputs = {self._count(self.source, place) for place in line}
-        outputs = {self._count(self.target, place) for place in line}
+    def _pattern(self, group: Sequence[int]) -> str:
+        """The collective that does it where every device's part is equally large."""
+        inputs = {self._count(self.source, place) for place in group}
+        outputs = {self._count(self.target, place) for place in group}
         if len(inputs) > 1 or len(outputs) > 1 or self.masked or self.padded:
             return "all-to-all"
         held = inputs.pop()
         wanted = outputs.pop()
         num_terms = prod(self.grid.size(axis) for axis in self.summed)
-        if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(line):
+        if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(group):
             return "all-reduce"
-        if not self.summed and wanted == held * len(line):
+        if not self.summed and wanted == held * len(group):
             return "gather"
-        if num_terms == len(line) and held == wanted * len(line):
+        if num_terms == len(group) and held == wanted * len(group):
             return "reduce-scatter"
         return "all-to-all"
 
 
 def _is_plain_all_reduce(source: Layout, target: Layout, grid: Grid) -> bool:
-    """Cut alike; only partial axes become the same everywhere."""
+    """Whether both are cut alike, and only partial axes become the same everywhere."""
     if source.partial == target.partial or not target.partial <= source.partial:
         return False
     return replace(source, partial=frozenset()) == replace(target, partial=frozenset())
@@ -360,7 +344,7 @@ def _most_sent(source: Layout, target: Layout, grid: Grid) -> int:
     """Elements that the device that sends most sends in one step."""
     key = (source, target, *_of_grid(grid))
     if key not in _sent_cache:
-        change = _Change(source, target, grid)
+        change = _Hop(source, target, grid)
         _sent_cache[key] = max(change.num_sent(place) for place in range(grid.num_devices))
     return _sent_cache[key]
 

@@ -1,6 +1,6 @@
-"""What one device does in a change of layout, as data: parts of tensors, rounds of messages.
+"""What one device does in a redistribution, as data: parts of tensors, rounds of messages.
 
-`exchange_plan` makes it, `lowering/exchange` runs it.
+redistribution.py makes it, lowering/exchange.py runs it.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def most_held(steps: Sequence[Step]) -> int:
 
 
 @dataclass(frozen=True)
-class ExchangePlan:
+class Redistribution:
     """One device's part of a change of layout, and of the change of the gradient's layout on the
     way back.
     """
