@@ -38,7 +38,7 @@ from whale.scheduling import (
     even_costs,
     list_orders,
     simulate,
-    stages_without_input_part,
+    stages_without_input_gradient,
     wave_orders,
 )
 from whale.scheduling.compare import Question, chimera
@@ -111,7 +111,7 @@ def wave_steps(num_devices: int, message: float) -> tuple[dict[int, float], dict
             graph,
             message_s=message,
             memory_cap=num_devices,
-            unsplit=stages_without_input_part(graph),
+            unsplit=stages_without_input_gradient(graph),
         )
         paper[num_waves] = simulate(
             Schedule("wave", graph, num_devices, wave_orders(graph, num_devices)), costs

@@ -100,7 +100,7 @@ def whale_schedule(case: Case, num_waves: int) -> Schedule:
     graph = scheduling.StageGraph.chain(
         2 * num_waves * case.num_devices, wave(case.num_devices, num_waves)
     )
-    unsplit = scheduling.stages_without_input_part(graph)
+    unsplit = scheduling.stages_without_input_gradient(graph)
     costs = scheduling.even_costs(
         graph,
         case.forward_s,
@@ -115,7 +115,10 @@ def whale_schedule(case: Case, num_waves: int) -> Schedule:
 
 def ideal_costs(case: Case, graph: scheduling.StageGraph) -> Costs:
     return scheduling.even_costs(
-        graph, case.forward_s, case.backward_s, unsplit=scheduling.stages_without_input_part(graph)
+        graph,
+        case.forward_s,
+        case.backward_s,
+        unsplit=scheduling.stages_without_input_gradient(graph),
     )
 
 

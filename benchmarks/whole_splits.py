@@ -31,6 +31,7 @@ from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.plan import Plan, Stage
 from whale.plans.shares import even_shares
 from whale.plans.virtual_devices import VirtualDevice
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation import simulate
 from whale.simulation.simulate import figures_in
 
@@ -275,7 +276,8 @@ def _joined(parts: tuple[StageFigures, ...]) -> StageFigures:
         times[kind] = StageTimes(forward, inputs, weights)
     return StageFigures(
         times,
-        sum(part.kept_sample_bytes for part in parts),
-        0.0,
-        max(part.working_sample_bytes for part in parts),
+        ActionMemory(
+            saved=Bytes(sum(part.memory.saved.sample_bytes for part in parts)),
+            workspace=Bytes(max(part.memory.workspace.sample_bytes for part in parts)),
+        ),
     )

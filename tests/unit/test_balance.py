@@ -118,9 +118,9 @@ def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> 
     ).figures
     assert figures is not None
     (stage,) = figures.stages
-    assert stage.kept_sample_bytes == 4 * (100 + 6 * 50)
-    assert stage.working_sample_bytes == pytest.approx(
-        2 * 50 * 4 + INSIDE_OPERATIONS * stage.kept_sample_bytes
+    assert stage.memory.saved.sample_bytes == 4 * (100 + 6 * 50)
+    assert stage.memory.workspace.sample_bytes == pytest.approx(
+        2 * 50 * 4 + INSIDE_OPERATIONS * stage.memory.saved.sample_bytes
     )
 
 

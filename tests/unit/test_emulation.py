@@ -35,6 +35,7 @@ from whale.plans.samples import SampleMap
 from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares
 from whale.scheduling import Action, Kind, Schedule
 from whale.scheduling.action import backward, forward
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.simulate import figures_in
 from whale.simulation.sums import ring_s
 from whale.simulation.times import Times
@@ -96,7 +97,10 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
 
 
 def small_memory(room: int = 1000) -> Memory:
-    stages = (StageFigures({}, 10.0, 50.0, 5.0, weight_part_sample_bytes=30.0),)
+    memory = ActionMemory(
+        saved=Bytes(10.0, 50.0), weight_gradient=Bytes(30.0), workspace=Bytes(5.0)
+    )
+    stages = (StageFigures({}, memory),)
     states = (StateFigures((0,), 300, 200, 20),)
     network = Network(("cellar",), Link(1.0, 0.0), Link(1.0, 0.0))
     figures = Figures(
@@ -150,8 +154,8 @@ def test_an_update_takes_what_the_simulation_counts() -> None:
     """
     memory = small_memory(room=1047)
     stages = (
-        replace(memory.figures.stages[0], working_fixed_bytes=40.0),
-        replace(memory.figures.stages[0], working_fixed_bytes=900.0),
+        replace(memory.figures.stages[0], gradient_workspace_bytes=40.0),
+        replace(memory.figures.stages[0], gradient_workspace_bytes=900.0),
     )
     memory.figures = replace(memory.figures, stages=stages)
     memory.held = (replace(memory.held[0], stages=(0, 1)),)

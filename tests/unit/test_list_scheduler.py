@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
-import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,18 +18,18 @@ from whale.scheduling import (
     StageGraph,
     build,
     check,
-    choose,
     even_costs,
+    exchanges,
     list_orders,
     lower_bound,
     simulate,
-    stages_without_input_part,
+    stages_without_input_gradient,
 )
-from whale.scheduling.exchanges import Needs
+from whale.scheduling.event_loop import Jobs, Needs, run_in_order
 from whale.scheduling.list_pass import NEVER
 from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, Search
 from whale.scheduling.placement import Placement, loop, wave
-from whale.scheduling.problem import Jobs, Problem
+from whale.scheduling.problem import Problem
 
 MOST_NODES = 60_000
 """of the exact search; larger cases are left out"""
@@ -201,17 +201,11 @@ class FinishingSearch(Search):
         return NEVER
 
 
-class WholeRuns(Problem):
-    """After an exchange everything is run again."""
-
-    def run(
-        self,
-        jobs: Jobs,
-        durations: Sequence[float],
-        needs: Needs,
-        before: tuple[list[float], list[int]] | None = None,
-    ) -> tuple[list[float], list[int]]:
-        return super().run(jobs, durations, needs)
+def run_everything(
+    rows: Jobs, durations: Sequence[float], needs: Needs, *_: object
+) -> tuple[list[float], list[int]]:
+    """In the place of `exchanges._run_again`: after an exchange everything is run again."""
+    return run_in_order(rows, durations, needs)
 
 
 @settings(max_examples=slow_cases(45), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -232,9 +226,10 @@ def test_a_search_finds_the_same_without_its_short_cuts(
     )
     costs = replace(costs, action_s=action_s, memory_cap=caps)
     short = Search(Problem(graph, costs, count), None, tries)
-    whole = FinishingSearch(WholeRuns(graph, costs, count), None, tries)
+    whole = FinishingSearch(Problem(graph, costs, count), None, tries)
     found = short.run()
-    reference = whole.run()
+    with mock.patch.object(exchanges, "_run_again", run_everything):
+        reference = whole.run()
     assert (found.jobs, found.whole, found.time, found.peak) == (
         reference.jobs,
         reference.whole,
@@ -298,7 +293,7 @@ def test_a_wave_of_short_messages_on_two_kinds_of_devices() -> None:
             for a, b in graph.edges
         },
         action_s=0.25,
-        unsplit=stages_without_input_part(graph),
+        unsplit=stages_without_input_gradient(graph),
     )
     assert step_of(graph, costs, 8, split=True) <= 1.053 * lower_bound(graph, costs, 8)
 
@@ -337,8 +332,8 @@ def test_any_cap_of_one_micro_batch_or_more_gives_a_schedule_that_is_proved(
         for device in range(graph.num_devices)
     ]
     caps = tuple(one + data.draw(st.integers(0, 8)) for one in least)
-    unsplit = stages_without_input_part(graph) if data.draw(st.booleans()) else frozenset()
-    capped = replace(costs, activation=sizes, weight_part=kept, memory_cap=caps, unsplit=unsplit)
+    unsplit = stages_without_input_gradient(graph) if data.draw(st.booleans()) else frozenset()
+    capped = replace(costs, saved=sizes, weight_gradient=kept, memory_cap=caps, unsplit=unsplit)
     schedule = build("auto", graph, num_micro_batch, capped, tries=30)
     proof = check(schedule, costs=capped, require_channel_order=True)
     assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(proof.peak_memory, caps, strict=True))
@@ -381,7 +376,7 @@ def test_unlike_devices_wave_beats_1f1b_and_interleaved_on_the_same_cut() -> Non
             forward_s,
             forward_s,
             message_s,
-            activation=sizes,
+            saved=sizes,
             memory_cap=(8.0,) * num_devices,
         )
 
@@ -391,27 +386,3 @@ def test_unlike_devices_wave_beats_1f1b_and_interleaved_on_the_same_cut() -> Non
         steps[name] = simulate(build(name, graph, num_micro_batch, costs), costs).step_s
     assert steps["1f1b"] >= 1.2 * steps["auto"]
     assert steps["interleaved"] >= 1.2 * steps["auto"]
-
-
-def test_choose_takes_more_chunks_without_latency_and_fewer_with_it() -> None:
-    def stages_for(message_s: float, action_s: float) -> object:
-        def cut(placement: Placement) -> tuple[StageGraph, Costs] | None:
-            if len(placement) > 16:  # so many cuts and no more
-                return None
-            graph = StageGraph.chain(len(placement), placement)
-            return graph, even_costs(graph, message_s=message_s, action_s=action_s, memory_cap=4)
-
-        return cut
-
-    free = choose(4, 4, stages_for(0.0, 0.0), tries=60)  # type: ignore[arg-type]
-    assert (free.best.num_chunks, free.best.is_split) == (4, True)
-    assert free.best.timeline.step_s == pytest.approx(12 + 3 / 4)
-    dear = choose(4, 4, stages_for(3.0, 1.0), tries=60)  # type: ignore[arg-type]
-    assert dear.best.num_chunks == 1
-    assert max(candidate.num_chunks for candidate in free.candidates) == 4
-    assert "backward split: predicted 12.8 s" in free.reason
-    check(free.schedule, costs=free.costs, require_channel_order=True)
-    with pytest.raises(
-        ValueError, match=r"can be cut into stages for none of \[8\] chunks on each of 4 devices"
-    ):
-        choose(4, 4, stages_for(0.0, 0.0), chunks=(8,))  # type: ignore[arg-type]

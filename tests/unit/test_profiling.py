@@ -382,6 +382,6 @@ def test_gradients_that_came_in_stay_until_the_backward_is_over() -> None:
     assert plan.figures is not None
     stage = plan.figures.stages[0]
     assert (
-        stage.working_sample_bytes - INSIDE_OPERATIONS * stage.kept_sample_bytes
+        stage.memory.workspace.sample_bytes - INSIDE_OPERATIONS * stage.memory.saved.sample_bytes
         == pytest.approx(2 * 64 * 4)
     )

@@ -149,8 +149,8 @@ def test_deadlock_circle_is_caught_and_told() -> None:
     with pytest.raises(ScheduleError) as error:
         check(changed(schedule, 0, first))
     assert (
-        "deadlock: device 0 waits at `receive B 1>0.0`, device 1 waits at `receive F 0>1.1`, and "
-        "so on in a circle" in str(error.value)
+        "deadlock: device 0 never passes action 2 (receive B 1>0.0 from device 1), device 1 never "
+        "passes action 3 (receive F 0>1.1 from device 0), in a circle" in str(error.value)
     )
 
 

@@ -79,7 +79,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
         ),
         (
             ["--devices", "4", "--micro-batches", "4", "--memory", "0.5"],
-            "memory cap of 0.5, but one micro-batch alone keeps 1 there",
+            "memory cap of 0.5, but one micro-batch alone saves 1 there",
         ),
         (
             ["--devices", "4", "--micro-batches", "4", "--draw", "waev"],

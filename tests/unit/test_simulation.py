@@ -22,6 +22,7 @@ from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, Stat
 from whale.plans.plan import PLAN_FORMAT, Crossing, Plan, Stage
 from whale.plans.samples import SampleMap
 from whale.plans.virtual_devices import VirtualDevice
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.links import Links
 from whale.simulation.simulate import run
 from whale.simulation.sums import Sum, ring_s
@@ -50,7 +51,10 @@ def plan_of(
     ]
     number = num_stages * num_replicas
     stages = tuple(
-        StageFigures({"toy": StageTimes(Seconds(f), Seconds(i), Seconds(w))}, 10.0, 0.0, 1.0)
+        StageFigures(
+            {"toy": StageTimes(Seconds(f), Seconds(i), Seconds(w))},
+            ActionMemory(saved=Bytes(10.0), workspace=Bytes(1.0)),
+        )
         for f, i, w in times
     )
     figures = Figures(

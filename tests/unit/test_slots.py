@@ -132,7 +132,10 @@ def test_a_program_has_as_many_slots_as_boundary_tensors_in_flight(
     graph = StageGraph.chain(num_devices * num_chunks, place)
     cap = num_devices if name == "zero-bubble" else None
     costs = even_costs(
-        graph, message_s=0.1, memory_cap=cap, unsplit=scheduling.stages_without_input_part(graph)
+        graph,
+        message_s=0.1,
+        memory_cap=cap,
+        unsplit=scheduling.stages_without_input_gradient(graph),
     )
     counts = []
     for num_micro_batch in (2 * num_devices, 4 * num_devices):

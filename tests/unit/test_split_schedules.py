@@ -88,7 +88,7 @@ START = "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, "
         ),
         (
             START + "W1.1, I1.1, send B 1>0.1, W1.0, synchronise 1.0, update",
-            "`W1.1` on device 1 stands before `I1.1`: the weight part follows the input part",
+            "`W1.1` on device 1 stands before `I1.1`: the weight gradient follows the input gradient",
         ),
         (
             START + "send B 1>0.1, I1.1, W1.1, W1.0, synchronise 1.0, update",
@@ -132,18 +132,18 @@ def test_channels_that_differ_are_refused_when_they_must_be_in_order() -> None:
 def test_memory_is_proved_against_the_cap() -> None:
     graph = StageGraph.chain(2)
     # stage 1 keeps 3 after a forward and 5 between input and weight part, as with recompute
-    costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), activation=(2.0, 3.0), weight_part=(2.0, 5.0))
+    costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), saved=(2.0, 3.0), weight_gradient=(2.0, 5.0))
     # device 1: F 3, I 5, F 8, I 10, W 5, W 0
     assert check(by_hand(), costs=costs).peak_memory == (4.0, 10.0)
     assert simulate(by_hand(), costs).peak_memory == (4.0, 10.0)
     check(by_hand(), costs=replace(costs, memory_cap=(4.0, 10.0)))
     with pytest.raises(
         ScheduleError,
-        match=r"device 1 keeps activations of 10 at its peak, but its memory cap is 9.5",
+        match=r"device 1 holds activations of 10 at its peak, but its memory cap is 9.5",
     ):
         check(by_hand(), costs=replace(costs, memory_cap=(4.0, 9.5)))
     with pytest.raises(
-        ScheduleError, match="device 0 keeps activations of 3 at its peak, but its memory cap is 2"
+        ScheduleError, match="device 0 holds activations of 3 at its peak, but its memory cap is 2"
     ):
         build("gpipe", graph, 3, even_costs(graph, memory_cap=2))
 
@@ -155,7 +155,7 @@ def test_parts_that_need_more_memory_than_the_forward_stay_within_the_cap() -> N
     graph = StageGraph.chain(4, wave(2, 1))
     ones = (1.0,) * 4
     for cap in (2.0, 4.0, 9.0):
-        costs = Costs(ones, ones, ones, weight_part=(3.0,) * 4, memory_cap=(cap, cap))
+        costs = Costs(ones, ones, ones, weight_gradient=(3.0,) * 4, memory_cap=(cap, cap))
         check(build("auto", graph, 6, costs), costs=costs)
 
 
@@ -164,7 +164,7 @@ def test_memory_cap_below_one_micro_batch_is_refused(name: str) -> None:
     graph = StageGraph.chain(4, wave(2, 1))
     with pytest.raises(
         ValueError,
-        match=r"device 0 has a memory cap of 0.9, but one micro-batch alone keeps 1 there",
+        match=r"device 0 has a memory cap of 0.9, but one micro-batch alone saves 1 there",
     ):
         build(name, graph, 4, even_costs(graph, memory_cap=0.9))
 

@@ -1,9 +1,8 @@
-"""What autograd keeps from forward to backward: found by running operations on fake tensors and
-watching what they save.
+"""What autograd saves for backward: found by running operations on fake tensors and watching what
+they save.
 
-A *kept* storage is counted once in each stage, however many operations save it. Weights, buffers
-and the batch itself do not count: they are there anyway. What a stage receives and sends it keeps
-as well (`runtime/actions.py`).
+A storage is counted once in each stage, however many operations save it. Weights, buffers and the
+batch itself do not count: they are there anyway. What a stage receives and sends it holds as well (`runtime/actions.py`).
 
 Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`),
 and what it did is then written down for all others: which arguments it saves, which new storages it
@@ -27,36 +26,30 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast, fake_mode
 from whale.costs.costs import concrete_shape
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Bytes of one storage."""
-
-    sample_bytes: float
-    """for each sample"""
-    fixed_bytes: int
-    """the same for any number of samples"""
+from whale.scheduling.memory import NOTHING, Bytes, total
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Which storages each operation keeps, and which its result lies in."""
+    """Which storages each operation saves for backward, and which its result lies in."""
 
-    kept: tuple[Kept, ...]
+    storages: tuple[Bytes, ...]
+    """size of each storage"""
     of_node: Mapping[Node, frozenset[int]]
-    """indices into `kept`"""
+    """storages that each operation saves, as places in `storages`"""
     result_of_node: Mapping[Node, frozenset[int]]
+    """storages that the result of each operation lies in"""
 
     def total(
         self,
         operations: Iterable[Node],
         crossing: Iterable[Node] = (),
         regions: Mapping[Node, Hashable] | None = None,
-    ) -> Kept:
-        """Kept by these operations together, and the values that cross into or out of their stage.
+    ) -> Bytes:
+        """What these operations save together, and the values that cross into or out of their
+        stage.
 
-        `regions`: a region that is computed again keeps what enters it, and nothing else.
+        `regions`: a region that is recomputed saves what enters it, and nothing else.
         """
         regions = regions or {}
         found: set[int] = set()
@@ -72,26 +65,23 @@ class Saved:
             found |= self.result_of_node.get(node, frozenset())
         return self._bytes(found)
 
-    def largest_region(self, regions: Mapping[Node, Hashable]) -> Kept:
-        """What the region with most activations keeps while it is computed again."""
+    def largest_region(self, regions: Mapping[Node, Hashable]) -> Bytes:
+        """What the region with most activations saves while it is recomputed."""
         found: dict[Hashable, set[int]] = {}
         for node, region in regions.items():
             found.setdefault(region, set()).update(self.of_node.get(node, frozenset()))
         return max(
             map(self._bytes, found.values()),
-            key=lambda kept: kept.sample_bytes,
-            default=Kept(0.0, 0),
+            key=lambda size: size.sample_bytes,
+            default=NOTHING,
         )
 
-    def results(self, nodes: Iterable[Node]) -> Kept:
-        """Storages that hold these values."""
+    def results(self, nodes: Iterable[Node]) -> Bytes:
+        """Size of the storages that hold these values."""
         return self._bytes({i for node in nodes for i in self.result_of_node.get(node, ())})
 
-    def _bytes(self, found: Iterable[int]) -> Kept:
-        parts = [self.kept[i] for i in found]
-        return Kept(
-            sum(part.sample_bytes for part in parts), sum(part.fixed_bytes for part in parts)
-        )
+    def _bytes(self, found: Iterable[int]) -> Bytes:
+        return total(self.storages[i] for i in found)
 
 
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
@@ -228,7 +218,7 @@ class _Effects:
 
 
 class _Watch:
-    """Numbers the storages of a graph, and notes who keeps them."""
+    """Numbers the storages of a graph, and notes who saves them."""
 
     def __init__(self, captured: CapturedGraph, batch_size: int) -> None:
         self.captured = captured
@@ -285,19 +275,15 @@ class _Watch:
 
     def result(self) -> Saved:
         index: dict[int, int] = {}
-        kept: list[Kept] = []
+        sizes: list[Bytes] = []
         for number, (num_bytes, node) in enumerate(self.storages):
             if number in self.given:
                 continue
-            index[number] = len(kept)
-            has_samples = (
-                node is None
-                or not isinstance(node.meta.get("val"), Tensor)
-                or self._has_samples(node)
-            )
-            kept.append(
-                Kept(num_bytes / self.batch_size, 0) if has_samples else Kept(0.0, num_bytes)
-            )
+            index[number] = len(sizes)
+            if self._has_samples(node):
+                sizes.append(Bytes(num_bytes / self.batch_size))
+            else:
+                sizes.append(Bytes(fixed_bytes=num_bytes))
 
         def known(found: Mapping[Node, set[int]]) -> dict[Node, frozenset[int]]:
             return {
@@ -305,9 +291,12 @@ class _Watch:
                 for node, numbers in found.items()
             }
 
-        return Saved(tuple(kept), known(self.saved), known(self.results))
+        return Saved(tuple(sizes), known(self.saved), known(self.results))
 
-    def _has_samples(self, node: Node) -> bool:
+    def _has_samples(self, node: Node | None) -> bool:
+        """Whether a storage grows with the batch. Temporaries and lists are taken to do so."""
+        if node is None or not isinstance(node.meta.get("val"), Tensor):
+            return True
         return batch_dim(node, self.captured.batch_symbol) is not None
 
 

@@ -304,7 +304,10 @@ def _bytes_of_all_ranks(times: Times) -> float:
     in_flight = check(times.schedule).peak_in_flight
     for stage, figures in enumerate(times.figures.stages):
         total += (
-            in_flight[stage] * figures.kept_sample_bytes * plan.batch_size / plan.num_micro_batch
+            in_flight[stage]
+            * figures.memory.saved.sample_bytes
+            * plan.batch_size
+            / plan.num_micro_batch
         )
     return total
 

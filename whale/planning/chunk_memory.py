@@ -1,114 +1,122 @@
 """What the devices of a pipeline with several chunks hold, for any cut, before its stages and its
 schedule are there.
 
-Chunk k of a device keeps kept_k bytes of each of the f_k(t) micro-batches that it has in flight at
+Chunk k of a device saves saved_k bytes of each of the f_k(t) micro-batches that it has in flight at
 moment t of the order; beside that lie weights, gradients and optimizer state of all chunks, and the
 backward of one of them works:
 
-    held(device) = static + max over t of (sum over its chunks k of f_k(t) * kept_k) + largest room to work
-    over-full    = sum over devices of the square of (held / memory - 1), where that is above 0                          (1)
+    held(device) = static + max over t of (sum over its chunks k of f_k(t) * saved_k)
+                   + largest workspace
+    over-full    = sum over devices of the square of (held / memory - 1), where above 0          (1)
 
 A square, so that bytes that go from a full device to the next one, which passes them on, count as a
 gain on the way. Cuts are moved by this; whether a plan fits is decided later, by what its stages
-really keep (`drafter.py`).
+really save (`drafter.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from torch.fx import Node
 
-from whale.costs.backward_room import COPIES
+from whale.costs.backward_workspace import COPIES
 from whale.planning.cuts import Floats
 from whale.planning.workload import Workload
-from whale.scheduling import Action, Kind
-from whale.scheduling.action import ENDS_BACKWARD
+from whale.scheduling import Action
+from whale.scheduling.memory import in_flight, live
 
 
 @dataclass(frozen=True)
-class DeviceRoom:
+class Capacity:
     """The rank of a VirtualDevice with least memory for its samples."""
 
     memory_bytes: float
     num_samples: float
-    """of a micro-batch"""
+    """samples of a micro-batch on it"""
     part: float = 1.0
-    """of everything, on a grid"""
+    """its part of everything, on a grid"""
 
     def of_a_sample(self) -> float:
+        """Bytes that there are for each sample."""
         return self.memory_bytes / self.num_samples
 
 
 @dataclass(frozen=True)
-class OperationBytes:
-    """Of every operation, in order."""
+class Devices:
+    """The VirtualDevices of a pipeline."""
+
+    of_chunk: Sequence[int]
+    moments: Sequence[Floats]
+    """for every VirtualDevice: (moments, its chunks), micro-batches in flight"""
+    capacities: Sequence[Capacity]
+    """for every VirtualDevice"""
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """All chunks of a pipeline; arrays have an entry for each operation, in order."""
 
     static: Floats
-    """weights that it is the first to read, with gradients and optimizer state"""
-    kept: Floats
-    """for each sample"""
+    """weights that an operation is the first to read, with gradients and optimizer state"""
+    saved: Floats
+    """saved for backward, for each sample"""
     alive: Floats
-    """for each sample: what crosses a cut in front of it"""
-    work: Floats
-    """for each sample: while its backward runs"""
+    """what crosses a cut in front of the operation, for each sample; one entry more, at the end"""
+    workspace: Floats
+    """while the backward of the operation runs, for each sample"""
+    devices: Devices
 
     @staticmethod
     def of(
         workload: Workload,
         operations: Sequence[Node],
-        names_behind: Callable[[Node], Iterable[str]],
-        is_shared: bool,
-    ) -> OperationBytes:
-        """`is_shared`: gradients are summed over replicas."""
-        place = {node: index for index, node in enumerate(operations)}
+        static: Sequence[float],
+        devices: Devices,
+    ) -> ChunkMemory:
+        """`static`: `Workload.static_by_operation` of these operations."""
         size = np.array(
             [workload.costs[node].output_bytes / workload.batch_size for node in operations]
         )
-        change = np.zeros(len(operations) + 1)
+        place = {node: index for index, node in enumerate(operations)}
+        ranges = []
         for node, index in place.items():
-            change[index + 1] += size[index]
-            change[
-                max((place[user] for user in node.users if user in place), default=index) + 1
-            ] -= size[index]
-        kept = [
+            last = max((place[user] for user in node.users if user in place), default=index)
+            ranges.append((index + 1, last + 1, float(size[index])))
+        saved = [
             each.sample_bytes + each.fixed_bytes / workload.share
-            for each in workload.kept_by_operation(operations)
+            for each in workload.saved_by_operation(operations)
         ]
-        static = workload.static_by_operation(operations, names_behind, is_shared)
-        return OperationBytes(np.array(static), np.array(kept), np.cumsum(change), COPIES * size)
-
-
-@dataclass(frozen=True)
-class ChunkMemory:
-    """All chunks of a pipeline."""
-
-    operations: OperationBytes
-    device_of_chunk: Sequence[int]
-    in_flight: Sequence[Floats]
-    """of every VirtualDevice: (moments, its chunks)"""
-    rooms: Sequence[DeviceRoom]
-    """of every VirtualDevice"""
+        return ChunkMemory(
+            static=np.array(static),
+            saved=np.array(saved),
+            alive=np.array(live(ranges, len(operations) + 1, 0.0)),
+            workspace=COPIES * size,
+            devices=devices,
+        )
 
     def over_full(self, starts: Sequence[int]) -> float:
         """Line (1) for chunks that start at these operations."""
         found = 0.0
-        each = self.operations
-        bounds = list(pairwise((*starts, len(each.kept))))
-        for device, (moments, room) in enumerate(zip(self.in_flight, self.rooms, strict=True)):
-            own = [
-                bound
-                for bound, place in zip(bounds, self.device_of_chunk, strict=True)
-                if place == device
-            ]
-            static = sum(float(each.static[start:stop].sum()) for start, stop in own)
-            kept = np.array([each.kept[start:stop].sum() + each.alive[stop] for start, stop in own])
-            work = max(float(each.work[start:stop].max()) for start, stop in own)
-            held = room.part * (static + room.num_samples * (float((moments @ kept).max()) + work))
-            found += max(0.0, held / room.memory_bytes - 1.0) ** 2
+        bounds = list(pairwise((*starts, len(self.saved))))
+        for device, (moments, capacity) in enumerate(
+            zip(self.devices.moments, self.devices.capacities, strict=True)
+        ):
+            static = 0.0
+            saved = []
+            workspace = 0.0
+            for (start, stop), place in zip(bounds, self.devices.of_chunk, strict=True):
+                if place != device:
+                    continue
+                static += float(self.static[start:stop].sum())
+                saved.append(self.saved[start:stop].sum() + self.alive[stop])
+                workspace = max(workspace, float(self.workspace[start:stop].max()))
+            most_saved = float((moments @ np.array(saved)).max())
+            held = capacity.part * (static + capacity.num_samples * (most_saved + workspace))
+            found += max(0.0, held / capacity.memory_bytes - 1.0) ** 2
         return found
 
 
@@ -116,11 +124,4 @@ def moments_in_flight(order: Sequence[Action], stages: Sequence[int]) -> Floats:
     """(moments, stages): micro-batches that each of these stages of a device has in flight, all
     different combinations.
     """
-    place = {stage: index for index, stage in enumerate(stages)}
-    now = [0] * len(stages)
-    seen = set()
-    for action in order:
-        if action.kind is Kind.FORWARD or action.kind in ENDS_BACKWARD:
-            now[place[action.stage]] += 1 if action.kind is Kind.FORWARD else -1
-            seen.add(tuple(now))
-    return np.array(sorted(seen), dtype=np.float64)
+    return np.array(sorted(set(in_flight(order, stages)[1:])), dtype=np.float64)

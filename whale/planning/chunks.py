@@ -21,7 +21,7 @@ from whale.annotation import Strategy
 from whale.capture.kinds import Kind
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.planning.chunk_memory import ChunkMemory, DeviceRoom, OperationBytes, moments_in_flight
+from whale.planning.chunk_memory import Capacity, ChunkMemory, Devices, moments_in_flight
 from whale.planning.cuts import Floats
 from whale.planning.pipeline_cuts import costs_of_cut, crossing_seconds, slowest_pair
 from whale.planning.schedules import FIXED_ORDERS
@@ -158,17 +158,18 @@ class ChunkCuts:
         is_shared = any(
             len(device.ranks) * device.num_devices > 1 for device in self.placement.virtual_devices
         )
-        return ChunkMemory(
-            OperationBytes.of(self.workload, operations, names_behind, is_shared),
-            self.devices,
-            [
+        devices = Devices(
+            of_chunk=self.devices,
+            moments=[
                 moments_in_flight(order, graph.stages_of(device))
                 for device, order in enumerate(orders)
             ],
-            [self._room(device) for device in self.placement.virtual_devices],
+            capacities=[self._capacity(device) for device in self.placement.virtual_devices],
         )
+        static = self.workload.static_by_operation(operations, names_behind, is_shared)
+        return ChunkMemory.of(self.workload, operations, static, devices)
 
-    def _room(self, device: VirtualDevice) -> DeviceRoom:
+    def _capacity(self, device: VirtualDevice) -> Capacity:
         """Devices get samples in proportion to their speed; the places of a grid run on all of
         their replica, each on its part.
         """
@@ -177,14 +178,12 @@ class ChunkCuts:
         kinds = [self.cluster.devices[rank].kind for rank in ranks]
         memory = [float(kind.memory_bytes or np.inf) - self.workload.batch_bytes for kind in kinds]
         if device.grid is not None:
-            return DeviceRoom(
-                min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices
-            )
+            return Capacity(min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices)
         rates = np.array([kind.rate(self.config.dtype) for kind in kinds])
         samples = np.ceil(micro_batch * rates / rates.sum())
         return min(
-            (DeviceRoom(room, float(number)) for room, number in zip(memory, samples, strict=True)),
-            key=DeviceRoom.of_a_sample,
+            (Capacity(free, float(number)) for free, number in zip(memory, samples, strict=True)),
+            key=Capacity.of_a_sample,
         )
 
     def times(self, operations: Sequence[Node]) -> Floats:

@@ -187,8 +187,8 @@ class Drafter:
         fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
-        kept = [self.kept.bytes(stage, counts) for stage, counts in enumerate(choice)]
-        room = [self.workload.room_to_work(part) for part in self.assignment.slices]
+        kept = [self.kept.memory_of(stage, counts) for stage, counts in enumerate(choice)]
+        room = [self.workload.gradient_workspace(part) for part in self.assignment.slices]
         shares = fastest.situation.without_limits().samples_by_rank(
             self.problem.largest_micro_batch
         )

@@ -223,7 +223,7 @@ class PipelineCuts:
         so they save what enters them and work on one micro-batch at a time.
         """
         config = self.problem.config
-        saved = self.workload.kept_by_operation(operations)
+        saved = self.workload.saved_by_operation(operations)
         fixed = np.array([each.fixed_bytes for each in saved])
         per_sample = np.array([each.sample_bytes for each in saved])
         is_shared = len(self.shares) > 1

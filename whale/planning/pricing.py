@@ -28,6 +28,7 @@ from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, Stat
 from whale.plans.layout import Layout
 from whale.plans.plan import Plan
 from whale.plans.virtual_devices import VirtualDevice
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.sums import sum_seconds
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedWeight:
     """A parameter that a grid cuts."""
 
     part_bytes: tuple[int, ...]
@@ -67,7 +68,7 @@ class OnGrids:
 
     stages: Mapping[int, Callable[[StageFigures], StageFigures]] = field(default_factory=dict)
     """figures of a stage, from those that it would have on devices which share its samples"""
-    weights: Mapping[str, Held] = field(default_factory=dict)
+    weights: Mapping[str, ShardedWeight] = field(default_factory=dict)
     """of parameters that are cut"""
 
 
@@ -117,7 +118,7 @@ def figures_of(
     stages = []
     described = Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
-        needed = described.bytes(index, choice[index])
+        memory = described.memory_of(index, choice[index])
         again = described.regions(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {}
@@ -126,13 +127,15 @@ def figures_of(
                 workload, part, ranks[index], cluster.network, kind, again
             )
             times[kind.name] = replace(alone, accumulate=workload.accumulate_seconds(part, kind))
+        gradient_workspace = workload.gradient_workspace(part)
         figures = StageFigures(
             times=dict(sorted(times.items())),
-            kept_sample_bytes=needed.kept.sample_bytes,
-            kept_fixed_bytes=needed.kept.fixed_bytes,
-            working_sample_bytes=needed.working_sample_bytes,
-            weight_part_sample_bytes=needed.weight_part.sample_bytes,
-            working_fixed_bytes=workload.room_to_work(part),
+            memory=ActionMemory(
+                saved=memory.saved,
+                weight_gradient=Bytes(memory.weight_gradient.sample_bytes),
+                workspace=Bytes(memory.workspace.sample_bytes, gradient_workspace),
+            ),
+            gradient_workspace_bytes=gradient_workspace,
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = _states(workload.captured, holders, on_grids.weights)
@@ -287,9 +290,9 @@ def sharded_weights(
     layouts: Mapping[str, Layout],
     holders: Mapping[str, tuple[int, ...]],
     devices: Mapping[int, VirtualDevice],
-) -> dict[str, Held]:
+) -> dict[str, ShardedWeight]:
     """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
-    found: dict[str, Held] = {}
+    found: dict[str, ShardedWeight] = {}
     known: dict[tuple[Layout, int], tuple[list[tuple[int, ...]], list[int]]] = {}
     for name, layout in layouts.items():
         device = devices[holders[name][0]]
@@ -307,19 +310,21 @@ def sharded_weights(
         parts = tuple(
             tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same
         )
-        found[name] = Held(
+        found[name] = ShardedWeight(
             tuple(count * captured.state[name].dtype.itemsize for count in counts), parts
         )
     return found
 
 
 def _states(
-    captured: CapturedGraph, holders: Mapping[str, tuple[int, ...]], weights: Mapping[str, Held]
+    captured: CapturedGraph,
+    holders: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, ShardedWeight],
 ) -> tuple[StateFigures, ...]:
     states: dict[tuple[tuple[int, ...], Parts], StateFigures] = {}
     for name, stages in holders.items():
         tensor = captured.state[name]
-        held = weights.get(name, Held((tensor.num_bytes,), ()))
+        held = weights.get(name, ShardedWeight((tensor.num_bytes,), ()))
         key = (stages, held.parts)
         known = states.get(
             key, StateFigures(stages, parts=held.parts, part_bytes=((0, 0),) * len(held.parts))

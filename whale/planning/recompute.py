@@ -28,6 +28,7 @@ from whale.capture.guards import RECOMPUTE_TAG
 from whale.capture.kinds import trains_batch_norm
 from whale.costs.costs import value_bytes
 from whale.names import nearest
+from whale.scheduling.memory import live
 
 Regions = Mapping[Node, Hashable]
 """operation -> its region; operations that are not there are kept"""
@@ -144,12 +145,11 @@ def cut_regions(
     """
     sizes = [value_bytes(node, captured.batch_symbol, captured.batch_size) for node in operations]
     place = {node: index for index, node in enumerate(operations)}
-    change = [0] * (len(operations) + 1)
+    ranges = []
     for node, index in place.items():
         last = max((place[user] for user in node.users if user in place), default=index)
-        change[index + 1] += sizes[index]
-        change[last + 1 if last + 1 < len(change) else last] -= sizes[index]
-    alive = list(accumulate(change))
+        ranges.append((index + 1, last + 1, float(sizes[index])))
+    alive = live(ranges, len(operations) + 1, 0.0)
     before = list(accumulate(sizes, initial=0))
     starts = [0]
     for number in range(1, count):

@@ -24,8 +24,9 @@ from whale import scheduling
 from whale.names import listed
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.stages import Assignment
-from whale.planning.workload import StageBytes, Workload
+from whale.planning.workload import Workload
 from whale.plans.plan import DeviceMemory
+from whale.scheduling.memory import ActionMemory
 from whale.units import human_bytes
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -61,16 +62,17 @@ class Stages:
         return found
 
     @cached_property
-    def _known(self) -> dict[tuple[int, Counts], tuple[Regions, StageBytes]]:
+    def _known(self) -> dict[tuple[int, Counts], tuple[Regions, ActionMemory]]:
         return {}
 
     def regions(self, stage: int, counts: Counts) -> Regions:
         return self._of(stage, counts)[0]
 
-    def bytes(self, stage: int, counts: Counts) -> StageBytes:
+    def memory_of(self, stage: int, counts: Counts) -> ActionMemory:
+        """What the stage holds of a micro-batch under this choice."""
         return self._of(stage, counts)[1]
 
-    def _of(self, stage: int, counts: Counts) -> tuple[Regions, StageBytes]:
+    def _of(self, stage: int, counts: Counts) -> tuple[Regions, ActionMemory]:
         if (stage, counts) not in self._known:
             operations = self.assignment.slices[stage].operations
             regions = regions_of_stage(
@@ -78,7 +80,7 @@ class Stages:
             )
             self._known[stage, counts] = (
                 regions,
-                self.workload.stage_bytes(operations, self._crossing[stage], regions),
+                self.workload.stage_memory(operations, self._crossing[stage], regions),
             )
         return self._known[stage, counts]
 
@@ -86,8 +88,8 @@ class Stages:
         """The number of regions with which the stage needs least, all of them computed again."""
 
         def peak(count: int) -> float:
-            needed = self.bytes(stage, (count, count))
-            return in_flight * needed.kept.sample_bytes + needed.working_sample_bytes
+            needed = self.memory_of(stage, (count, count))
+            return in_flight * needed.saved.sample_bytes + needed.workspace.sample_bytes
 
         best = 1
         least = peak(1)
@@ -117,7 +119,7 @@ class Stages:
         """Of a device that runs these stages."""
         slices = [self.assignment.slices[stage] for stage in stages]
         return self.workload.memory(
-            slices, {stage: self.bytes(stage, choice[stage]) for stage in stages}, order
+            slices, {stage: self.memory_of(stage, choice[stage]) for stage in stages}, order
         )
 
 

@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from whale import scheduling
-from whale.costs.saved import Kept
-from whale.planning.workload import StageBytes
 from whale.plans.plan import Crossing, DeviceMemory, Plan, Stage
 from whale.plans.samples import SampleMap
 from whale.plans.virtual_devices import VirtualDevice
+from whale.scheduling.memory import ActionMemory, Bytes
 
 FIXED_ORDERS = ("gpipe", "1f1b", "interleaved", "wave")
 """schedules whose order does not depend on what stages cost: made once for all drafts"""
@@ -93,8 +92,8 @@ class Room:
 
     virtual_devices: Sequence[VirtualDevice]
     device_of_stage: Sequence[int]
-    stages: Sequence[StageBytes]
-    room_to_work: Sequence[int]
+    stages: Sequence[ActionMemory]
+    gradient_workspace: Sequence[int]
     """of every stage, bytes beside the samples"""
     memory: Sequence[DeviceMemory]
     """by rank"""
@@ -110,17 +109,16 @@ class Room:
             return None
         stages = []
         for each in plan.figures.stages:
-            kept = Kept(each.kept_sample_bytes, round(each.kept_fixed_bytes))
-            stages.append(
-                StageBytes(
-                    kept, Kept(each.weight_part_sample_bytes, 0), each.working_sample_bytes, 0
-                )
-            )
+            # the fixed part of the workspace is counted apart, in `gradient_workspace`
+            workspace = Bytes(each.memory.workspace.sample_bytes)
+            stages.append(replace(each.memory, workspace=workspace))
         return Room(
             virtual_devices=plan.virtual_devices,
             device_of_stage=[stage.virtual_device for stage in plan.stages],
             stages=stages,
-            room_to_work=[round(each.working_fixed_bytes) for each in plan.figures.stages],
+            gradient_workspace=[
+                round(each.gradient_workspace_bytes) for each in plan.figures.stages
+            ],
             memory=plan.memory,
             num_samples=[
                 max(numbers)
@@ -133,8 +131,8 @@ class Room:
 
         A grid has no cap here: its schedule is the fastest one or 1F1B.
         """
-        activation = [0.0] * len(self.stages)
-        weight_part = [0.0] * len(self.stages)
+        saved = [0.0] * len(self.stages)
+        weight_gradient = [0.0] * len(self.stages)
         caps = [math.inf] * len(self.virtual_devices)
         for device in self.virtual_devices:
             own = [
@@ -148,25 +146,24 @@ class Room:
                     static = (
                         memory.static_bytes
                         - memory.fixed_bytes
-                        + sum(self.room_to_work[stage] for stage in own)
+                        + sum(self.gradient_workspace[stage] for stage in own)
                     )
                     limited.append(((memory.capacity_bytes - static) / number, number))
             if limited:
                 sample_room, number = min(limited)
                 parts = [self.stages[stage] for stage in own]
                 working = max(
-                    number * part.working_sample_bytes + part.working_fixed_bytes for part in parts
+                    number * part.workspace.sample_bytes + part.workspace.fixed_bytes
+                    for part in parts
                 )
                 caps[device.index] = max(0.0, number * sample_room - working)
                 for stage, part in zip(own, parts, strict=True):
-                    activation[stage] = number * part.kept.sample_bytes + part.kept.fixed_bytes
-                    weight_part[stage] = (
-                        number * part.weight_part.sample_bytes + part.weight_part.fixed_bytes
-                    )
+                    saved[stage] = part.saved.of(number)
+                    weight_gradient[stage] = part.weight_gradient.of(number)
         return replace(
             costs,
-            activation=tuple(activation),
-            weight_part=tuple(weight_part),
+            saved=tuple(saved),
+            weight_gradient=tuple(weight_gradient),
             memory_cap=tuple(caps),
         )
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
 from whale.names import listed
-from whale.planning.grid_room import OnDevice
+from whale.planning.grid_workspace import OnDevice
 from whale.planning.stages import Assignment
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout

@@ -1,13 +1,13 @@
 """Memory and times of the devices of a grid: their parts of the weights, and of what autograd
-keeps.
+saves.
 
-What an operation keeps lies like its tensors: cut by every axis along which its option cuts
-something. So of the bytes that it would keep on one device a place keeps the part
+What an operation saves is sharded like its tensors: by every axis along which its option shards
+something. So of the bytes that it would save on one device, a device of the grid saves the fraction
 
-    product over the axes that cut the operation of (largest share of that axis)                                        (1)
+    product over the axes that shard the operation of (largest share of that axis)               (1)
 
-Gathered copies come on top where they are kept. A region that is computed again keeps what enters
-it, and gathers again. What a backward works with beside all that is in `grid_room.py`.
+Gathered copies come on top where they are saved. A region that is recomputed saves what enters it,
+and gathers again. The workspace of a backward is in `grid_workspace.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from functools import cache, partial
 
 from torch.fx import Node
 
-from whale.costs.saved import Kept
-from whale.planning.grid_room import most_exchanged, room_on_grid
+from whale.planning.grid_workspace import grid_workspace, most_exchanged
 from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
 from whale.planning.split import Split, together_seconds
@@ -28,6 +27,7 @@ from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.grid import AXES
 from whale.plans.plan import DeviceMemory
 from whale.plans.sharding import Sharding
+from whale.scheduling.memory import NOTHING, ActionMemory, Bytes, total
 from whale.sharding.space import Space
 
 
@@ -39,78 +39,76 @@ def grid_memory(
     in_flight: Sequence[int],
     regions: Mapping[int, Regions] | None = None,
 ) -> list[DeviceMemory]:
-    """By place. `whole`: the same stages on one device; `regions`: of each stage, what is computed
-    again.
+    """Memory of each device of the grid. `whole`: the same stages on one device; `in_flight`: most
+    micro-batches of each stage at once; `regions`: what each stage recomputes.
     """
-    again = regions or {}
-    kept = [
-        kept_on_grid(workload, split.spaces[stage], split.shardings[stage], again.get(stage, {}))
+    recomputed = regions or {}
+    saved = NOTHING
+    saved_whole = NOTHING
+    for stage, number in zip(stages, in_flight, strict=True):
+        space = split.spaces[stage]
+        own = recomputed.get(stage, {})
+        saved += number * saved_on_grid(workload, space, split.shardings[stage], own)
+        saved_whole += number * workload.saved.total(space.program.operations, (), own)
+    alone = max(0.0, whole.sample_bytes - saved_whole.sample_bytes)
+    workspaces = [
+        workspace_on_grid(workload, split, stage, recomputed.get(stage, {}), alone)
         for stage in stages
     ]
-    fixed = sum(flying * each.fixed_bytes for flying, each in zip(in_flight, kept, strict=True))
-    per_sample = sum(
-        flying * each.sample_bytes for flying, each in zip(in_flight, kept, strict=True)
+    # only one backward runs at a time
+    largest = max(
+        workspaces, key=lambda each: each.fixed_bytes + split.num_samples * each.sample_bytes
     )
-    all_kept = [
-        workload.saved.total(split.spaces[stage].program.operations, (), again.get(stage, {}))
-        for stage in stages
-    ]
-    alone = max(
-        0.0,
-        whole.sample_bytes
-        - sum(flying * each.sample_bytes for flying, each in zip(in_flight, all_kept, strict=True)),
-    )
-    working = [
-        working_on_grid(workload, split, stage, again.get(stage, {}), alone) for stage in stages
-    ]
-    most = max(working, key=lambda each: each.fixed_bytes + split.num_samples * each.sample_bytes)
-    rooms = [rooms_to_work(workload, split, stage) for stage in stages]
+    gradient_workspace = [gradient_workspaces(workload, split, stage) for stage in stages]
     found = []
     for place, held in enumerate(split.held_bytes(stages)):
-        here = [room[place] for room in rooms]
+        here = [of_stage[place] for of_stage in gradient_workspace]
         memory = replace(
             whole,
             parameter_bytes=held.parameters,
             gradient_bytes=held.trained,
             optimizer_bytes=round(workload.optimizer_ratio * held.trained),
-            fixed_bytes=round(fixed) + most.fixed_bytes + sum(here),
-            sample_bytes=max(0.0, per_sample + most.sample_bytes),
-            update_bytes=workload.room_to_update(here),
+            fixed_bytes=round(saved.fixed_bytes) + round(largest.fixed_bytes) + sum(here),
+            sample_bytes=max(0.0, saved.sample_bytes + largest.sample_bytes),
+            update_bytes=workload.update_workspace(here),
         )
         found.append(memory.with_shared(held.shared))
     return found
 
 
-def working_on_grid(
+def workspace_on_grid(
     workload: Workload, split: Split, stage: int, regions: Regions, alone: float
-) -> Kept:
-    """What the backward of a stage works with beside all that is kept, weights' own gradients
-    apart. `alone`: on one device, for each sample; a grid has its part of that where this is more,
-    for a region that is computed again or a backward in two parts."""
+) -> Bytes:
+    """What the backward of a stage works with on a device of its grid, beside all that is saved and
+    the gradients of its weights.
+
+    `alone`: bytes for each sample on one device without a grid. A device of a grid has its part of
+    that where this is more: for a region that is recomputed, or a split backward.
+    """
     sharding = split.shardings[stage]
     space = split.spaces[stage]
     device = split.on_device(stage)
     part = alone / sharding.grid.num_devices
     if regions:
-        exchanged = most_exchanged(device)
-        return Kept(part + exchanged.sample_bytes, exchanged.fixed_bytes)
-    if sharding.keeps_gathered not in device.rooms:
-        parts = kept_parts(workload, space, sharding, regions)
-        device.rooms[sharding.keeps_gathered] = room_on_grid(
+        return Bytes(part) + most_exchanged(device)
+    if sharding.keeps_gathered not in device.workspaces:
+        parts = saved_parts(workload, space, sharding, regions)
+        device.workspaces[sharding.keeps_gathered] = grid_workspace(
             device, workload.saved, parts, sharding.keeps_gathered
         )
-    room = device.rooms[sharding.keeps_gathered]
-    inside = INSIDE_OPERATIONS * kept_on_grid(workload, space, sharding, regions).sample_bytes
-    if room.fixed_bytes + split.num_samples * (room.sample_bytes + inside - part) < 0:
-        return Kept(part, 0)
-    return Kept(room.sample_bytes + inside, room.fixed_bytes)
+    exact = device.workspaces[sharding.keeps_gathered]
+    inside = INSIDE_OPERATIONS * saved_on_grid(workload, space, sharding, regions).sample_bytes
+    if exact.fixed_bytes + split.num_samples * (exact.sample_bytes + inside - part) < 0:
+        return Bytes(part)
+    return exact + Bytes(inside)
 
 
-def rooms_to_work(workload: Workload, split: Split, stage: int) -> list[int]:
-    """By place: bytes beside the samples that the backward of a stage works with, as
-    `Workload.room_to_work` without a grid.
-    """
-    return [workload.room_beside(held.largest, held.trained) for held in split.held_bytes((stage,))]
+def gradient_workspaces(workload: Workload, split: Split, stage: int) -> list[int]:
+    """`Workload.gradient_workspace` of a stage, for each device of its grid."""
+    return [
+        workload.workspace_of_weights(held.largest, held.trained)
+        for held in split.held_bytes((stage,))
+    ]
 
 
 def on_grids(
@@ -120,30 +118,34 @@ def on_grids(
     device_of_stage: Sequence[int],
     regions: Sequence[Regions],
 ) -> OnGrids:
-    """The figures of the stages on grids: all devices of a grid work together, each on its part.
-    `regions`: of each stage.
+    """Figures of the stages on grids: all devices of a grid work together, each on its part.
+    `regions`: what each stage recomputes.
     """
 
     def figures(stage: int, alone: StageFigures) -> StageFigures:
         sharding = split.shardings[stage]
         space = split.spaces[stage]
-        kept = kept_on_grid(workload, space, sharding, regions[stage])
+        saved = saved_on_grid(workload, space, sharding, regions[stage])
         again = repeated_part(workload, space, regions[stage])
         forward, inputs, weights = (
             Seconds(s / split.num_samples) for s in together_seconds(sharding, 1, again)
         )
         times = dict.fromkeys(alone.times, StageTimes(forward, inputs, weights))
-        working = working_on_grid(
-            workload, split, stage, regions[stage], alone.working_sample_bytes
+        workspace = workspace_on_grid(
+            workload, split, stage, regions[stage], alone.memory.workspace.sample_bytes
         )
+        gradient_workspace = max(gradient_workspaces(workload, split, stage))
+        weight_gradient = alone.memory.weight_gradient.sample_bytes / sharding.grid.num_devices
         return StageFigures(
             times,
-            kept.sample_bytes,
-            kept.fixed_bytes,
-            working_sample_bytes=working.sample_bytes,
-            weight_part_sample_bytes=alone.weight_part_sample_bytes / sharding.grid.num_devices,
-            working_fixed_bytes=max(rooms_to_work(workload, split, stage)),
-            exchanged_fixed_bytes=working.fixed_bytes,
+            ActionMemory(
+                saved=saved,
+                weight_gradient=Bytes(weight_gradient),
+                # exchanges of weights, less the gathered weights that are gone by then, may be
+                # less than nothing
+                workspace=workspace + Bytes(fixed_bytes=gradient_workspace),
+            ),
+            gradient_workspace_bytes=gradient_workspace,
         )
 
     layouts = {
@@ -162,7 +164,7 @@ def on_grids(
 
 
 def repeated_part(workload: Workload, space: Space, regions: Regions) -> float:
-    """Of the forward of a stage, what is done again in backward, by its operations' work."""
+    """Fraction of the forward of a stage that its backward repeats, by the work of operations."""
     if not regions:
         return 0.0
     work = {
@@ -172,25 +174,20 @@ def repeated_part(workload: Workload, space: Space, regions: Regions) -> float:
     return sum(work[node] for node in work if node in regions) / max(1.0, sum(work.values()))
 
 
-def kept_on_grid(workload: Workload, space: Space, sharding: Sharding, regions: Regions) -> Kept:
-    """Line (1); and gathered copies."""
-    saved = workload.saved
-    parts = kept_parts(workload, space, sharding, regions)
+def saved_on_grid(workload: Workload, space: Space, sharding: Sharding, regions: Regions) -> Bytes:
+    """What a device of the grid saves for backward, line (1), with gathered copies."""
+    parts = saved_parts(workload, space, sharding, regions)
+    own = total(part * workload.saved.storages[storage] for storage, part in parts.items())
     copies = (1.0 - repeated_part(workload, space, regions)) * sharding.keeps_gathered
-    return Kept(
-        sum(part * saved.kept[storage].sample_bytes for storage, part in parts.items())
-        + copies * sharding.gathered.sample_bytes,
-        round(
-            sum(part * saved.kept[storage].fixed_bytes for storage, part in parts.items())
-            + copies * sharding.gathered.fixed_bytes
-        ),
-    )
+    gathered = Bytes(sharding.gathered.sample_bytes, sharding.gathered.fixed_bytes)
+    saved = own + copies * gathered
+    return Bytes(saved.sample_bytes, round(saved.fixed_bytes))
 
 
-def kept_parts(
+def saved_parts(
     workload: Workload, space: Space, sharding: Sharding, regions: Regions
 ) -> dict[int, float]:
-    """Of every storage that is kept the part that a place keeps: where it is kept largest."""
+    """Storage that is saved -> the largest fraction of it that a device of the grid saves."""
     nodes = list(space.program.captured.graph.nodes)
     largest: dict[int, float] = {}
     chosen = {nodes[index]: names for index, names in sharding.choices.items()}

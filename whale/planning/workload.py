@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.costs.backward_room import COPIES, room_beside_kept
+from whale.costs.backward_workspace import COPIES, backward_workspace
 from whale.costs.costs import (
     NodeCost,
     backward_factors,
@@ -29,43 +29,17 @@ from whale.costs.costs import (
     split_input,
 )
 from whale.costs.measured import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
-from whale.costs.saved import Kept, Saved, saved_for_backward
+from whale.costs.saved import Saved, saved_for_backward
 from whale.planning.stages import StageSlice
 from whale.plans.figures import UPDATE_COPIES, Seconds, StageTimes
 from whale.plans.plan import DeviceMemory
 from whale.scheduling import Action
-from whale.scheduling.check import Held, peak_of_order
+from whale.scheduling.memory import ActionMemory, Bytes, peak_memory, total
 
 ADAM_STATE = 2.0
 """optimizer state in units of the parameters' bytes, where the optimizer is not known: Adam's two
 averages
 """
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """What a stage keeps of one micro-batch."""
-
-    kept: Kept
-    """from forward to backward"""
-    weight_part: Kept
-    """from the input part of a split backward to its weight part: inputs of the layers, and
-    gradients of their results
-    """
-    working_sample_bytes: float
-    """beside what is kept, while its backward runs: gradients, and a region that is computed again
-    """
-    working_fixed_bytes: int
-
-    @property
-    def per_sample(self) -> Held:
-        return Held(
-            self.kept.sample_bytes, self.weight_part.sample_bytes, self.working_sample_bytes
-        )
-
-    @property
-    def fixed(self) -> Held:
-        return Held(self.kept.fixed_bytes, self.weight_part.fixed_bytes, self.working_fixed_bytes)
 
 
 class _Form(NamedTuple):
@@ -103,7 +77,7 @@ class Workload:
     _known: dict[DeviceKind, dict[Node, StageTimes]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _known_kept: dict[tuple[Node, ...], list[Kept]] = field(
+    _known_saved: dict[tuple[Node, ...], list[Bytes]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -231,36 +205,38 @@ class Workload:
             return Seconds(few_s / self._few)
         return Seconds(sample_s, few_s - self._few * sample_s)
 
-    def stage_bytes(
+    def stage_memory(
         self, operations: Sequence[Node], crossing: Iterable[Node], regions: Mapping[Node, Hashable]
-    ) -> StageBytes:
-        """What a stage keeps of one micro-batch. `crossing`: what it receives and sends."""
+    ) -> ActionMemory:
+        """What a stage holds of one micro-batch. `crossing`: what it receives and sends; `regions`:
+        operations that are recomputed.
+        """
         crossing = tuple(crossing)
-        kept = self.saved.total(operations, crossing, regions)
-        again = self.saved.largest_region(regions)
-        later = [
-            (node, source)
-            for node in operations
-            if (source := split_input(node, self.gradients)) is not None
-        ]
-        inputs = self.saved.results(source for _, source in later)
-        gradients = sum(self.costs[node].output_bytes for node, _ in later) / self.batch_size
-        working = (
-            self._room_of_any_operation(operations)
-            if regions
-            else room_beside_kept(operations, self.gradients, self.saved, crossing)
-        )
-        working += again.sample_bytes + INSIDE_OPERATIONS * kept.sample_bytes
-        return StageBytes(
-            kept,
-            Kept(inputs.sample_bytes + gradients, inputs.fixed_bytes),
-            working,
-            again.fixed_bytes,
+        saved = self.saved.total(operations, crossing, regions)
+        recomputed = self.saved.largest_region(regions)
+        # a split backward computes the weight gradients of these operations later, from their inputs
+        # and from the gradients of their results
+        inputs = set()
+        gradient_bytes = 0
+        for node in operations:
+            source = split_input(node, self.gradients)
+            if source is not None:
+                inputs.add(source)
+                gradient_bytes += self.costs[node].output_bytes
+        if regions:
+            workspace = self._workspace_of_any_operation(operations)
+        else:
+            workspace = backward_workspace(operations, self.gradients, self.saved, crossing)
+        workspace += recomputed.sample_bytes + INSIDE_OPERATIONS * saved.sample_bytes
+        return ActionMemory(
+            saved=saved,
+            weight_gradient=self.saved.results(inputs) + Bytes(gradient_bytes / self.batch_size),
+            workspace=Bytes(workspace, recomputed.fixed_bytes),
         )
 
-    def _room_of_any_operation(self, operations: Sequence[Node]) -> float:
-        """Bytes for each sample, where what is kept is not let go one by one: regions are computed
-        again on the way.
+    def _workspace_of_any_operation(self, operations: Sequence[Node]) -> float:
+        """Bytes for each sample, where what is saved is not freed operation by operation: regions
+        are recomputed on the way.
         """
         differentiable = [
             self.costs[node].output_bytes for node in operations if node in self.gradients
@@ -270,7 +246,7 @@ class Workload:
     def memory(
         self,
         slices: Sequence[StageSlice],
-        stages: Mapping[int, StageBytes],
+        stages: Mapping[int, ActionMemory],
         order: tuple[Action, ...],
     ) -> DeviceMemory:
         """Of a device that runs these slices in this order of actions; capacity is left at 0.
@@ -283,39 +259,35 @@ class Workload:
             state.num_bytes for state in states if state.kind == "parameter" and state.trainable
         )
         buffers = sum(state.num_bytes for state in states if state.kind != "parameter")
-        rooms = [self.room_to_work(part) for part in slices]
+        workspaces = [self.gradient_workspace(part) for part in slices]
+        activations = peak_memory(order, stages)
         return DeviceMemory(
             parameter_bytes=parameters,
             gradient_bytes=trainable,
             optimizer_bytes=round(self.optimizer_ratio * trainable),
             buffer_bytes=buffers + self.batch_bytes,
-            fixed_bytes=round(
-                peak_of_order(order, {stage: each.fixed for stage, each in stages.items()})
-            )
-            + sum(rooms),
-            sample_bytes=peak_of_order(
-                order, {stage: each.per_sample for stage, each in stages.items()}
-            ),
+            fixed_bytes=round(activations.fixed_bytes) + sum(workspaces),
+            sample_bytes=activations.sample_bytes,
             capacity_bytes=0,
-            update_bytes=self.room_to_update(rooms),
+            update_bytes=self.update_workspace(workspaces),
         )
 
-    def room_to_work(self, part: StageSlice) -> int:
-        """Bytes beside the samples that a backward works with."""
+    def gradient_workspace(self, part: StageSlice) -> int:
+        """Bytes that the backward of a stage works with beside those of its samples."""
         trained = self.trained_bytes(part)
-        return self.room_beside(max(trained, default=0), sum(trained))
+        return self.workspace_of_weights(max(trained, default=0), sum(trained))
 
-    def room_beside(self, largest_bytes: int, trained_bytes: int) -> int:
+    def workspace_of_weights(self, largest_bytes: int, trained_bytes: int) -> int:
         """The same for trained parameters of so many bytes: a gradient is made before it is added
         to the one that is there.
         """
         return largest_bytes + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * trained_bytes)
 
-    def room_to_update(self, rooms: Iterable[int]) -> int:
-        """Bytes that the optimizer makes for a moment. `rooms`: to work, of every stage of a
-        device.
+    def update_workspace(self, workspaces: Iterable[int]) -> int:
+        """Bytes that the optimizer makes for a moment. `workspaces`: `gradient_workspace` of every
+        stage of a device.
         """
-        return UPDATE_COPIES * max(rooms, default=0) if self.optimizer_ratio else 0
+        return UPDATE_COPIES * max(workspaces, default=0) if self.optimizer_ratio else 0
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -326,24 +298,18 @@ class Workload:
             if node.op == "placeholder"
         )
 
-    def kept_by_operation(self, operations: Sequence[Node]) -> list[Kept]:
-        """What each operation adds to what those before it keep."""
+    def saved_by_operation(self, operations: Sequence[Node]) -> list[Bytes]:
+        """What each operation saves that none before it saves."""
         key = tuple(operations)
-        if key in self._known_kept:
-            return self._known_kept[key]
+        if key in self._known_saved:
+            return self._known_saved[key]
         seen: set[int] = set()
-        found = self._known_kept[key] = []
-        for node in (
-            operations
-        ):  # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
+        found = self._known_saved[key] = []
+        # memory that the user's own checkpoints save is not seen here: cuts are safe, not tight
+        for node in operations:
             new = self.saved.of_node.get(node, frozenset()) - seen
             seen |= new
-            found.append(
-                Kept(
-                    sum(self.saved.kept[i].sample_bytes for i in new),
-                    sum(self.saved.kept[i].fixed_bytes for i in new),
-                )
-            )
+            found.append(total(self.saved.storages[storage] for storage in new))
         return found
 
     def static_by_operation(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from whale.cluster.network import Network
+from whale.scheduling import ActionMemory
 
 UPDATE_COPIES = 2
 """of the largest weight, that an optimizer with state makes for a moment: the root of Adam's second
@@ -66,34 +67,16 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage."""
+    """One stage: how long its actions take and what they hold."""
 
     times: dict[str, StageTimes]
     """by kind of device"""
-    kept_sample_bytes: float
-    """from forward to backward, for each sample of a micro-batch"""
-    kept_fixed_bytes: float
-    working_sample_bytes: float
-    """room that its backward needs beside what is kept: gradients, and a region that is computed
-    again
+    memory: ActionMemory
+    """what its actions hold of a micro-batch"""
+    gradient_workspace_bytes: float = 0.0
+    """the part of its workspace that does not depend on the samples nor on a grid: a gradient
+    before it is added to that of earlier micro-batches. The optimizer works in copies of it
     """
-    weight_part_sample_bytes: float = 0.0
-    """what is kept from the input part of a split backward to its weight part"""
-    working_fixed_bytes: float = 0.0
-    """the same for any number of samples: a gradient before it is added to the one of earlier
-    micro-batches
-    """
-    exchanged_fixed_bytes: float = 0.0
-    """on a grid: what exchanges of weights hold for a moment, less the gathered weights that are
-    gone by then
-    """
-
-    def working_bytes(self, num_samples: int) -> float:
-        fixed = self.working_fixed_bytes + self.exchanged_fixed_bytes
-        return max(0.0, fixed + num_samples * self.working_sample_bytes) if num_samples else 0.0
-
-    def kept_bytes(self, num_samples: int) -> float:
-        return self.kept_fixed_bytes + num_samples * self.kept_sample_bytes if num_samples else 0.0
 
 
 @dataclass(frozen=True)

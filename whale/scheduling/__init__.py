@@ -1,22 +1,29 @@
 """Schedules: what every device does, in order, as plain data made before anything runs. No torch
 here.
 
-Reading order: `action` (the data), `placement` (which device holds what), `orders` and
-`chunk_orders` (published orders), `messages` (a pass that adds the rest), `check` (the proof),
-`costs` and `simulate` (how long it takes), `list_pass`, `exchanges` and `list_scheduler` (orders
-made for given costs, on the flat lists of `problem`), `build` (a schedule by its name), `choose`
-(placement and chunks by predicted time), `picture` (the schedule as text).
+Reading order: `action` (the data), `placement` (which device holds what), `orders` (published
+orders), `messages` (a pass that adds the rest), `memory` (what actions hold), `event_loop` (when
+they run), `check` (the proof), `costs` and `simulate` (how long it takes), `list_pass`, `exchanges`
+and `list_scheduler` (orders made for given costs, on the flat lists of `problem`), `build` (a
+schedule by its name), `picture` (the schedule as text).
 """
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action
 from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
 from whale.scheduling.check import Proof, ScheduleError, check, peaks_in_flight, start_times
-from whale.scheduling.choose import Candidate, Choice, choose
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
-from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_part
+from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_gradient
 from whale.scheduling.list_scheduler import list_orders
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.scheduling.messages import add_messages, arrived_by
-from whale.scheduling.orders import forward_only, gpipe, one_f_one_b, stages_to_end
+from whale.scheduling.orders import (
+    forward_only,
+    gpipe,
+    interleaved_orders,
+    one_f_one_b,
+    stages_to_end,
+    wave_orders,
+    zero_bubble_orders,
+)
 from whale.scheduling.picture import draw
 from whale.scheduling.simulate import Timeline, simulate
 
@@ -24,8 +31,8 @@ __all__ = [
     "NAMES",
     "ORDERS",
     "Action",
-    "Candidate",
-    "Choice",
+    "ActionMemory",
+    "Bytes",
     "Costs",
     "Edge",
     "Kind",
@@ -40,7 +47,6 @@ __all__ = [
     "build",
     "build_forward_only",
     "check",
-    "choose",
     "draw",
     "even_costs",
     "forward_only",
@@ -54,7 +60,7 @@ __all__ = [
     "require_name",
     "simulate",
     "stages_to_end",
-    "stages_without_input_part",
+    "stages_without_input_gradient",
     "start_times",
     "wave_orders",
     "zero_bubble_orders",

@@ -7,11 +7,17 @@ from collections.abc import Callable
 
 from whale.scheduling.action import Orders, Schedule, StageGraph
 from whale.scheduling.check import check
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
-from whale.scheduling.costs import Costs, even_costs, stages_without_input_part
+from whale.scheduling.costs import Costs, even_costs, stages_without_input_gradient
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
-from whale.scheduling.orders import forward_only, gpipe, one_f_one_b
+from whale.scheduling.orders import (
+    forward_only,
+    gpipe,
+    interleaved_orders,
+    one_f_one_b,
+    wave_orders,
+    zero_bubble_orders,
+)
 from whale.scheduling.placement import num_loops_of
 
 ORDERS: dict[str, Callable[[StageGraph, int], Orders]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
@@ -79,7 +85,7 @@ def _orders(
         return interleaved_orders(graph, num_micro_batch)
     if name == "wave":
         return wave_orders(graph, num_micro_batch)
-    unsplit = stages_without_input_part(graph)
+    unsplit = stages_without_input_gradient(graph)
     if name == "zero-bubble" and costs is None and num_loops_of(graph.device_of_stage):
         return zero_bubble_orders(graph, num_micro_batch, unsplit)
     if costs is None:

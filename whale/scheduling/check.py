@@ -14,7 +14,7 @@ order, so that the ones before were received before, and nothing new is waited f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.scheduling.action import (
@@ -24,15 +24,13 @@ from whale.scheduling.action import (
     Action,
     Kind,
     Schedule,
-    StageGraph,
     forward,
     receive,
     send,
 )
 from whale.scheduling.costs import Costs
-
-ROUNDING = 1e-9
-"""sums of sizes may exceed a cap by this part of it"""
+from whale.scheduling.event_loop import Jobs, StuckError, run_in_order
+from whale.scheduling.memory import fits, in_flight, peak_memory
 
 
 class ScheduleError(ValueError):
@@ -45,7 +43,7 @@ class Proof:
 
     peak_in_flight: tuple[int, ...]
     """per stage: most micro-batches whose forward is done and whose backward (of a split one:
-    weight part) is not, at any time; 0 when there is no backward"""
+    weight gradient) is not, at any time; 0 when there is no backward"""
     peak_in_flight_of_device: tuple[int, ...]
     """per device: the same, summed over its stages"""
     peak_memory: tuple[float, ...]
@@ -77,33 +75,37 @@ def check(
     late = _first_out_of_channel_order(schedule)
     if late is not None and require_channel_order:
         raise ScheduleError(late)
-    devices = range(schedule.stage_graph.num_devices)
-    in_flight = [_peaks(schedule, device) for device in devices]
-    memory = tuple(map(float, (total for _, total in in_flight)))
-    if costs is not None:
-        memory = tuple(
-            0.0 if forward_only else peak_memory(schedule.orders[device], costs)
-            for device in devices
+    num_devices = schedule.stage_graph.num_devices
+    if forward_only:  # nothing waits for a backward
+        return Proof(
+            peak_in_flight=(0,) * schedule.stage_graph.num_stages,
+            peak_in_flight_of_device=(0,) * num_devices,
+            peak_memory=(0.0,) * num_devices,
+            channels_in_order=late is None,
         )
+    of_device = []
+    for device, order in enumerate(schedule.orders):
+        stages = schedule.stage_graph.stages_of(device)
+        of_device.append(max(map(sum, in_flight(order, stages))))
+    memory = tuple(map(float, of_device))
+    if costs is not None:
+        memory = device_peaks(schedule, costs)
         _check_memory(memory, costs)
-    peak_of_stage = {stage: peak for peaks, _ in in_flight for stage, peak in peaks.items()}
     return Proof(
-        peak_in_flight=tuple(
-            0 if forward_only else peak_of_stage[stage]
-            for stage in range(schedule.stage_graph.num_stages)
-        ),
-        peak_in_flight_of_device=tuple(0 if forward_only else total for _, total in in_flight),
-        peak_memory=tuple(0.0 if forward_only else peak for peak in memory),
+        peak_in_flight=peaks_in_flight(schedule),
+        peak_in_flight_of_device=tuple(of_device),
+        peak_memory=memory,
         channels_in_order=late is None,
     )
 
 
 def _check_memory(memory: tuple[float, ...], costs: Costs) -> None:
     for device, (peak, cap) in enumerate(zip(memory, costs.memory_cap or (), strict=False)):
-        if peak > cap * (1 + ROUNDING):
+        if not fits(peak, cap):
             raise ScheduleError(
-                f"device {device} keeps activations of {peak:g} at its peak, but its memory cap "
-                f"is {cap:g}"
+                f"out of memory: device {device} holds activations of {peak:g} at its peak, but "
+                f"its memory cap is {cap:g}. Try: more micro-batches (smaller ones), or the "
+                "schedule 'auto', which is made for the cap"
             )
 
 
@@ -276,7 +278,10 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
                     f"the gradient of stage {stage} comes from stage {consumer}",
                 )
     elif action.kind is Kind.WEIGHT:
-        yield Action(Kind.INPUT, stage, micro_batch), "the weight part follows the input part"
+        yield (
+            Action(Kind.INPUT, stage, micro_batch),
+            "the weight gradient follows the input gradient",
+        )
     elif action.kind is Kind.SEND:
         for kind in GIVES_GRADIENT if action.gradient else (Kind.FORWARD,):
             yield Action(kind, stage, micro_batch), "it sends what has not been computed"
@@ -298,55 +303,56 @@ def start_times(
     devices wait for each other. Whether they do does not depend on the durations, so `check` calls
     this without any.
     """
-    graph = schedule.stage_graph
-    orders = schedule.orders
-    starts: list[list[float]] = [[] for _ in orders]
-    clock = [0.0] * len(orders)
-    sent_at: dict[Action, float] = {}
-    ready = list(range(len(orders)))
-    while ready:
-        device = ready.pop()
-        for action in orders[device][len(starts[device]) :]:
-            if action.kind is Kind.RECEIVE:
-                if action.counterpart not in sent_at:
-                    break
-                clock[device] = max(clock[device], sent_at[action.counterpart])
-            starts[device].append(clock[device])
-            clock[device] += duration.get(action.kind, 0.0)
+    jobs: Jobs = []
+    durations: list[float] = []
+    job_of_send: dict[Action, int] = {}
+    receives: list[tuple[int, Action]] = []
+    for order in schedule.orders:
+        jobs.append(list(range(len(durations), len(durations) + len(order))))
+        for job, action in zip(jobs[-1], order, strict=True):
+            durations.append(duration.get(action.kind, 0.0))
             if action.kind is Kind.SEND:
-                sent_at[action] = clock[device]
-                receiver = graph.device_of_stage[action.destination]
-                if _is_at(orders[receiver], len(starts[receiver]), action.counterpart):
-                    ready.append(receiver)
-    if any(len(done) < len(order) for done, order in zip(starts, orders, strict=True)):
-        raise ScheduleError(_describe_deadlock(graph, orders, [len(done) for done in starts]))
-    return tuple(tuple(row) for row in starts)
+                job_of_send[action] = job
+            elif action.kind is Kind.RECEIVE:
+                receives.append((job, action))
+    # one more job, which no device ever does, stands for sends that are missing
+    never = len(durations)
+    durations.append(0.0)
+    needs: list[tuple[tuple[int, float], ...]] = [()] * len(durations)
+    for job, action in receives:
+        needs[job] = ((job_of_send.get(action.counterpart, never), 0.0),)
+    try:
+        ends, _ = run_in_order(jobs, durations, needs)
+    except StuckError as stuck:
+        raise ScheduleError(_describe_deadlock(schedule, stuck.positions)) from None
+    return tuple(tuple(ends[job] - durations[job] for job in row) for row in jobs)
 
 
-def _is_at(order: tuple[Action, ...], index: int, action: Action) -> bool:
-    return index < len(order) and order[index] == action
-
-
-def _describe_deadlock(
-    graph: StageGraph, orders: tuple[tuple[Action, ...], ...], done: list[int]
-) -> str:
-    """Follow who waits for whom until a device comes up again."""
-    device = next(device for device, order in enumerate(orders) if done[device] < len(order))
+def _describe_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
+    """Follows who waits for whom until a device comes up again."""
+    orders = schedule.orders
+    device_of_stage = schedule.stage_graph.device_of_stage
+    device = next(device for device, order in enumerate(orders) if positions[device] < len(order))
     path: list[int] = []
+    waits: list[str] = []
     while device not in path:
+        index = positions[device]
+        waiting = orders[device][index]
+        sender = device_of_stage[waiting.source]
         path.append(device)
-        waiting = orders[device][done[device]]
-        device = graph.device_of_stage[waiting.source]
-        if waiting.counterpart not in orders[device]:
+        waits.append(
+            f"device {device} never passes action {index} ({waiting} from device {sender})"
+        )
+        if waiting.counterpart not in orders[sender]:
             return (
-                f"deadlock: device {path[-1]} waits at `{waiting}`, which device {device} never "
-                "sends"
+                f"deadlock: {waits[-1]}, because device {sender} has no `{waiting.counterpart}`. "
+                "Try: add the send to its order"
             )
-    circle = path[path.index(device) :]
-    waits = [f"device {here} waits at `{orders[here][done[here]]}`" for here in circle]
+        device = sender
+    circle = waits[path.index(device) :]
     return (
-        f"deadlock: {', '.join(waits)}, and so on in a circle; each send stands behind the "
-        "receive that its own device waits for"
+        f"deadlock: {', '.join(circle)}, in a circle: each send stands behind the receive that its "
+        "own device waits for. Try: move one of the sends before that receive"
     )
 
 
@@ -378,70 +384,20 @@ def _first_out_of_channel_order(schedule: Schedule) -> str | None:
 
 def peaks_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """`Proof.peak_in_flight` of a training schedule that is known to hold."""
-    of_stage: dict[int, int] = {}
-    for device in range(schedule.stage_graph.num_devices):
-        of_stage.update(_peaks(schedule, device)[0])
-    return tuple(of_stage[stage] for stage in range(schedule.stage_graph.num_stages))
+    of_stage = [0] * schedule.stage_graph.num_stages
+    for device, order in enumerate(schedule.orders):
+        stages = schedule.stage_graph.stages_of(device)
+        # exact for each stage by itself, because a stage runs on one device only
+        for stage, counts in zip(stages, zip(*in_flight(order, stages)), strict=True):
+            of_stage[stage] = max(counts)
+    return tuple(of_stage)
 
 
-def _peaks(schedule: Schedule, device: int) -> tuple[dict[int, int], int]:
-    """Peak in flight for each stage of this device, and for the device; exact, because a stage runs
-    on one device only.
-    """
-    in_flight = dict.fromkeys(schedule.stage_graph.stages_of(device), 0)
-    peaks = dict(in_flight)
-    total = 0
-    total_peak = 0
-    for action in schedule.orders[device]:
-        change = 1 if action.kind is Kind.FORWARD else -1 if action.kind in ENDS_BACKWARD else 0
-        if change:
-            in_flight[action.stage] += change
-            total += change
-            peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
-            total_peak = max(total_peak, total)
-    return peaks, total_peak
-
-
-@dataclass(frozen=True)
-class Held:
-    """Memory that a stage takes for one micro-batch, in any unit."""
-
-    kept: float
-    """from its forward to its backward"""
-    weight_part: float
-    """between the two parts of a split backward"""
-    working: float = 0.0
-    """beside that, while its backward runs"""
-
-
-def peak_memory(order: tuple[Action, ...], costs: Costs) -> float:
-    """Most activation memory of one device, from its order alone."""
-    stages = {action.stage for action in order if action.is_compute}
-    return peak_of_order(
-        order, {stage: Held(costs.activation[stage], costs.weight_part[stage]) for stage in stages}
-    )
-
-
-def peak_of_order(order: tuple[Action, ...], stages: Mapping[int, Held]) -> float:
-    """A forward adds what its stage keeps; an input part leaves what the weight part needs; a whole
-    backward or weight part frees all.
-
-    What an input part works with is still there when what it leaves is.
-    """
-    kept: dict[tuple[int, int], float] = {}
-    total = peak = 0.0
-    for action in order:
-        if not action.is_compute:
-            continue
-        key = (action.stage, action.micro_batch)
-        held = stages[action.stage]
-        if action.kind in GIVES_GRADIENT:
-            peak = max(peak, total + held.working)
-        if action.kind in ENDS_BACKWARD:
-            total -= kept.pop(key, 0.0)
-            continue
-        now = held.kept if action.kind is Kind.FORWARD else held.weight_part
-        total += now - kept.get(key, 0.0)
-        kept[key] = now
-        peak = max(peak, total + (held.working if action.kind is Kind.INPUT else 0.0))
-    return peak
+def device_peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Most activation memory of each device, from its order alone, in the unit of the costs."""
+    peaks = []
+    for device, order in enumerate(schedule.orders):
+        stages = schedule.stage_graph.stages_of(device)
+        memory = {stage: costs.memory(stage) for stage in stages}
+        peaks.append(peak_memory(order, memory).fixed_bytes)
+    return tuple(peaks)

@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 
 from whale.scheduling.action import Orders, Schedule, StageGraph, require_micro_batches
 from whale.scheduling.check import check
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, even_costs
 from whale.scheduling.list_scheduler import list_orders
 from whale.scheduling.messages import add_messages
-from whale.scheduling.orders import gpipe, one_f_one_b
+from whale.scheduling.orders import (
+    gpipe,
+    interleaved_orders,
+    one_f_one_b,
+    wave_orders,
+    zero_bubble_orders,
+)
 from whale.scheduling.placement import Placement, loop, two_pipelines, wave
 from whale.scheduling.simulate import Timeline, simulate
 
@@ -160,8 +165,8 @@ def chimera(question: Question) -> Row:
         forward_s=tuple(2 * time for time in costs.forward_s),
         input_backward_s=tuple(2 * time for time in costs.input_backward_s),
         weight_backward_s=tuple(2 * time for time in costs.weight_backward_s),
-        activation=(1.0,) * graph.num_stages,
-        weight_part=(1.0,) * graph.num_stages,
+        saved=(1.0,) * graph.num_stages,
+        weight_gradient=(1.0,) * graph.num_stages,
         memory_cap=(max(question.cap, 2.0),) * question.num_devices,
     )
     count = question.num_micro_batch // 2

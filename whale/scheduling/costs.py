@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.scheduling.action import Edge, StageGraph
+from whale.scheduling.memory import ActionMemory, Bytes, fits
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Costs:
     forward_s: tuple[float, ...]
     input_backward_s: tuple[float, ...]
     weight_backward_s: tuple[float, ...]
-    """a whole backward takes the input part and the weight part together"""
+    """a whole backward takes input gradient and weight gradient together"""
     message_s: Mapping[Edge, float] = field(default_factory=dict)
     """from the end of a producer until its activation is there, for edges that cross devices; an
     edge that is not listed takes no time
@@ -42,11 +43,12 @@ class Costs:
     """the same for gradients, keyed by (producer, consumer) too; None: as long as the activation"""
     action_s: float = 0.0
     """what the runtime adds to every compute action"""
-    activation: tuple[float, ...] = ()
-    """memory from the start of a stage's forward on; empty: 1 for each stage"""
-    weight_part: tuple[float, ...] = ()
-    """what of it is there between the input part and the weight part; empty: all of it. With
-    recompute it can be more than `activation`
+    saved: tuple[float, ...] = ()
+    """memory that is saved for backward, from the start of a stage's forward on; empty: 1 for each
+    stage"""
+    weight_gradient: tuple[float, ...] = ()
+    """what a split backward holds between its input gradient and its weight gradient; empty: as
+    much as `saved`. With recompute it can be more
     """
     memory_cap: tuple[float, ...] | None = None
     """for each device, how much its activations may take"""
@@ -54,14 +56,14 @@ class Costs:
     """stages whose backward is always whole"""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "activation", self.activation or (1.0,) * self.num_stages)
-        object.__setattr__(self, "weight_part", self.weight_part or self.activation)
+        object.__setattr__(self, "saved", self.saved or (1.0,) * self.num_stages)
+        object.__setattr__(self, "weight_gradient", self.weight_gradient or self.saved)
         for name in (
             "forward_s",
             "input_backward_s",
             "weight_backward_s",
-            "activation",
-            "weight_part",
+            "saved",
+            "weight_gradient",
         ):
             values = getattr(self, name)
             if len(values) != self.num_stages:
@@ -84,6 +86,13 @@ class Costs:
     def backward_s(self, stage: int) -> float:
         """A whole backward."""
         return self.input_backward_s[stage] + self.weight_backward_s[stage]
+
+    def memory(self, stage: int) -> ActionMemory:
+        """What a stage holds of a micro-batch."""
+        return ActionMemory(
+            saved=Bytes(fixed_bytes=self.saved[stage]),
+            weight_gradient=Bytes(fixed_bytes=self.weight_gradient[stage]),
+        )
 
     def transfer_s(self, graph: StageGraph, edge: Edge, gradient: bool = False) -> float:
         """How long after its producer the result is there; nothing between stages of one device."""
@@ -110,12 +119,12 @@ class Costs:
                 f"{graph.num_devices} devices; give one for each"
             )
         for device, cap in enumerate(self.memory_cap):
-            least = sum(self.activation[stage] for stage in graph.stages_of(device))
-            if least > cap * (1 + 1e-9):
+            least = sum(self.saved[stage] for stage in graph.stages_of(device))
+            if not fits(least, cap):
                 raise ValueError(
                     f"device {device} has a memory cap of {cap:g}, but one micro-batch alone "
-                    f"keeps {least:g} there; "
-                    "take more micro-batches (smaller ones), more devices, or recompute"
+                    f"saves {least:g} there. "
+                    "Try: more micro-batches (smaller ones), more devices, or recompute"
                 )
 
 
@@ -141,16 +150,14 @@ def even_costs(
         weight_backward_s=tuple(backward_s * (1 - input_share) / count for count in chunks),
         message_s={edge: message_s for edge in graph.edges},
         action_s=action_s,
-        activation=tuple(1 / count for count in chunks),
+        saved=tuple(1 / count for count in chunks),
         memory_cap=None if memory_cap is None else (float(memory_cap),) * graph.num_devices,
         unsplit=unsplit,
     )
 
 
-def stages_without_input_part(graph: StageGraph) -> frozenset[int]:
-    """Stages that send no gradient back: the input part of their backward has nobody who waits for
-    it.
-    """
+def stages_without_input_gradient(graph: StageGraph) -> frozenset[int]:
+    """Stages that send no gradient back: nobody waits for their input gradients."""
     return frozenset(
         stage for stage in range(graph.num_stages) if not graph.gradient_producers(stage)
     )
@@ -173,8 +180,8 @@ def lower_bound(
     bound = 0.0
     for device in range(graph.num_devices):
         stages = graph.stages_of(device)
-        # the last action of a device is a backward of one of its stages: a weight part leaves
-        # nothing to do, a whole one its gradient's way
+        # the last action of a device is a backward of one of its stages: a weight gradient
+        # leaves nothing to do, a whole one its gradient's way
         left = min(tails[stage] if whole[stage] else 0.0 for stage in stages)
         bound = max(bound, min(heads[stage] for stage in stages) + work[device] + left)
     ways = _ways(graph, costs, tails, whole)
@@ -192,7 +199,7 @@ def _ways(
     graph: StageGraph, costs: Costs, tails: Sequence[float], whole: Sequence[bool]
 ) -> list[float]:
     """Least time from the end of a stage's forward to the end of the step, for one micro-batch."""
-    # from the start of a backward on: itself, then its weight part or what waits for its gradient
+    # from the start of a backward on: itself, then its weight gradient or what waits for its gradient
     ways = []
     for stage in range(graph.num_stages):
         first = costs.input_backward_s[stage] + costs.action_s
@@ -227,7 +234,7 @@ def _heads(graph: StageGraph, costs: Costs) -> list[float]:
 
 
 def _tails(graph: StageGraph, costs: Costs, whole: Sequence[bool]) -> list[float]:
-    """Least time from the end of a stage's backward (input part, if it is split) until the
+    """Least time from the end of a stage's backward (input gradient, if it is split) until the
     gradients that it gave are used up.
     """
     tails = [0.0] * graph.num_stages

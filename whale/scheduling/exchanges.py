@@ -13,9 +13,10 @@ import math
 import random
 from collections.abc import Sequence
 
-from whale.scheduling.problem import UNKNOWN, Jobs, Problem, StuckError
+from whale.scheduling.event_loop import UNKNOWN, Jobs, Needs, StuckError, run_in_order
+from whale.scheduling.memory import peak_of
+from whale.scheduling.problem import Problem
 
-Needs = Sequence[tuple[tuple[int, float], ...]]
 START_HEAT = 0.04
 """at first, orders longer by this part of the step are kept one time in e"""
 SEED = 2308
@@ -28,7 +29,7 @@ def latest_starts(
     """For every job, the latest start that does not make the step longer when all orders stay as
     they are.
     """
-    ends, sequence = problem.run(jobs, durations, needs)
+    ends, sequence = run_in_order(jobs, durations, needs)
     latest_ends = [max(ends)] * len(ends)
     before: list[int] = [-1] * len(ends)
     for row in jobs:
@@ -51,9 +52,10 @@ def improve(
 ) -> Jobs:
     """The best orders found, at most as long as `jobs`."""
     durations = problem.durations(whole)
+    change_of_job = problem.memory_changes(whole)
     draw = random.Random(SEED)
     rows = [list(row) for row in jobs]
-    ends, sequence = problem.run(rows, durations, needs)
+    ends, sequence = run_in_order(rows, durations, needs)
     time = best_time = max(ends)
     best = [list(row) for row in rows]
     places = [0] * len(ends)
@@ -69,10 +71,10 @@ def improve(
         row[place], row[place + 1] = row[place + 1], row[place]
         heat = START_HEAT * best_time * (1 - index / tries)
         try:
-            if problem.peak(row, whole) > problem.caps[device]:
+            if peak_of(map(change_of_job.__getitem__, row)) > problem.caps[device]:
                 raise StuckError
             new_ends, new_sequence = _run_again(
-                problem, rows, durations, needs, ends, sequence, row[place + 1]
+                rows, durations, needs, ends, sequence, row[place + 1]
             )
             new_time = max(new_ends)
             accepted = new_time <= time or (
@@ -95,7 +97,6 @@ def improve(
 
 
 def _run_again(
-    problem: Problem,
     rows: Jobs,
     durations: Sequence[float],
     needs: Needs,
@@ -103,14 +104,14 @@ def _run_again(
     sequence: list[int],
     first: int,
 ) -> tuple[list[float], list[int]]:
-    """As `Problem.run`, when two neighbours were exchanged: what was done before the `first` of
+    """As `run_in_order`, when two neighbours were exchanged: what was done before the `first` of
     them stays as it was.
     """
     done = sequence.index(first)
     new_ends = list(ends)
     for job in sequence[done:]:
         new_ends[job] = UNKNOWN
-    return problem.run(rows, durations, needs, (new_ends, sequence[:done]))
+    return run_in_order(rows, durations, needs, (new_ends, sequence[:done]))
 
 
 def critical_links(

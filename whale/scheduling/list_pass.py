@@ -1,21 +1,24 @@
-"""One pass of list scheduling: time goes on, and a device that is free takes the best of what it
-may do now.
+"""One pass of list scheduling: time passes, and a device that is free takes the best of what it may
+do now.
 
 What decides:
 
     key       every job has a number; the lowest one that is ready goes first
-    filler    weight parts only fill gaps: they go when nothing else is ready. Of several, the longest one that ends before the next known
-              arrival; one that would delay it by more than `delay` of its own length does not start
-    wait      a ready job also gives way to a better one that arrives within `wait` of its own length
-    memory    a forward needs room for itself and for the later chunks of its micro-batch on this device
-    admit     at most so many micro-batches are between the first forward and the last backward of a first stage
+    filler    weight gradients only fill gaps: they go when nothing else is ready. Of several, the
+              longest one that ends before the next known arrival; one that would delay it by more
+              than `delay` of its own length does not start
+    wait      a ready job also waits for a better one that arrives within `wait` of its own length
+    memory    a forward needs free memory for itself and for the later chunks of its micro-batch on
+              this device
+    admit     at most so many micro-batches are between the first forward and the last backward of a
+              first stage
 
 Memory never stops a pass on a chain. Let m be the micro-batch that is stopped furthest along, at
-stage s on device d. Micro-batches beyond it are through their forward and need no room, so they
-finish and free theirs. What is left on d was started by chunks before s, the last of them with room
-for all later chunks. Where branches of a graph make this untrue, a pass can get stuck; `in_turn`
-then admits micro-batches to a device one after the other, each with room for all that it will ever
-keep there: the oldest one can always go on.
+stage s on device d. Micro-batches beyond it are through their forward and need no more memory, so
+they finish and free theirs. What is left on d was started by chunks before s, the last of them with
+memory for all later chunks. Where branches of a graph make this untrue, a pass can get stuck;
+`in_turn` then admits micro-batches to a device one after the other, each with memory for all that it
+will ever hold there: the oldest one can always continue.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from whale.scheduling.problem import Jobs, Problem
+from whale.scheduling.event_loop import Jobs
+from whale.scheduling.problem import Problem
 
 NEVER = float("inf")
 NEAR = 1e-10
@@ -49,7 +53,7 @@ def list_pass(
     """Orders and the time that they take; None when the pass got stuck, or is given up because it
     will take longer than `limit_s`.
 
-    `whole` is changed where a split has no room.
+    `whole` is changed where there is no memory for a split.
     """
     return _Pass(problem, keys, whole, policy).run(limit_s)
 
@@ -77,12 +81,12 @@ class _Pass:
         )
         self.waiting_weights: list[list[int]] = [[] for _ in stages]
         self.live = [0.0] * graph.num_devices
-        self.room = [0.0] * graph.num_stages
+        self.needed = [0.0] * graph.num_stages
         for chunks in problem.chunks:
             rest = 0.0
             for stage in reversed(chunks):
-                rest += problem.activation[stage]
-                self.room[stage] = rest
+                rest += problem.saved[stage]
+                self.needed[stage] = rest
         self.is_first = [not problem.producers[s] for s in stages]
         self.free = [0.0] * graph.num_devices
         self.jobs: Jobs = [[] for _ in range(graph.num_devices)]
@@ -122,8 +126,8 @@ class _Pass:
         size = problem.size
         arrival = self.arrival
         missing = self.missing
-        room_left = problem.caps[device] - self.live[device]
-        room = self.room
+        free_memory = problem.caps[device] - self.live[device]
+        needed = self.needed
         is_limited = policy.admit is not None or policy.in_turn
         next_forward = self.next_forward
         next_backward = self.next_backward
@@ -147,7 +151,7 @@ class _Pass:
             if micro_batch < count:
                 job = stage * count + micro_batch
                 if not missing[job]:
-                    if room[stage] > room_left or (
+                    if needed[stage] > free_memory or (
                         is_limited and not self.is_admitted(device, stage, micro_batch)
                     ):
                         is_full = is_full or arrival[job] <= now
@@ -184,13 +188,13 @@ class _Pass:
         if not policy.in_turn or micro_batch < self.admitted[device]:
             return True
         in_flight = self.admitted[device] - self.num_finished[device] + 1
-        share = self.room[self.problem.chunks[device][0]]
+        share = self.needed[self.problem.chunks[device][0]]
         return (
             micro_batch == self.admitted[device] and in_flight * share <= self.problem.caps[device]
         )
 
     def fill(self, device: int, now: float, until: float, is_full: bool) -> None:
-        """Start the weight part that fits best before `until`."""
+        """Start the weight gradient that fits best before `until`."""
         problem = self.problem
         gap = until - now
         best = -1
@@ -223,7 +227,7 @@ class _Pass:
     def by_key(
         self, device: int, now: float, best: int, best_key: float, coming: list[tuple[float, float]]
     ) -> None:
-        """Weight parts stand in line with everything else."""
+        """Weight gradients stand in line with everything else."""
         problem = self.problem
         for stage in problem.chunks[device]:
             if self.waiting_weights[stage]:
@@ -258,11 +262,11 @@ class _Pass:
         lane, place = divmod(job, size)
         stage, micro_batch = divmod(place, count)
         if lane == 1 and not self.whole[place]:
-            more = problem.weight_part[stage] - problem.activation[stage]
+            more = problem.weight_gradient[stage] - problem.saved[stage]
             if more > 0 and self.live[device] + more > problem.caps[device]:
                 pending = [s for s in problem.chunks[device] if self.waiting_weights[s]]
                 if pending:
-                    freed = max(pending, key=lambda s: problem.weight_part[s])
+                    freed = max(pending, key=lambda s: problem.weight_gradient[s])
                     self.start(
                         device, 2 * size + freed * count + self.waiting_weights[freed][0], now
                     )
@@ -272,14 +276,14 @@ class _Pass:
         end = now + seconds
         self.jobs[device].append(job)
         self.free[device] = end
-        # a weight part counts without what the runtime adds: the backward might have been whole
+        # a weight gradient counts without what the runtime adds: the backward might have been whole
         self.rest_s[device] -= (
             seconds if lane < 2 else problem.whole_s[stage] - problem.input_s[stage]
         )
         heappush(self.events, (end, device))
         if lane == 0:
             self.next_forward[stage] += 1
-            self.live[device] += problem.activation[stage]
+            self.live[device] += problem.saved[stage]
             if micro_batch == self.admitted[device]:
                 self.admitted[device] += 1
             self.tell(size + place, stage, end)
@@ -287,17 +291,17 @@ class _Pass:
                 self.tell(consumer * count + micro_batch, consumer, end + time)
         elif lane == 1:
             self.next_backward[stage] += 1
-            self.live[device] -= problem.activation[stage]
+            self.live[device] -= problem.saved[stage]
             if self.whole[place]:
                 self.finish(device, micro_batch)
             else:
-                self.live[device] += problem.weight_part[stage]
+                self.live[device] += problem.weight_gradient[stage]
                 self.waiting_weights[stage].append(micro_batch)
             for producer, time in problem.gradient_producers[stage]:
                 self.tell(size + producer * count + micro_batch, producer, end + time)
         else:
             self.waiting_weights[stage].pop(0)
-            self.live[device] -= problem.weight_part[stage]
+            self.live[device] -= problem.weight_gradient[stage]
             self.finish(device, micro_batch)
 
     def finish(self, device: int, micro_batch: int) -> None:

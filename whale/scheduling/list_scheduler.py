@@ -20,14 +20,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from whale.scheduling.action import Orders, StageGraph
-from whale.scheduling.chunk_orders import interleaved_orders, wave_orders, zero_bubble_orders
 from whale.scheduling.costs import Costs, lower_bound
+from whale.scheduling.event_loop import Jobs, StuckError, run_in_order
 from whale.scheduling.exchanges import improve, latest_starts
 from whale.scheduling.list_pass import NEVER, Policy, list_pass
-from whale.scheduling.orders import one_f_one_b
+from whale.scheduling.memory import peak_of
+from whale.scheduling.orders import (
+    interleaved_orders,
+    one_f_one_b,
+    wave_orders,
+    zero_bubble_orders,
+)
 from whale.scheduling.placement import num_loops_of, num_waves_of
 from whale.scheduling.policies import Keys, policies
-from whale.scheduling.problem import Jobs, Problem, StuckError
+from whale.scheduling.problem import Problem
 
 BUDGET = 300_000
 """job visits of a search, one or two microseconds each: divided by the number of jobs, the tries
@@ -139,11 +145,12 @@ class Search:
     def add(self, name: str, jobs: Jobs, whole: bytearray) -> None:
         """Keep these orders if they hold."""
         problem = self.problem
-        peaks = [problem.peak(row, whole) for row in jobs]
+        changes = problem.memory_changes(whole)
+        peaks = [peak_of(map(changes.__getitem__, row)) for row in jobs]
         if any(peak > cap for peak, cap in zip(peaks, problem.caps, strict=True)):
             return
         try:
-            ends, _ = problem.run(jobs, problem.durations(whole), self.needs)
+            ends, _ = run_in_order(jobs, problem.durations(whole), self.needs)
         except StuckError:
             return
         self.found.append(Found(jobs, whole, max(ends), max(peaks), name))
@@ -271,7 +278,7 @@ class Search:
         problem = self.problem
         size = self.problem.size
         durations = problem.durations(best.whole)
-        ends, _ = problem.run(best.jobs, durations, self.needs)
+        ends, _ = run_in_order(best.jobs, durations, self.needs)
         latest = latest_starts(problem, best.jobs, durations, self.needs)
         whole = bytearray(best.whole)
         jobs: Jobs = []

@@ -4,8 +4,8 @@ on.
 S stages, M micro-batches, N = S M. Every compute action has a number, its job:
 
     forward of (s, m)                       s M + m
-    backward, whole or its input part       N + s M + m
-    weight part                             2 N + s M + m     (not used where the backward is whole)
+    backward, whole or input gradient       N + s M + m
+    weight gradient                         2 N + s M + m     (not used where the backward is whole)
 
 A backward is whole where `whole[s M + m]` is set; this is the only thing here that changes while
 schedules are searched.
@@ -13,23 +13,24 @@ schedules are searched.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from whale.scheduling.action import Action, Kind, Orders, StageGraph, require_micro_batches
+from whale.scheduling.action import (
+    COMPUTE,
+    Action,
+    Kind,
+    Orders,
+    StageGraph,
+    require_micro_batches,
+)
 from whale.scheduling.costs import Costs
-
-Jobs = list[list[int]]
-"""for each device, its jobs in the order in which it does them"""
-UNKNOWN = -1.0
-"""an end that is not known yet"""
-
-
-class StuckError(Exception):
-    """The devices wait for each other."""
+from whale.scheduling.event_loop import Jobs
+from whale.scheduling.memory import ROUNDING, memory_changes
 
 
 class Problem:
+    """The input of a search in the form in which it is fastest to compute on."""
+
     def __init__(self, graph: StageGraph, costs: Costs, num_micro_batch: int) -> None:
         require_micro_batches(num_micro_batch)
         costs.require_fit(graph)
@@ -43,12 +44,12 @@ class Problem:
         self.input_s = [costs.input_backward_s[s] + costs.action_s for s in stages]
         self.weight_s = [costs.weight_backward_s[s] + costs.action_s for s in stages]
         self.whole_s = [costs.backward_s(s) + costs.action_s for s in stages]
-        self.activation = list(costs.activation)
-        self.weight_part = list(costs.weight_part)
+        self.saved = list(costs.saved)
+        self.weight_gradient = list(costs.weight_gradient)
         self.caps = (
             [float("inf")] * graph.num_devices
             if costs.memory_cap is None
-            else [cap * (1 + 1e-9) for cap in costs.memory_cap]
+            else [cap * (1 + ROUNDING) for cap in costs.memory_cap]
         )
         # (other stage, time on the way)
         self.producers = [
@@ -103,31 +104,30 @@ class Problem:
             for job in row:
                 lane, place = divmod(job, self.size)
                 stage, micro_batch = divmod(place, self.num_micro_batch)
-                kind = (
-                    Kind.FORWARD
-                    if lane == 0
-                    else Kind.WEIGHT
-                    if lane == 2
-                    else Kind.BACKWARD
-                    if whole[place]
-                    else Kind.INPUT
-                )
+                if lane == 0:
+                    kind = Kind.FORWARD
+                elif lane == 2:
+                    kind = Kind.WEIGHT
+                else:
+                    kind = Kind.BACKWARD if whole[place] else Kind.INPUT
                 actions.append(Action(kind, stage, micro_batch))
             result.append(tuple(actions))
         return tuple(result)
 
     def durations(self, whole: bytearray) -> list[float]:
-        """Of every job."""
-        many = range(self.num_micro_batch)
-        stages = range(self.graph.num_stages)
-        result = [self.forward_s[s] for s in stages for _ in many]
-        backwards = [(self.whole_s[s], self.input_s[s]) for s in stages for _ in many]
-        result += [
-            both if is_whole else first
-            for (both, first), is_whole in zip(backwards, whole, strict=True)
-        ]
-        result += [self.weight_s[s] for s in stages for _ in many]
-        return result
+        """Seconds of every job."""
+        count = self.num_micro_batch
+        forwards: list[float] = []
+        backwards: list[float] = []
+        weights: list[float] = []
+        for stage in range(self.graph.num_stages):
+            forwards += [self.forward_s[stage]] * count
+            weights += [self.weight_s[stage]] * count
+            both = self.whole_s[stage]
+            first = self.input_s[stage]
+            for is_whole in whole[stage * count : (stage + 1) * count]:
+                backwards.append(both if is_whole else first)
+        return forwards + backwards + weights
 
     def needs(self) -> list[tuple[tuple[int, float], ...]]:
         """For every job: (job that must be over, time on the way) without what is given by the
@@ -148,74 +148,22 @@ class Problem:
         result += [((size + place, 0.0),) for place in range(size)]
         return result
 
-    def run(
-        self,
-        jobs: Jobs,
-        durations: Sequence[float],
-        needs: Sequence[tuple[tuple[int, float], ...]],
-        before: tuple[list[float], list[int]] | None = None,
-    ) -> tuple[list[float], list[int]]:
-        """End of every job when each device does its jobs in this order as soon as it can, and the
-        jobs in an order that all this respects.
-
-        Raises `StuckError` when the devices wait for each other. `before`: the same two lists with
-        the beginning of a run, to go on from.
+    def memory_changes(self, whole: bytearray) -> list[float]:
+        """Change of activation memory by every job. Workspaces are not counted here: the caps leave
+        place for them.
         """
-        ends, sequence = before or ([UNKNOWN] * (3 * self.size), [])
-        place = [0] * len(jobs)
-        clocks = [0.0] * len(jobs)
-        if sequence:
-            for device, row in enumerate(jobs):
-                place[device] = done = bisect_left(row, True, key=lambda job: ends[job] < 0.0)
-                clocks[device] = ends[row[done - 1]] if done else 0.0
-        waiting: dict[int, list[int]] = {}
-        ready = list(range(len(jobs)))
-        while ready:
-            device = ready.pop()
-            row = jobs[device]
-            clock = clocks[device]
-            at = place[device]
-            last = len(row)
-            while at < last:
-                job = row[at]
-                start = clock
-                for need, time in needs[job]:
-                    end = ends[need]
-                    if end < 0.0:
-                        break
-                    if end + time > start:
-                        start = end + time
-                else:
-                    clock = start + durations[job]
-                    ends[job] = clock
-                    sequence.append(job)
-                    at += 1
-                    if job in waiting:
-                        ready += waiting.pop(job)
-                    continue
-                waiting.setdefault(need, []).append(device)
-                break
-            place[device] = at
-            clocks[device] = clock
-        if len(sequence) < sum(map(len, jobs)):
-            raise StuckError
-        return ends, sequence
-
-    def peak(self, row: Sequence[int], whole: bytearray) -> float:
-        """Most activation memory of a device that does its jobs in this order."""
-        total = peak = 0.0
-        size = self.size
-        count = self.num_micro_batch
-        for job in row:
-            if job < size:
-                total += self.activation[job // count]
-            elif job < 2 * size:
-                stage = (job - size) // count
-                total += (0.0 if whole[job - size] else self.weight_part[stage]) - self.activation[
-                    stage
-                ]
-            else:
-                total -= self.weight_part[(job - 2 * size) // count]
-            if total > peak:
-                peak = total
-        return peak
+        forwards: list[float] = []
+        backwards: list[float] = []
+        weights: list[float] = []
+        for stage in range(self.graph.num_stages):
+            saved = self.saved[stage]
+            later = self.weight_gradient[stage]
+            by_kind = {
+                kind: sum(memory_changes(kind, saved, later, workspace=0.0)) for kind in COMPUTE
+            }
+            first = stage * self.num_micro_batch
+            forwards += [by_kind[Kind.FORWARD]] * self.num_micro_batch
+            weights += [by_kind[Kind.WEIGHT]] * self.num_micro_batch
+            for is_whole in whole[first : first + self.num_micro_batch]:
+                backwards.append(by_kind[Kind.BACKWARD if is_whole else Kind.INPUT])
+        return forwards + backwards + weights

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.scheduling.action import Action, Kind, Schedule
-from whale.scheduling.check import ScheduleError, peak_memory
+from whale.scheduling.check import ScheduleError, device_peaks
 from whale.scheduling.costs import Costs, lower_bound
-from whale.scheduling.problem import Problem, StuckError
+from whale.scheduling.event_loop import StuckError, run_in_order
+from whale.scheduling.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     jobs, whole = problem.jobs(schedule.orders)
     durations = problem.durations(whole)
     try:
-        ends, _ = problem.run(jobs, durations, problem.needs())
+        ends, _ = run_in_order(jobs, durations, problem.needs())
     except StuckError:
         raise ScheduleError(
-            "deadlock: the devices wait for each other, or for an action that is missing; `check` "
-            "tells where"
+            "deadlock: the devices wait for each other, or for an action that is missing. Try: "
+            "`check` of this schedule, which says where"
         ) from None
     rows = [
         _times(problem, order, row, durations, ends)
@@ -68,7 +69,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         starts=tuple(tuple(start for start, _ in row) for row in rows),
         ends=tuple(tuple(end for _, end in row) for row in rows),
         busy_s=tuple(sum(durations[job] for job in row) for row in jobs),
-        peak_memory=tuple(peak_memory(order, costs) for order in schedule.orders),
+        peak_memory=device_peaks(schedule, costs),
         lower_bound_s=lower_bound(
             schedule.stage_graph, costs, schedule.num_micro_batch, split=split
         ),

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from whale.plans.buckets import bucket_size
 from whale.plans.figures import UPDATE_COPIES, Figures, StateFigures
 from whale.plans.plan import Plan
-from whale.scheduling import Action, Kind
+from whale.scheduling import Action
+from whale.scheduling.action import ENDS_BACKWARD
+from whale.scheduling.memory import memory_changes
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = CLASSES = (
     "weights",
@@ -66,33 +68,29 @@ class Account:
         self._with_gradients = set()
 
     def start(self, action: Action, num_samples: int) -> None:
-        """A compute action begins: what a forward keeps is there from now on, a backward needs room
-        to work.
-        """
-        stage = self.figures.stages[action.stage]
-        if action.kind is Kind.FORWARD:
-            self.take(ACTIVATIONS, stage.kept_bytes(num_samples), str(action))
-        elif action.kind is not Kind.WEIGHT:
-            self.take(ACTIVATIONS, stage.working_bytes(num_samples), str(action))
+        """A compute action begins."""
+        at_start, _, _ = self._changes(action, num_samples)
+        self.take(ACTIVATIONS, at_start, str(action))
 
     def end(self, action: Action, num_samples: int, is_last: bool = False) -> None:
-        """It is over, and with it what it worked on. Gradients grow while activations go: what is
-        there at most is there at either end.
+        """It is over. Gradients grow while activations are freed: most is there at either end.
 
         `is_last`: no other backward of this stage comes in this step.
         """
-        stage = self.figures.stages[action.stage]
-        later = stage.weight_part_sample_bytes * num_samples
-        if action.kind is Kind.WEIGHT:
-            self.used[ACTIVATIONS] -= later
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.used[ACTIVATIONS] -= stage.kept_bytes(num_samples)
-        if action.kind is Kind.INPUT:
-            self.take(ACTIVATIONS, later, str(action))
-        else:
+        _, computed, at_end = self._changes(action, num_samples)
+        self.take(ACTIVATIONS, computed, str(action))
+        if action.kind in ENDS_BACKWARD:
             self._grow_gradients(action, is_last)
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            self.used[ACTIVATIONS] -= stage.working_bytes(num_samples)
+        self.take(ACTIVATIONS, at_end, str(action))
+
+    def _changes(self, action: Action, num_samples: int) -> tuple[float, float, float]:
+        memory = self.figures.stages[action.stage].memory
+        return memory_changes(
+            action.kind,
+            memory.saved.of(num_samples),
+            memory.weight_gradient.of(num_samples),
+            memory.workspace.of(num_samples),
+        )
 
     def begin_update(self) -> None:
         """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the
@@ -101,19 +99,17 @@ class Account:
         own_bytes = sum(state.trained_bytes for state in self.held) - self.shared_bytes
         self.used[GRADIENTS] = min(self.used[GRADIENTS], own_bytes)
         largest = max(
-            (self.figures.stages[stage].working_fixed_bytes for stage in self.own_stages),
+            (self.figures.stages[stage].gradient_workspace_bytes for stage in self.own_stages),
             default=0.0,
         )
-        room = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
-        self.take(ACTIVATIONS, room, "update")
-        self.used[ACTIVATIONS] -= room
+        workspace = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
+        self.take(ACTIVATIONS, workspace, "update")
+        self.take(ACTIVATIONS, -workspace, "update")
 
     def _grow_gradients(self, action: Action, is_last: bool) -> None:
         """In its first backward a stage makes its gradients. If it is the last one too, all but the
         last bucket have gone into theirs.
         """
-        if action.kind is Kind.FORWARD:
-            return
         for state in self._new_gradients(action.stage):
             left = state.trained_bytes
             if is_last and self.shared_bytes and self.bucket_bytes:
@@ -132,7 +128,9 @@ class Account:
         ]
 
     def take(self, what: str, num_bytes: float, action: str) -> None:
-        """An emulated device overrides this, to refuse what it has no room for."""
+        """Adds `num_bytes` (less than 0: frees them). An emulated device overrides this, to refuse what
+        does not fit.
+        """
         self.used[what] += num_bytes
         total = self.total
         if total > self._high[0]:

@@ -1,37 +1,37 @@
-"""Room that a stage on a grid works in, beside what it keeps for backward: gradients on their way,
-and what exchanges hold for a moment.
+"""Workspace of a stage on a grid, beside what it saves for backward: gradients on their way, and
+what exchanges hold for a moment.
 
-As `costs/backward_room.py`, with the sizes that tensors have on one device. While operation i
+As `costs/backward_workspace.py`, with the sizes that tensors have on one device. While operation i
 is differentiated there are
 
-    its own work       kept(i) + pending(i) + COPIES of the largest of its result and its inputs + gradients of gathered weights       (1)
-    its inputs         kept(i - 1) + pending(i) + gradients of those that were exchanged for it + what the exchanges of these hold:
-                       what leaves, what arrives, the result. A linear layer does this while it still has what it kept
-                       (`lowering/sharded_linear.py`)                                                                                   (2)
-    gathered weights   the same. Their gradients travel under the operations before, until those of the weight before are there
-                       (`lowering/overlap.py`)                                                                                          (3)
+    its own work       saved(i) + pending(i) + COPIES of the largest of its result and its inputs
+                       + gradients of gathered weights                                           (1)
+    its inputs         saved(i - 1) + pending(i) + gradients of those that were exchanged for it
+                       + what the exchanges of these hold: what leaves, what arrives, the result.
+                       A linear layer does this while it still has what it saved
+                       (`lowering/sharded_linear.py`)                                            (2)
+    gathered weights   the same. Their gradients travel under the operations before, until those
+                       of the weight before are there (`lowering/overlap.py`)                    (3)
 
-and in its forward kept(i - 1) + its inputs as they were + what their exchanges hold.                                                   (4)
+and in its forward saved(i - 1) + its inputs as they were + what their exchanges hold.           (4)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.fx import Node
 
-from whale.costs.backward_room import COPIES
-from whale.costs.saved import Kept, Saved
+from whale.costs.backward_workspace import COPIES, lifetimes
+from whale.costs.saved import Saved
 from whale.plans.grid import AXES
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
+from whale.scheduling.memory import NOTHING, Bytes, total
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.emit import is_alike
@@ -39,10 +39,6 @@ from whale.sharding.operation import Option, Placement
 from whale.sharding.redistribution import plan_redistribution
 from whale.sharding.redistribution_steps import most_held
 from whale.sharding.space import Space
-
-Bytes = npt.NDArray[np.float64]
-"""[whatever the samples, for each sample]"""
-NOTHING: Bytes = np.zeros(2)
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Change:
     """the same beside its gradient"""
     is_weight: bool
     is_gather: bool
-    """backward may keep the result"""
+    """the result may be saved for backward"""
     is_fused: bool
     """into the linear layer that reads it"""
 
@@ -81,13 +77,13 @@ class OnDevice:
             }
         self._layouts: dict[Value, Layout] = {}
         self.changes = self._changes()
-        self.rooms: dict[bool, Kept] = {}
-        """what `room_on_grid` found, where gathered tensors are kept or not, and nothing is
-        computed again
+        self.workspaces: dict[bool, Bytes] = {}
+        """what `grid_workspace` found where gathered tensors are saved or not, and nothing is
+        recomputed
         """
 
     def lies(self, value: Value) -> Layout:
-        """As it is made, received or stored."""
+        """Layout of a value as it is made, received or stored."""
         if value not in self._layouts:
             node, number = value
             placements: dict[str, Placement] = dict.fromkeys(
@@ -105,15 +101,21 @@ class OnDevice:
         return layout_of(self.space.granules.cuts(value, self.num_samples), placements)
 
     def part(self, value: Value) -> float:
-        """Of a value, what the device that has most of it has."""
+        """Largest fraction of `value` that any device holds."""
         layout = self.lies(value)
         return layout.largest_count(self.grid) / max(1, prod(layout.shape))
 
     def size(self, value: Value, count: int) -> Bytes:
-        """Of so many of its numbers."""
+        """Bytes of `count` elements of a value."""
         num_bytes = count * tensor_of(value).dtype.itemsize
         has_samples = any(isinstance(size, torch.SymInt) for size in tensor_of(value).shape)
-        return np.array([0.0, num_bytes / self.num_samples] if has_samples else [num_bytes, 0.0])
+        if has_samples:
+            return Bytes(num_bytes / self.num_samples)
+        return Bytes(fixed_bytes=num_bytes)
+
+    def at(self, size: Bytes) -> float:
+        """Bytes for the samples of this stage."""
+        return size.of(self.num_samples)
 
     def needed(self, node: Node, slot: int, value: Value) -> Layout:
         return self._layout(
@@ -182,143 +184,108 @@ class OnDevice:
         )
 
 
-def room_on_grid(
+def grid_workspace(
     device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool
-) -> Kept:
-    """The largest of lines (1) to (4), less all that is kept. `parts`: of each storage that is
-    kept, what this device keeps of it.
+) -> Bytes:
+    """The largest of lines (1) to (4), less all that is saved. `parts`: storage that is saved ->
+    the fraction of it that this device saves.
     """
     operations = device.operations
     gradients = device.space.program.gradients
-    let_go = _let_go(device, saved, parts, keeps_gathered)
-    (begins, ends) = _waiting(device, saved)
-    moments = [_sum([each.before + each.there for each in device.changes.get(len(operations), ())])]
-    moments.append(
-        _sum([each.after + each.back for each in device.changes.get(len(operations), ())])
-    )
-    freed = pending = travelling = NOTHING
+    saved_until, pending = _curves(device, saved, parts, keeps_gathered)
+    all_saved = saved_until[-1] if saved_until else NOTHING
+    outputs = device.changes.get(len(operations), ())
+    moments = [
+        all_saved + total(each.before + each.there for each in outputs),
+        all_saved + total(each.after + each.back for each in outputs),
+    ]
+    travelling = NOTHING
     for index in reversed(range(len(operations))):
         node = operations[index]
         changes = device.changes.get(index, ())
-        pending = pending - ends.get(index, NOTHING)
-        there = pending - freed
-        gone = pending - freed - let_go.get(index, NOTHING)
-        moments.append(gone - pending + _sum([each.before + each.there for each in changes]))
-        if node in gradients:
-            own, largest = _largest(device, node)
-            of_weights, of_inputs = (
-                [each for each in changes if each.is_weight is kind] for kind in (True, False)
-            )
-            again = _sum([each.there for each in changes if each.is_gather and not keeps_gathered])
-            moments.append(
-                there
-                + COPIES * largest
-                + _sum([each.after for each in of_weights])
-                + again
-                + travelling
-            )
-            leaving = _sum([each.after + each.back for each in of_inputs])
-            fused = _sum([each.after + each.back for each in of_weights if each.is_fused])
-            is_fused = any(each.is_fused for each in of_inputs)
-            moments.append(
-                (there + own + fused + again if is_fused else gone) + leaving + travelling
-            )
-            if of_weights:
-                travelling = _sum(
-                    [each.after + each.back for each in of_weights if not each.is_fused]
-                )
-                moments.append(gone + largest + travelling)
-        pending = pending + begins.get(index, NOTHING)
-        freed = freed + let_go.get(index, NOTHING)
-    fixed, per_sample = max(moments, key=partial(_at, device.num_samples))
-    return Kept(float(per_sample), round(float(fixed)))
+        saved_before = saved_until[index - 1] if index else NOTHING
+        held = saved_until[index] + pending[index]
+        left = saved_before + pending[index]
+        moments.append(saved_before + total(each.before + each.there for each in changes))  # (4)
+        if node not in gradients:
+            continue
+        own, largest = _largest(device, node)
+        of_weights = [each for each in changes if each.is_weight]
+        of_inputs = [each for each in changes if not each.is_weight]
+        gathered_again = NOTHING
+        if not keeps_gathered:
+            gathered_again = total(each.there for each in changes if each.is_gather)
+        weight_gradients = total(each.after for each in of_weights)
+        moments.append(
+            held + COPIES * largest + weight_gradients + gathered_again + travelling
+        )  # (1)
+        leaving = total(each.after + each.back for each in of_inputs)
+        if any(each.is_fused for each in of_inputs):
+            fused = total(each.after + each.back for each in of_weights if each.is_fused)
+            left_then = held + own + fused + gathered_again
+        else:
+            left_then = left
+        moments.append(left_then + leaving + travelling)  # (2)
+        if of_weights:
+            travelling = total(each.after + each.back for each in of_weights if not each.is_fused)
+            moments.append(left + largest + travelling)  # (3)
+    most = max(moments, key=device.at) - all_saved
+    return Bytes(most.sample_bytes, round(most.fixed_bytes))
 
 
-def most_exchanged(device: OnDevice) -> Kept:
-    """Of one exchange, with what it is given: where regions are computed again, and nothing is let
-    go one by one.
+def most_exchanged(device: OnDevice) -> Bytes:
+    """The largest exchange, with what it is given: where regions are recomputed, and nothing is
+    freed operation by operation.
     """
-    found = [each.before + each.there for changes in device.changes.values() for each in changes]
-    found += [each.after + each.back for changes in device.changes.values() for each in changes]
-    most = max(found, key=partial(_at, device.num_samples), default=NOTHING)
-    return Kept(float(most[1]), round(float(most[0])))
+    found = [NOTHING]
+    for changes in device.changes.values():
+        for each in changes:
+            found.append(each.before + each.there)
+            found.append(each.after + each.back)
+    most = max(found, key=device.at)
+    return Bytes(most.sample_bytes, round(most.fixed_bytes))
 
 
-def _let_go(
+def _curves(
     device: OnDevice, saved: Saved, parts: Mapping[int, float], keeps_gathered: bool
-) -> dict[int, Bytes]:
-    """By operation: what is not kept any more once it is differentiated. What crosses stages stays
-    until the backward is over.
+) -> tuple[list[Bytes], list[Bytes]]:
+    """saved(i) and pending(i) of every operation, as `costs/backward_workspace.py` defines them, on
+    this device.
     """
     program = device.space.program
-    seen = {
-        storage
-        for node in (*program.received, *program.sent)
-        for storage in saved.result_of_node.get(node, ())
-    }
-    found: dict[int, Bytes] = {}
-    for index, node in enumerate(device.operations):
-        new = saved.of_node.get(node, frozenset()) - seen
-        seen |= new
-        for storage in new:
-            kept = saved.kept[storage]
-            size = np.array([kept.fixed_bytes, kept.sample_bytes])
-            found[index] = found.get(index, NOTHING) + parts.get(storage, 0.0) * size
-        if node in program.gradients and keeps_gathered:
-            copies = _sum([each.after for each in device.changes.get(index, ()) if each.is_gather])
-            found[index] = found.get(index, NOTHING) + copies
-    return found
+    crossing = (*program.received, *program.sent)
+    times = lifetimes(device.operations, program.gradients, saved, crossing)
 
+    def saved_size(storage: int) -> Bytes:
+        return parts.get(storage, 0.0) * saved.storages[storage]
 
-def _waiting(device: OnDevice, saved: Saved) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
-    """Gradients that are there once an operation is differentiated, until the one that made the
-    value: by where they begin and end.
-    """
-    gradients = device.space.program.gradients
-    place = {node: index for index, node in enumerate(device.operations)}
-    made: dict[int, int] = {}
-    last_read: dict[int, int] = {}
-    for index, node in enumerate(device.operations):
-        for storage in saved.result_of_node.get(node, ()):
-            made.setdefault(storage, index)
-        for source in node.all_input_nodes if node in gradients else ():
-            if source in place and source in gradients:
-                last_read |= dict.fromkeys(saved.result_of_node.get(source, ()), index)
-    begins: dict[int, Bytes] = {}
-    ends: dict[int, Bytes] = {}
-    for storage, index in last_read.items():
-        maker = device.operations[made.get(storage, 0)]
+    def gradient_size(storage: int) -> Bytes:
+        maker = device.operations[times.made.get(storage, 0)]
         part = device.part((maker, 0)) if maker in device.chosen else 1.0
-        size = np.array([0.0, part * saved.kept[storage].sample_bytes])
-        begins[index] = begins.get(index, NOTHING) + size
-        ends[made.get(storage, 0)] = ends.get(made.get(storage, 0), NOTHING) + size
-    return begins, ends
+        return Bytes(part * saved.storages[storage].sample_bytes)
+
+    saved_until = times.saved(saved_size, NOTHING)
+    if keeps_gathered:
+        copies = NOTHING
+        for index, node in enumerate(device.operations):
+            if node in program.gradients:
+                changes = device.changes.get(index, ())
+                copies = copies + total(each.after for each in changes if each.is_gather)
+            saved_until[index] = saved_until[index] + copies
+    return saved_until, times.pending(gradient_size, NOTHING)
 
 
 def _largest(device: OnDevice, node: Node) -> tuple[Bytes, Bytes]:
     """(the largest of its results, the largest of these and of the inputs that get a gradient)"""
     if node not in device.chosen:
         return NOTHING, NOTHING
-    size = partial(_at, device.num_samples)
-    own = max(
-        (
-            device.size(value, device.lies(value).largest_count(device.grid))
-            for value in device.space.outputs_of(node)
-        ),
-        key=size,
-    )
+    results = []
+    for value in device.space.outputs_of(node):
+        results.append(device.size(value, device.lies(value).largest_count(device.grid)))
+    own = max(results, key=device.at)
     found = [own]
     for slot, value in enumerate(device.space.inputs_of(node)):
         if value[0] in device.space.program.gradients and value[0].op == "call_function":
-            found.append(
-                device.size(value, device.needed(node, slot, value).largest_count(device.grid))
-            )
-    return own, max(found, key=size)
-
-
-def _at(num_samples: int, size: Bytes) -> float:
-    return float(size[0] + num_samples * size[1])
-
-
-def _sum(found: Sequence[Bytes]) -> Bytes:
-    return np.sum(found, axis=0) if len(found) else NOTHING
+            needed = device.needed(node, slot, value)
+            found.append(device.size(value, needed.largest_count(device.grid)))
+    return own, max(found, key=device.at)
