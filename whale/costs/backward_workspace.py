@@ -36,6 +36,18 @@ CONVOLUTIONS = frozenset(
 )
 
 
+def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -> list[float]:
+    """Summed size of the values that are live in front of each operation, and behind the last one:
+    between the operation that makes a value and the last one that reads it.
+    """
+    position = {node: index for index, node in enumerate(operations)}
+    ranges = []
+    for node, index in position.items():
+        last = max((position[user] for user in node.users if user in position), default=index)
+        ranges.append((index + 1, last + 1, size_of(node)))
+    return live(ranges, len(operations) + 1, 0.0)
+
+
 @dataclass(frozen=True)
 class Lifetimes:
     """From where to where the storages of a stage are alive in its backward, by the places of its

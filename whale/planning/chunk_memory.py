@@ -23,11 +23,11 @@ from itertools import pairwise
 import numpy as np
 from torch.fx import Node
 
-from whale.costs.backward_workspace import COPIES
+from whale.costs.backward_workspace import COPIES, live_between
 from whale.planning.cuts import Floats
 from whale.planning.workload import Workload
 from whale.scheduling import Action
-from whale.scheduling.memory import in_flight, live
+from whale.scheduling.memory import in_flight
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,10 @@ class ChunkMemory:
         devices: Devices,
     ) -> ChunkMemory:
         """`static`: `Workload.static_by_operation` of these operations."""
-        size = np.array(
-            [workload.costs[node].output_bytes / workload.batch_size for node in operations]
-        )
-        place = {node: index for index, node in enumerate(operations)}
-        ranges = []
-        for node, index in place.items():
-            last = max((place[user] for user in node.users if user in place), default=index)
-            ranges.append((index + 1, last + 1, float(size[index])))
+
+        def size_of(node: Node) -> float:
+            return workload.costs[node].output_bytes / workload.batch_size
+
         saved = [
             each.sample_bytes + each.fixed_bytes / workload.share
             for each in workload.saved_by_operation(operations)
@@ -93,8 +89,8 @@ class ChunkMemory:
         return ChunkMemory(
             static=np.array(static),
             saved=np.array(saved),
-            alive=np.array(live(ranges, len(operations) + 1, 0.0)),
-            workspace=COPIES * size,
+            alive=np.array(live_between(operations, size_of)),
+            workspace=COPIES * np.array([size_of(node) for node in operations]),
             devices=devices,
         )
 

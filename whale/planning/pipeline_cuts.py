@@ -37,12 +37,13 @@ from torch.fx import Node
 from whale import scheduling
 from whale.annotation import Strategy
 from whale.cluster.cluster import Cluster
+from whale.costs.backward_workspace import live_between
 from whale.planning.balance import Order
 from whale.planning.cuts import Floats, StageMemory
 from whale.planning.problem import Problem
 from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import state_behind
-from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks, live_between
+from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.workload import Workload
 from whale.plans.shares import NoRoom
 
@@ -260,11 +261,10 @@ class PipelineCuts:
         its ends little does.
         """
         batch_size = self.workload.batch_size
-        alive = live_between(
-            operations, lambda node: self.workload.costs[node].output_bytes / batch_size
-        )
+        costs = self.workload.costs
+        alive = live_between(operations, lambda node: costs[node].output_bytes / batch_size)
         quarter = len(operations) // 4
-        middle = alive[quarter + 1 : len(operations) - quarter]
+        middle = np.array(alive[quarter + 1 : len(operations) - quarter])
         return float(middle.min(initial=np.inf, where=middle > 0)) if (middle > 0).any() else 0.0
 
 

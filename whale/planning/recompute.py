@@ -26,9 +26,9 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph
 from whale.capture.guards import RECOMPUTE_TAG
 from whale.capture.kinds import trains_batch_norm
+from whale.costs.backward_workspace import live_between
 from whale.costs.costs import value_bytes
 from whale.names import nearest
-from whale.scheduling.memory import live
 
 Regions = Mapping[Node, Hashable]
 """operation -> its region; operations that are not there are kept"""
@@ -143,14 +143,12 @@ def cut_regions(
     """At most `count` runs of about the same bytes, each cut within half a run of its place where
     least is alive.
     """
-    sizes = [value_bytes(node, captured.batch_symbol, captured.batch_size) for node in operations]
-    place = {node: index for index, node in enumerate(operations)}
-    ranges = []
-    for node, index in place.items():
-        last = max((place[user] for user in node.users if user in place), default=index)
-        ranges.append((index + 1, last + 1, float(sizes[index])))
-    alive = live(ranges, len(operations) + 1, 0.0)
-    before = list(accumulate(sizes, initial=0))
+
+    def size_of(node: Node) -> int:
+        return value_bytes(node, captured.batch_symbol, captured.batch_size)
+
+    alive = live_between(operations, size_of)
+    before = list(accumulate(map(size_of, operations), initial=0))
     starts = [0]
     for number in range(1, count):
         goal = before[-1] * number / count

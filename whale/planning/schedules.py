@@ -50,7 +50,7 @@ def schedule_costs(
         message_s=messages,
         gradient_message_s=gradients,
         action_s=ACTION_S,
-        unsplit=scheduling.stages_without_input_part(graph),
+        unsplit=scheduling.stages_without_input_gradient(graph),
     )
 
 

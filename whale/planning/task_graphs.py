@@ -18,6 +18,7 @@ from torch.fx import Node
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import module_name
 from whale.capture.kinds import Kind
+from whale.costs.backward_workspace import live_between
 from whale.planning.cuts import SAME_TIME, Cuts, Floats, StageMemory, cut
 
 THIN = 1.5
@@ -187,7 +188,7 @@ def from_cuts(
     """
     activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
     times = costs.times(activations)
-    crossing = live_between(activations, costs.crossing_seconds)
+    crossing = np.array(live_between(activations, costs.crossing_seconds)[:-1])
     allowed = _cuttable(activations, times.max(axis=0), crossing)
     if only_thin:
         allowed = _thin(allowed, crossing, num_task_graph - 1)
@@ -204,21 +205,6 @@ def from_cuts(
         labels.append(_module_label(part))
     strategies = (Strategy("replicate", 1),) * num_task_graph
     return TaskGraphs(of_operation, strategies, tuple(labels), cuts.reason)
-
-
-def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -> Floats:
-    """(operations,): summed size of the values that are live in front of each operation: between
-    the one that makes a value and the last one that reads it.
-    """
-    position = {node: index for index, node in enumerate(operations)}
-    change = np.zeros(len(operations) + 1)
-    for node, index in position.items():
-        last = max((position[user] for user in node.users if user in position), default=index)
-        size = size_of(node)
-        change[index + 1] += size
-        change[last + 1] -= size
-    live: Floats = np.cumsum(change)[: len(operations)]
-    return live
 
 
 MESSAGE_PARTS = (1.0, 0.5, 0.25, 0.1, 0.0)
