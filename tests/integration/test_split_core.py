@@ -21,11 +21,11 @@ from tests.split_oracle import run_sharded, whole_program
 from tests.zoo import CASES
 from whale import api
 from whale.capture.batch import read_batch
-from whale.capture.kinds import op_name
+from whale.operations.nodes import op_name
 from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
 from whale.plans.sharding import Sharding, StageSharding
-from whale.sharding.operation import SAME
+from whale.sharding.options import SAME
 from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import solve
 from whale.sharding.space import Space

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from whale.capture.functional import make_functional
 from whale.capture.inline import drop_asserts, inline_regions
-from whale.capture.ops import op_name, written_names
 from whale.capture.simplify import simplify
+from whale.operations.nodes import aten_name, written_names
 
 TOLERANCE = 1e-12
 
@@ -56,7 +56,7 @@ class Clean:
         self.graph.lint()
 
     def ops(self) -> list[str]:
-        return [op_name(node) for node in self.graph.nodes if node.op == "call_function"]
+        return [aten_name(node) for node in self.graph.nodes if node.op == "call_function"]
 
     def run(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the new value of each buffer that the graph writes."""
@@ -88,7 +88,7 @@ def check_clean(clean: Clean) -> None:
     for node in clean.graph.nodes:
         assert not written_names(node), f"{node.target} is still in place"
         assert getattr(node.target, "namespace", "") != "higher_order"
-        assert not op_name(node).startswith("_assert")
+        assert not aten_name(node).startswith("_assert")
         assert node.op == "output" or node.op == "get_attr" or "val" in node.meta, (
             f"{node.name} has no fake value"
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.thorough import slow_cases
 from tests.unit.clean_graphs import SAMPLE, Case, Clean, case, compare
-from whale.capture.ops import op_name
+from whale.operations.nodes import aten_name
 
 # --- regions
 # ----------------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_autocast_region_is_noted_on_its_nodes() -> None:
         return low.double() + high + cut
 
     clean = case(function, tolerance=1e-6)
-    noted = [node.meta["autocast"][:3] for node in clean.graph.nodes if op_name(node) == "matmul"]
+    noted = [node.meta["autocast"][:3] for node in clean.graph.nodes if aten_name(node) == "matmul"]
     assert noted == [
         ("cpu", torch.bfloat16, True),
         ("cpu", torch.bfloat16, False),
@@ -95,7 +95,7 @@ def test_tags_of_a_region_reach_its_nodes() -> None:
     with torch.fx.traceback.preserve_node_meta():
         clean = Clean(Case(function), (SAMPLE,))
     tagged = {
-        op_name(node)
+        aten_name(node)
         for node in clean.graph.nodes
         if (node.meta.get("custom") or {}).get("scope") == 1
     }

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.ops import op_name
 from whale.capture.simplify import simplify
+from whale.operations.nodes import aten_name
 from whale.runtime.code import compile_chunk
 
 LENGTH = 6
@@ -77,7 +77,7 @@ def exported(model: nn.Module, *inputs: Tensor) -> GraphModule:
 
 
 def attention_of(graph: Graph) -> Node:
-    return next(node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention")
+    return next(node for node in graph.nodes if aten_name(node) == "scaled_dot_product_attention")
 
 
 def inputs(batch_size: int) -> tuple[Tensor, Tensor]:
@@ -114,12 +114,12 @@ def test_only_a_causal_mask_becomes_is_causal(mask: str, becomes_causal: bool) -
 def test_reshapes_in_a_row_become_one() -> None:
     model = Attention("causal").double()
     module = exported(model, *inputs(4))
-    num_before = sum(op_name(node) == "reshape" for node in module.graph.nodes)
+    num_before = sum(aten_name(node) == "reshape" for node in module.graph.nodes)
     simplify(module.graph)
     module.recompile()
     assert num_before == 2
     assert (
-        sum(op_name(node) == "reshape" for node in module.graph.nodes) == 0
+        sum(aten_name(node) == "reshape" for node in module.graph.nodes) == 0
     )  # together they change nothing
     torch.testing.assert_close(module(*inputs(3)), model(*inputs(3)), rtol=1e-12, atol=1e-12)
 

@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from whale.capture.graph import BatchTensor, CapturedGraph, StateTensor
 from whale.capture.inline import inline_regions
-from whale.capture.kinds import Kind, is_random, op_name, value_kinds
+from whale.capture.kinds import Kind, value_kinds
+from whale.operations.nodes import op_name
+from whale.operations.table import is_random
 
 BATCH = torch.export.Dim("batch", min=2, max=1 << 20)
 

@@ -18,9 +18,10 @@ from torch.fx import Node
 
 from tests.unit.test_kinds import export_graph, find
 from whale.capture.graph import CapturedGraph, module_name, user_line
-from whale.capture.kinds import Kind, op_name, trains_batch_norm, value_kinds
+from whale.capture.kinds import Kind, value_kinds
 from whale.capture.sample_states import Mixed, PerSample, Summed, batch_dim
 from whale.capture.samples import SampleFlow
+from whale.operations.nodes import op_name, trains_batch_norm
 
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)

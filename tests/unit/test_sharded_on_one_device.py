@@ -18,12 +18,12 @@ from whale.lowering.communication import RealCommunication
 from whale.lowering.lines import Line
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
+from whale.operations.operation import Shapes
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, whole
 from whale.sharding.describe import layout_of
 from whale.sharding.emit import Special
 from whale.sharding.local import local_call
-from whale.sharding.operation import Shapes
 from whale.sharding.redistribution_steps import Redistribution
 
 ALONE = Line(1, 0, None)

@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.ops import OpOverload, argument, op_name, written_names
 from whale.compat import schema
+from whale.operations.nodes import OpOverload, argument, aten_name, written_names
 
 BATCH_SIZES = (2, 3, 5)
 """a mask whose shape depends on the batch is computed for these"""
@@ -27,7 +27,7 @@ def use_is_causal(graph: Graph) -> None:
     """
     known: dict[Any, bool] = {}
     for node in graph.nodes:
-        if op_name(node) == "scaled_dot_product_attention":
+        if aten_name(node) == "scaled_dot_product_attention":
             mask = argument(node, "attn_mask")
             if mask not in known:
                 known[mask] = _has_causal_mask(node)

@@ -21,9 +21,10 @@ from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import Findings, refuse
 from whale.capture.kept_state import attributes, changed_attributes
-from whale.capture.kinds import is_random, op_name, trains_batch_norm
 from whale.capture.prepare import CapturedModel
 from whale.compat import tensor_stores
+from whale.operations.nodes import op_name, trains_batch_norm
+from whale.operations.table import is_random
 
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)

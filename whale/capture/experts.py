@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Target, map_arg
 
-from whale.capture.kinds import op_name
-from whale.capture.ops import argument, remove_dead
+from whale.capture.ops import remove_dead
+from whale.operations.nodes import argument, op_name
 
 aten = torch.ops.aten
 GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")

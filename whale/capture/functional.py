@@ -33,17 +33,15 @@ from whale.capture.graph import user_line
 from whale.capture.ops import (
     BATCH_STATISTICS,
     FINAL_VALUE,
-    argument,
     could_carry_gradient,
-    op_name,
     returned_argument,
     share_memory,
     tensors,
-    written_names,
 )
 from whale.capture.twins import refuse, twin_of
 from whale.capture.view_writes import same_form, view_inverse
 from whale.compat import is_function_transform, schema
+from whale.operations.nodes import argument, aten_name, written_names
 
 aten = torch.ops.aten
 
@@ -113,7 +111,7 @@ class _Functional:
             self.at = node
             if node.op in ("placeholder", "get_attr"):
                 self.note_state(node)
-            elif written_names(node) and op_name(node) not in METADATA_WRITES:
+            elif written_names(node) and aten_name(node) not in METADATA_WRITES:
                 self.write(node)
                 written.append(node)
             else:
@@ -160,7 +158,7 @@ class _Functional:
         elif node.target is operator.getitem and sources[0] not in self.parents:
             pass  # one of several new tensors
         elif (
-            op_name(node) != "lift_fresh_copy"
+            aten_name(node) != "lift_fresh_copy"
         ):  # a copy, though its fake value shares memory with the constant
             self.note_view(node, [source for source in sources if share_memory(source, node)])
 
@@ -180,11 +178,13 @@ class _Functional:
 
     def check_object_of_graph(self, node: Node) -> None:
         owner = self.first(node.all_input_nodes[0])
-        if owner.op != "call_function" and op_name(node) != "detach_":
+        if owner.op != "call_function" and aten_name(node) != "detach_":
             refuse(node, f"changes the shape of `{owner.target}` itself")
 
     def check_statistics(self, node: Node) -> None:
-        if op_name(node) in BATCH_STATISTICS and argument(node, BATCH_STATISTICS[op_name(node)]):
+        if aten_name(node) in BATCH_STATISTICS and argument(
+            node, BATCH_STATISTICS[aten_name(node)]
+        ):
             for name in ("running_mean", "running_var"):
                 state = argument(node, name)
                 if isinstance(state, Node) and self.value(state) is not state:
@@ -229,7 +229,7 @@ class _Functional:
         lost = next((parent for parent in parents if isinstance(parent, Lost)), None)
         if lost is not None:
             return lost
-        if op_name(view) == "detach" and old in self.carriers:
+        if aten_name(view) == "detach" and old in self.carriers:
             return Lost(
                 self.last_write(view)
             )  # a gradient was written through this view, then other data behind its back
@@ -261,7 +261,7 @@ class _Functional:
 
     def new_value(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Node:
         """What the in-place `node` computes, out of place."""
-        if op_name(node) == "copy_":
+        if aten_name(node) == "copy_":
             return self.copied(args[1], args[0], node)
         twin = twin_of(node)
         # defaults are written out: those of the twin may differ
@@ -349,7 +349,7 @@ class _Functional:
         old = self.value(parent)
         if isinstance(value, Lost) or isinstance(old, Lost):
             return value if isinstance(value, Lost) else old
-        if op_name(view) == "detach":
+        if aten_name(view) == "detach":
             if old in self.carriers:
                 return Lost(node)
             return (

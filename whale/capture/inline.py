@@ -19,8 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.functional import METADATA_WRITES
 from whale.capture.graph import module_name, user_line
-from whale.capture.ops import argument, is_removable, op_name, returned_argument, written_names
+from whale.capture.ops import is_removable, returned_argument
 from whale.dtypes import is_differentiable
+from whale.operations.nodes import argument, aten_name, written_names
 
 TRACE_KEYS = ("custom", "nn_module_stack", "stack_trace")
 ASSERT_PREFIXES = ("_assert_", "sym_constrain_range")
@@ -87,7 +88,7 @@ def inline_regions(graph_module: GraphModule) -> None:
 def drop_asserts(graph: Graph) -> None:
     """Removes assertions on tensors and sizes, and what only they used."""
     for node in list(graph.nodes):
-        if op_name(node).startswith(ASSERT_PREFIXES):
+        if aten_name(node).startswith(ASSERT_PREFIXES):
             _erase_with_sources(graph, node)
 
 
@@ -176,13 +177,13 @@ def _inline_node(node: Node, faces: dict[Node, Faces], region: Region) -> Faces:
         for each in written
         if isinstance(each, Node) and faces[each].raw is not faces[each].seen
     ]
-    if through and op_name(node) in METADATA_WRITES:
+    if through and aten_name(node) in METADATA_WRITES:
         return region.look(_copy(node, {each: face.raw for each, face in faces.items()}, region))
     copy = _copy(node, {each: face.seen for each, face in faces.items()}, region)
     # the result of x.mul_(2) is the object x, whose gradient a no-grad block does not cut
     return (
         Faces(faces[through[0]].raw, copy)
-        if through and op_name(node) != "detach_"
+        if through and aten_name(node) != "detach_"
         else Faces(copy, copy)
     )
 

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.operator_schemas import normalize_function
 
 from whale.capture.graph import CapturedGraph
+from whale.operations.nodes import named_args, op_name, trains_batch_norm
+from whale.operations.table import is_random
 
 
 class Kind(Enum):
@@ -21,75 +21,6 @@ class Kind(Enum):
     INPUT = "input"
     WEIGHT = "weight"
     ACTIVATION = "activation"
-
-
-def op_name(node: Node) -> str:
-    """Name of the operation without overload and without the `_` of in-place forms: `add` for
-    `aten.add_.Tensor`.
-    """
-    if node.op != "call_function":
-        return ""
-    target = node.target
-    name = str(getattr(getattr(target, "overloadpacket", target), "__name__", target))
-    return name.rstrip("_") if not name.startswith("__") else name.strip("_")
-
-
-def named_args(node: Node) -> dict[str, Any]:
-    """Arguments of an aten operation by name, defaults included (the first one, `self` in aten, is
-    `input`).
-    """
-    if node.op != "call_function":
-        return {}
-    pair = normalize_function(
-        node.target,  # type: ignore[arg-type]
-        node.args,
-        node.kwargs,
-        normalize_to_only_use_kwargs=True,
-    )
-    if pair is None:
-        return {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
-    return dict(pair.kwargs)
-
-
-# operations that draw random numbers only when their probability is above zero (name of that
-# argument)
-# and the model trains (name of that argument, or None)
-RANDOM_IF = {
-    "dropout": ("p", "train"),
-    "alpha_dropout": ("p", "train"),
-    "feature_dropout": ("p", "train"),
-    "feature_alpha_dropout": ("p", "train"),
-    "native_dropout": ("p", "train"),
-    "scaled_dot_product_attention": ("dropout_p", None),
-    "lstm": ("dropout", "train"),
-    "gru": ("dropout", "train"),
-    "rnn_tanh": ("dropout", "train"),
-    "rnn_relu": ("dropout", "train"),
-    "rrelu": (None, "training"),
-    "rrelu_with_noise": (None, "training"),
-}
-
-
-def is_random(node: Node) -> bool:
-    """Whether this node draws random numbers (dropout that is off does not)."""
-    if node.op != "call_function":
-        return False
-    rule = RANDOM_IF.get(op_name(node))
-    if rule is None:
-        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    probability, trains = rule
-    args = named_args(node)
-    return (probability is None or bool(args.get(probability, 1.0))) and (
-        trains is None or args.get(trains) is not False
-    )
-
-
-def trains_batch_norm(node: Node) -> bool:
-    """Whether this node is a batch norm that takes its statistics from the batch."""
-    if "batch_norm" not in op_name(node):
-        return False
-    args = named_args(node)
-    return bool(args.get("training", args.get("train", True)))
 
 
 def value_kinds(captured: CapturedGraph) -> dict[Node, Kind]:

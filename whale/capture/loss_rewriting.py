@@ -13,11 +13,9 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, named_args, op_name
+from whale.capture.kinds import Kind
 from whale.capture.loss_plan import LossPlan, TermInfo
 from whale.capture.sample_states import (
-    CASTS,
-    VIEWS,
     Irregular,
     PerSample,
     Shared,
@@ -28,6 +26,8 @@ from whale.capture.sample_states import (
 )
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeGraph
+from whale.operations.nodes import named_args, op_name
+from whale.operations.table import CASTS, VIEWS
 
 aten = torch.ops.aten
 SUM = 2

@@ -6,74 +6,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from whale.compat import schema
 from whale.dtypes import is_differentiable
+from whale.operations.nodes import OpOverload, argument, aten_name, written_names
+from whale.operations.table import CASTS_IN_PLACE, CREATORS, DROPOUTS
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FINAL_VALUE = "final_value"
 """key in `meta` of the nodes that hold the value of a buffer after the forward"""
 
-OpOverload = type(torch.ops.aten.add.Tensor)
-
-DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-CASTS = ("to", "type_as")
 RETURN_SELF = ("positive", "lift_fresh")
 RETURN_SELF_IF_REAL = ("real", "conj", "resolve_conj", "resolve_neg")
 RETURN_SELF_IF_SAME_SHAPE = ("flatten", "atleast_1d", "atleast_2d", "atleast_3d")
-FACTORIES_LIKE = (
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-)
-"""operations that take only the shape of their input"""
 BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 """operations that write running statistics when this argument is true, though their schema does not
 say so
 """
-
-
-def op_name(node: Node) -> str:
-    """`add_` for aten.add_.Tensor, and `''` for what is no aten operation."""
-    if (
-        node.op != "call_function"
-        or not isinstance(node.target, OpOverload)
-        or node.target.namespace != "aten"
-    ):
-        return ""
-    return str(node.target).split(".")[1]
-
-
-def argument(node: Node, name: str) -> Any:
-    """What an aten node gets as argument `name`, the default of the schema included; None where the
-    operation has no such argument.
-    """
-    for index, declared in enumerate(schema(node.target).arguments):
-        if declared.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return node.args[index] if index < len(node.args) else declared.default_value
-    return None
-
-
-def written_names(node: Node) -> list[str]:
-    """Names of the arguments that the schema of this node says it writes."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return []
-    return [each.name for each in schema(node.target).arguments if is_written(each)]
-
-
-def is_written(declared: Any) -> bool:
-    """Whether the schema says that this argument of an operation is written."""
-    return declared.alias_info is not None and declared.alias_info.is_write
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -96,7 +47,7 @@ def returned_argument(node: Node) -> Node | None:
     """The argument that this node returns as the same tensor object, not as a new view:
     `x.to(x.dtype)`, dropout with p = 0, ...
     """
-    name = op_name(node)
+    name = aten_name(node)
     value = node.meta.get("val")
     source = node.args[0] if node.args else None
     if (
@@ -108,7 +59,7 @@ def returned_argument(node: Node) -> Node | None:
     before: torch.Tensor = source.meta["val"]
     if name in DROPOUTS:
         same = argument(node, "p") == 0 or not argument(node, "train")
-    elif name in CASTS:
+    elif name in CASTS_IN_PLACE:
         same = not argument(node, "copy") and _same_format(node, before, value)
     elif name == "contiguous":
         same = share_memory(source, node)
@@ -136,8 +87,8 @@ def could_carry_gradient(node: Node, carriers: Collection[Node]) -> bool:
         return any(each.requires_grad for each in tensors(node))
     if node.op != "call_function" or not any(map(is_differentiable, tensors(node))):
         return False
-    name = op_name(node)
-    if name in ("detach", "detach_") or name in FACTORIES_LIKE or name.startswith("new_"):
+    name = aten_name(node)
+    if name in ("detach", "detach_") or name in CREATORS or name.startswith("new_"):
         return False
     return any(source in carriers for source in node.all_input_nodes)
 
@@ -160,9 +111,9 @@ def is_removable(node: Node) -> bool:
     if node.op != "call_function" or node.users:
         return False
     if isinstance(node.target, OpOverload):
-        statistics = BATCH_STATISTICS.get(op_name(node))
+        statistics = BATCH_STATISTICS.get(aten_name(node))
         updates_statistics = statistics is not None and bool(argument(node, statistics))
-        draws = torch.Tag.nondeterministic_seeded in node.target.tags or op_name(node) in DROPOUTS
+        draws = torch.Tag.nondeterministic_seeded in node.target.tags or aten_name(node) in DROPOUTS
         return (
             not written_names(node)
             and not updates_statistics

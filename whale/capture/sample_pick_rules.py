@@ -1,4 +1,4 @@
-"""Rules of the walk over the samples: indexing, products and loss functions."""
+"""Rules of the walk over the samples: indexing by positions and masks, and losses over classes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from whale.capture.kinds import Kind, is_random, op_name
-from whale.capture.sample_rules import tensor_operands, unknown_state
+from whale.capture.kinds import Kind
+from whale.capture.sample_rules import row_state, tensor_operands, unknown_state
 from whale.capture.sample_states import (
-    CASTS,
-    CLASS_LOSSES,
-    PERMUTES,
-    POINTWISE_LOSSES,
-    PRODUCTS,
-    VIEWS,
     Irregular,
     Mixed,
     PerSample,
@@ -24,8 +18,9 @@ from whale.capture.sample_states import (
     expression,
     rank_of,
     rule,
-    tensor_nodes,
 )
+from whale.operations.nodes import op_name
+from whale.operations.table import CASTS, CLASS_LOSSES, PERMUTES, VIEWS, is_random
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
@@ -238,169 +233,31 @@ def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
     )
 
 
-@rule("slice_scatter", "select_scatter")
-def slice_scatter_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source = flow.of(args["input"])
-    written = flow.of(args["src"])
-    dim = int(args["dim"]) % rank_of(node)
-    if isinstance(source, PerSample) and dim == source.dim:
-        return Mixed(node, "some samples are overwritten by their position in the batch")
-    if isinstance(source, PerSample) and isinstance(written, PerSample):
-        shift = int(op_name(node) == "select_scatter" and written.dim >= dim)
-        if (written.dim + shift, written.outer) != (source.dim, source.outer):
-            return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    return (
-        source
-        if isinstance(source, PerSample)
-        else Mixed(node, "samples are written into a value without a batch dim")
-    )
-
-
 @rule("embedding")
-def embedding_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    if not isinstance(flow.of(args["weight"]), Shared):
-        return Mixed(node, "the table of `embedding` depends on the samples")
-    indices = flow.of(args["indices"])
-    if args.get("scale_grad_by_freq") and isinstance(indices, PerSample):
+def embedding_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
+    if args.get("scale_grad_by_freq") and isinstance(flow.of(args["indices"]), PerSample):
         return Mixed(
             node,
             "`scale_grad_by_freq` divides gradients by how often a token stands in the whole "
             "mini-batch",
         )
-    return indices
+    return row_state(flow, node, args)
 
 
-# -------------------------------------------------------------------------------------------------------------
-# rules: products
-
-
-def _role(flow: SampleFlow, operand: Node, left: bool) -> tuple[str, int] | None:
-    """Where the samples stand in a matrix product: `inner` (summed over), `free` (a row or column),
-    or `lead` (place from the right).
-    """
-    state = flow.of(operand)
-    if not isinstance(state, PerSample):
-        return None
-    rank = rank_of(operand)
-    inner = rank - 1 if left or rank == 1 else rank - 2
-    if state.dim == inner:
-        return "inner", 0
-    return ("free", 0) if state.dim >= rank - 2 else ("lead", rank - state.dim)
-
-
-def _product_state(
-    flow: SampleFlow, node: Node, left: Node, right: Node
-) -> State | tuple[State, ...]:
-    states = (flow.of(left), flow.of(right))
-    roles = (_role(flow, left, True), _role(flow, right, False))
-    outers = {state.outer for state in states if isinstance(state, PerSample)}
-    if roles == (("inner", 0), ("inner", 0)) and len(outers) == 1:
-        return flow.reduction(node, "sum")
-    if (
-        ("inner", 0) in roles
-        or (None not in roles and (roles[0] != roles[1] or roles[0] == ("free", 0)))
-        or len(outers) != 1
-    ):
-        return Mixed(node, f"`{op_name(node)}` combines every sample with every other one")
-    return flow.by_shape(node, outers.pop())
-
-
-@rule(*PRODUCTS)
-def matmul_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    left, right = tensor_nodes(list(args.values()))[:2]
-    return _product_state(flow, node, left, right)
-
-
-@rule("addmm", "baddbmm", "addbmm", "addmv")
-def addmm_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    bias, left, right = tensor_nodes(list(args.values()))[:3]
-    if op_name(node) == "addbmm" or _role(flow, left, True) == ("inner", 0):
-        return Mixed(node, f"`{op_name(node)}` adds to a product over all samples")
-    if not any(isinstance(flow.of(operand), PerSample) for operand in (left, right)):
-        return flow.aligned(node, [bias], rank_of(node))
-    state = _product_state(flow, node, left, right)
-    added = flow.aligned(node, [bias], rank_of(node))
-    if isinstance(added, PerSample) and added != state:
-        return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    return state
-
-
-@rule("linear")
-def linear_layer_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source = args["input"]
-    state = flow.of(source)
-    if (
-        not isinstance(state, PerSample)
-        or state.dim == rank_of(source) - 1
-        or isinstance(flow.of(args["weight"]), PerSample)
-    ):
-        return Mixed(node, "`linear` combines every sample with every other one")
-    return PerSample(state.dim, state.outer)
-
-
-@rule("expert_mm")
-def expert_product_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """Every row has an expert of its own (capture/experts.py)."""
-    rows, experts = (flow.of(source) for source in tensor_nodes(list(args.values()))[::2])
-    alike = (
-        isinstance(rows, PerSample)
-        and isinstance(experts, PerSample)
-        and (rows.dim, rows.outer) == (0, experts.outer)
-    )
-    if not alike or not isinstance(rows, PerSample):
-        return Mixed(node, "rows and the numbers of their experts belong to different samples")
-    return PerSample(0, rows.outer)
-
-
-@rule("einsum")
-def einsum_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    equation = args["equation"].replace(" ", "")
-    sources = args["tensors"]
-    operands, arrow, result = equation.partition("->")
-    if "." in equation or not arrow:
-        return unknown_state(flow, node, args)
-    found: set[tuple[str, int | Irregular]] = set()
-    for labels, source in zip(operands.split(","), sources, strict=True):
-        state = flow.of(source)
-        if isinstance(state, PerSample):
-            found.add((labels[state.dim], state.outer))
-    label, outer = found.pop()
-    if found:
-        return Mixed(node, f"`einsum` ({equation}) combines every sample with every other one")
-    return flow.by_shape(node, outer) if label in result else flow.reduction(node, "sum")
-
-
-@rule("scaled_dot_product_attention")
-def attention_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    rank = rank_of(node)
-    state = flow.aligned(
-        node,
-        [
-            args[key]
-            for key in ("query", "key", "value", "attn_mask")
-            if isinstance(args[key], Node)
-        ],
-        rank,
-    )
-    if isinstance(state, PerSample) and state.dim >= rank - 2:
-        return Mixed(
-            node, "attention goes across the samples: the batch is not one of its leading dims"
-        )
-    return state
-
-
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rules: losses
 
 
 def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """A loss function of torch. Reduction 0 is none, 1 the mean, 2 the sum."""
+    """A loss function of torch that no row describes. Reduction 0 is none, 1 the mean, 2 the
+    sum.
+    """
     name = op_name(node)
     sources = tensor_operands(node)
     if name in CLASS_LOSSES:
         wrong = _class_loss_problem(flow, args)
-    elif name in POINTWISE_LOSSES:
-        wrong = isinstance(flow.aligned(node, sources, max(map(rank_of, sources))), Mixed)
     else:
         places = [
             state.dim for source in sources if isinstance(state := flow.of(source), PerSample)

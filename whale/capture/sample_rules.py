@@ -1,28 +1,23 @@
-"""Rules of the walk over the samples: what reductions, views and pointwise operations do to the
-state of their operands.
+"""Rules of the walk over the samples (capture/samples.py).
+
+Most operations follow their row of the table (`row_state`, `linear_state`). The other rules are for
+what a row does not know: rows of samples that are cut, repeated or joined, recurrent layers, batch
+norm.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 from torch.fx import Node
 
 from whale.capture.graph import user_line
-from whale.capture.kinds import op_name
 from whale.capture.sample_states import (
-    ADDITIVE_REDUCTIONS,
-    ALONG,
-    CASTS,
-    EXPANDS,
-    LINEAR,
-    MATRIX,
-    PERMUTES,
-    PRODUCTS,
-    REDUCTIONS,
     SHARED,
-    VIEWS,
     Irregular,
     Mixed,
     PerSample,
@@ -31,49 +26,155 @@ from whale.capture.sample_states import (
     State,
     Summed,
     expression,
-    product_of,
     rank_of,
     rule,
-    tensor_nodes,
     whole_number,
-    wrap_dims,
 )
 from whale.dtypes import is_differentiable
+from whale.operations.nodes import op_name
+from whale.operations.operation import Operation, wrapped
+from whale.operations.row import Dims
+from whale.operations.table import CASTS, row_of
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
+
+OTHER_PLACES = "`{name}` combines samples that stand in different places"
+SPATIAL = (
+    "conv",
+    "pool",
+    "upsample",
+    "group_norm",
+    "instance_norm",
+    "pixel_",
+    "grid_sampler",
+    "im2col",
+    "col2im",
+)
+"""parts of names of operations whose dim 0 is the batch, when they have one"""
+MEANS = ("mean", "mean loss")
+"""local forms of the table that are a sum over the letter, divided by its size"""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Where the samples stand in the operands of an operation."""
+
+    letter: str
+    outer: Fraction | Irregular
+    """how often they repeat in one run of the letter"""
+    rows: sympy.Expr
+    """size of the dim that has the letter"""
+    position: Position | None
+
+
+def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+    """State by the row of the operation: follows the letter that the samples have in the operands
+    into the results.
+    """
+    row = row_of(node)
+    op = Operation(node, flow.shapes)
+    dims = row.dims(op) if row.dims is not None else None
+    if dims is None:
+        is_spatial = any(part in op.name for part in SPATIAL)
+        return (spatial_state if is_spatial else unknown_state)(flow, node, args)
+    mixed = Mixed(node, row.mixes.format(name=op.name, equation=op.argument("equation")))
+    found: list[_Samples] = []
+    for place, source in enumerate(op.inputs[:1] if row.kind == "cast" else op.inputs):
+        state = flow.of(source)
+        if not isinstance(state, PerSample):
+            continue
+        letter = dims.inputs[place][state.dim]
+        if letter is None:
+            return mixed
+        outer: Fraction | Irregular
+        if isinstance(state.outer, Irregular):
+            outer = state.outer
+        else:
+            outer = Fraction(state.outer, _runs(dims, letter, place))
+        rows = expression(source.meta["val"].shape[state.dim])
+        found.append(_Samples(letter, outer, rows, state.position))
+    if not found:
+        return flow.by_shape(node, 1)
+    positions = {each.position for each in found if each.position is not None}
+    if len({(each.letter, each.outer) for each in found}) > 1 or len(positions) > 1:
+        return mixed if dims.sums else Mixed(node, OTHER_PLACES.format(name=op.name))
+    position = next(iter(positions), None) if row.moves else None
+    return _results(flow, node, dims, replace(found[0], position=position)) or mixed
+
+
+def _runs(dims: Dims, letter: str, place: int) -> int:
+    """Number of runs of the letter in a tensor, inputs before outputs."""
+    return dims.segments[letter][place] if letter in dims.segments else 1
+
+
+def _results(
+    flow: SampleFlow, node: Node, dims: Dims, samples: _Samples
+) -> State | tuple[State, ...] | None:
+    """States of the results; None where the operation mixes the samples."""
+    letter = samples.letter
+    how = dims.local.get(letter)
+    if how in MEANS and letter in dims.sums:
+        whole = samples.outer
+        return flow.mean(node, whole if isinstance(whole, Irregular) else int(whole))
+    if how is not None:
+        return None  # parts that exchange numbers are not independent of each other
+    value = node.meta["val"]
+    states: list[State] = []
+    labels = iter(dims.outputs)
+    place = len(dims.inputs)
+    for part in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(part, torch.Tensor):
+            states.append(SHARED)
+            continue
+        names = list(next(labels))
+        if letter not in names:
+            is_sum = letter in dims.sums and not dims.added
+            return flow.reduction(node, "sum") if is_sum else None
+        dim = names.index(letter)
+        outer = _outer_of_result(flow, dims, samples, place, expression(part.shape[dim]))
+        if outer is None:
+            return None
+        states.append(PerSample(dim, outer, samples.position))
+        place += 1
+    return tuple(states) if isinstance(value, list | tuple) else states[0]
+
+
+def _outer_of_result(
+    flow: SampleFlow, dims: Dims, samples: _Samples, place: int, rows: sympy.Expr
+) -> int | Irregular | None:
+    """How often the samples repeat in a result's dim of so many rows; None where a run of rows is
+    not a whole sample.
+    """
+    if isinstance(samples.outer, Irregular):
+        in_runs = samples.letter in dims.segments
+        return samples.outer if not in_runs or rows == samples.rows else None
+    outer = samples.outer * _runs(dims, samples.letter, place)
+    if outer.denominator != 1:
+        return None
+    if samples.letter in dims.segments and not whole_number(rows / flow.symbol / int(outer)):
+        return None
+    return int(outer)
 
 
 def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Result of an operation on a Summed value: Summed again if the operation is linear in it."""
     name = op_name(node)
-    operands = tensor_nodes(list(args.values()))
-    summed = [operand for operand in operands if isinstance(flow.of(operand), Summed)]
-    origin = flow.of(summed[0]).origin  # type: ignore[union-attr]
+    states = [flow.of(operand) for operand in node.all_input_nodes]
+    origin = next(state.origin for state in states if isinstance(state, Summed))
     what = f"a value over all samples (`{op_name(origin)}`, {user_line(origin)})"
-    if any(isinstance(flow.of(operand), PerSample) for operand in operands) and name not in CASTS:
+    if any(isinstance(state, PerSample) for state in states) and name not in CASTS:
         return Mixed(node, f"`{name}` combines each sample with {what}")
+    op = Operation(node, flow.shapes)
+    row = row_of(node)
+    summed: set[int] = set()
+    for place, operand in enumerate(op.inputs):
+        if isinstance(flow.of(operand), Summed):
+            summed.add(place)
+    linear = summed in row.linear(op) or any(summed <= group for group in row.affine(op))
     value = node.meta["val"]
-    floating = all(map(is_differentiable, value if isinstance(value, list | tuple) else [value]))
-    first = [operand for operand in tensor_nodes(list(args.values())[:1]) if operand in summed]
-    if name == "div":
-        linear = len(summed) == 1 and bool(first) and args.get("rounding_mode") is None
-    elif (
-        name in ("mul", "multiply")
-        or name in PRODUCTS
-        or (name == "linear" and args.get("bias") is None)
-    ):
-        linear = len(summed) == 1
-    elif name == "masked_fill":
-        linear = summed == first and args["value"] == 0
-    elif name == "where":
-        numbers = [args[key] for key in ("input", "other") if not isinstance(args[key], Node)]
-        linear = args["condition"] not in summed and not any(numbers)
-    else:
-        linear = name in ("add", "sub", "rsub", "stack", "cat") or (
-            name in LINEAR and len(summed) == len(first)
-        )
-    if linear and floating:
+    parts = value if isinstance(value, list | tuple) else [value]
+    if linear and all(map(is_differentiable, parts)):
         return Summed(origin)
     if name in ("mul", "div") and len(summed) > 1:
         return Mixed(
@@ -96,7 +197,7 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
         if (
             isinstance(source, PerSample)
             and isinstance(dims, int | list | tuple)
-            and source.dim in wrap_dims(dims, rank_of(operand))
+            and source.dim in wrapped(dims, rank_of(operand))
         ):
             return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
     outers = {
@@ -114,13 +215,20 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
     return state
 
 
-def pointwise_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state = flow.aligned(node, tensor_operands(node), rank_of(node))
-    if isinstance(state, PerSample) and state.position and op_name(node) in ("add", "sub", "mul"):
-        return PerSample(
-            state.dim, state.outer, _shifted(flow, op_name(node), args, state.position)
-        )
-    return state
+@rule("add", "sub", "mul")
+def arithmetic_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
+    """Elementwise, and positions in the batch can be counted on: `arange(batch) * 4 + 1`."""
+    state = row_state(flow, node, args)
+    positions = {
+        place.position
+        for operand in node.all_input_nodes
+        if isinstance(place := flow.of(operand), PerSample) and place.position
+    }
+    if not isinstance(state, PerSample) or not positions:
+        return state
+    return PerSample(state.dim, state.outer, _shifted(flow, op_name(node), args, positions.pop()))
 
 
 def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Position) -> Position:
@@ -175,58 +283,16 @@ def spatial_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
     return unknown_state(flow, node, args)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# rules: reductions
+# --------------------------------------------------------------------------------------------------
+# rules beside the table
 
-
-@rule(*REDUCTIONS)
-def reduction_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    sources = tensor_operands(node)
-    rank = max(rank_of(source) for source in sources)
-    state = flow.aligned(node, sources, rank)
-    if not isinstance(state, PerSample):
-        return state
-    dims = wrap_dims(args.get("dim"), rank)
-    if state.dim in dims:
-        how = ADDITIVE_REDUCTIONS.get(op_name(node))
-        if how == "mean":
-            return flow.mean(node, state.outer)
-        return (
-            flow.reduction(node, how)
-            if how
-            else Mixed(node, f"`{op_name(node)}` is taken over all samples")
-        )
-    if args.get("keepdim"):
-        return state
-    return PerSample(state.dim - sum(dim < state.dim for dim in dims), state.outer)
+# the row needs the tokens of all experts whole, but each token is one sample's
+rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")(unknown_state)
 
 
 @rule("bincount")
 def bincount_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     return flow.reduction(node, "sum")
-
-
-@rule(*ALONG)
-def along_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source = node.all_input_nodes[0]
-    state = flow.of(source)
-    dims = args.get("dim", args.get("dims", args.get("dimension")))
-    if not isinstance(state, PerSample) or state.dim in wrap_dims(dims, rank_of(source)):
-        return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
-    return PerSample(state.dim, state.outer)
-
-
-@rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def layer_norm_state(
-    flow: SampleFlow, node: Node, args: dict[str, Any]
-) -> State | tuple[State, ...]:
-    source = args["input"]
-    state = flow.of(source)
-    if not isinstance(state, PerSample) or state.dim >= rank_of(source) - len(
-        args["normalized_shape"]
-    ):
-        return Mixed(node, f"`{op_name(node)}` normalises over the samples")
-    return flow.by_shape(node, state.outer)
 
 
 @rule(
@@ -264,7 +330,7 @@ def recurrent_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule(*MATRIX)
+@rule("linalg_solve", "linalg_lstsq")
 def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Operations on matrices, the last two dims; the dims before them are independent."""
     for source in tensor_operands(node):
@@ -272,51 +338,6 @@ def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
         if isinstance(state, PerSample) and state.dim >= rank_of(source) - 2:
             return Mixed(node, f"`{op_name(node)}` takes the samples as rows of one matrix")
     return unknown_state(flow, node, args | {"dim": None})
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# rules: shapes
-
-
-@rule(*VIEWS)
-def view_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """A view keeps the order of the elements: (elements before the batch, s, elements after it)
-    stays the same.
-    """
-    source = node.all_input_nodes[0]
-    state = flow.of(source)
-    dims = flow.dims(node)
-    lost = Mixed(node, f"`{op_name(node)}` cuts the batch dim into pieces that are not samples")
-    if not isinstance(state, PerSample) or len(dims) != 1:
-        return lost
-    old = source.meta["val"].shape
-    new = node.meta["val"].shape
-    dim = dims[0]
-    if isinstance(state.outer, Irregular):
-        same = expression(old[state.dim]) == expression(new[dim]) and product_of(
-            old[: state.dim]
-        ) == product_of(new[:dim])
-        return PerSample(dim, state.outer, state.position) if same else lost
-    outer = whole_number(product_of(old[: state.dim]) * state.outer / product_of(new[:dim]))
-    inner = whole_number(expression(new[dim]) / flow.symbol / outer) if outer else None
-    return PerSample(dim, outer, state.position) if outer and inner else lost
-
-
-@rule(*PERMUTES)
-def permute_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state = flow.of(node.all_input_nodes[0])
-    assert isinstance(state, PerSample)
-    return PerSample(flow.dims(node)[0], state.outer, state.position)
-
-
-@rule(*EXPANDS)
-def expand_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    return flow.aligned(node, node.all_input_nodes[:1], rank_of(node))
-
-
-@rule(*CASTS)
-def cast_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    return flow.of(node.all_input_nodes[0])
 
 
 @rule("repeat", "tile")
@@ -366,15 +387,6 @@ def repeat_interleave_state(
     return PerSample(state.dim, state.outer, state.position)
 
 
-@rule("select")
-def select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state = flow.of(args["input"])
-    dim = int(args["dim"]) % rank_of(args["input"])
-    if not isinstance(state, PerSample) or dim == state.dim:
-        return Mixed(node, "one sample is picked out of the batch by its position")
-    return PerSample(state.dim - (dim < state.dim), state.outer)
-
-
 @rule(
     "slice",
     "narrow",
@@ -417,16 +429,7 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     return states if isinstance(node.meta["val"], list | tuple) else states[0]
 
 
-@rule("unbind")
-def unbind_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    state = flow.of(args["input"])
-    dim = int(args["dim"]) % rank_of(args["input"])
-    if not isinstance(state, PerSample) or dim == state.dim:
-        return Mixed(node, "the batch is cut into single samples")
-    return flow.by_shape(node, state.outer)
-
-
-@rule("cat", "concat")
+@rule("cat", "concat", "concatenate")
 def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     # torch lets an empty one-dim tensor stand in any `cat`
     sources = [source for source in args["tensors"] if tuple(source.meta["val"].shape) != (0,)]
@@ -447,24 +450,3 @@ def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         len(sources) if len(set(sizes)) == 1 and state.outer == 1 else Irregular(sizes),
         state.position,
     )
-
-
-@rule("stack")
-def stack_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    state = flow.aligned(node, args["tensors"], rank_of(node) - 1)
-    new = int(args["dim"]) % rank_of(node)
-    return (
-        PerSample(state.dim + (new <= state.dim), state.outer, state.position)
-        if isinstance(state, PerSample)
-        else state
-    )
-
-
-@rule("pad", "constant_pad_nd")
-def pad_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    state = flow.of(args["input"])
-    assert isinstance(state, PerSample)
-    place = 2 * (rank_of(node) - 1 - state.dim)
-    if any(isinstance(pad, Node) or pad != 0 for pad in args["pad"][place : place + 2]):
-        return Mixed(node, "rows that are not samples are added to the batch")
-    return state

@@ -26,18 +26,12 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind, named_args, op_name
+from whale.capture.kinds import Kind
 from whale.capture.sample_pick_rules import loss_state
-from whale.capture.sample_rules import linear_state, pointwise_state, spatial_state, unknown_state
+from whale.capture.sample_rules import linear_state, row_state
 from whale.capture.sample_states import (
-    CASTS,
-    COUNTERS,
-    CREATORS,
-    POINTWISE_LOSSES,
-    POSITION_KEEPERS,
     RULES,
     SHARED,
-    SPATIAL,
     Irregular,
     Mixed,
     PerSample,
@@ -50,11 +44,18 @@ from whale.capture.sample_states import (
     Whole,
     batch_dims,
     expression,
-    is_pointwise,
     rank_of,
     value_slot,
     whole_number,
 )
+from whale.operations.nodes import named_args, op_name
+from whale.operations.operation import ONLY_FIRST, Shapes
+from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
+
+POSITION_READERS = frozenset(
+    ["add", "sub", "mul", "index", "index_select", "gather", "index_put", "getitem"]
+)
+"""operations whose rules know what to do with the position of a sample in the batch"""
 
 # --------------------------------------------------------------------------------------------------------------------
 # the walk
@@ -79,6 +80,7 @@ class SampleFlow:
         self, captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False
     ) -> None:
         self.symbol = captured.batch_symbol
+        self.shapes = Shapes(captured.batch_symbol)
         self.symbols = {captured.batch_symbol}
         """sizes that count rows of samples: the batch, and the rows that masks pick"""
         self.masks: list[Node] = []
@@ -224,7 +226,7 @@ class SampleFlow:
             )
         operands = (
             node.all_input_nodes[:1]
-            if name in CASTS | {"view_as", "reshape_as", "expand_as"}
+            if name in CASTS or name in ONLY_FIRST
             else node.all_input_nodes
         )
         states = [self.of(operand) for operand in operands]
@@ -234,13 +236,7 @@ class SampleFlow:
         if any(isinstance(state, Summed) for state in states):
             return linear_state(self, node, args)
         if any(isinstance(state, PerSample) and state.position for state in states):
-            if name not in POSITION_KEEPERS and name not in (
-                "index",
-                "index_select",
-                "gather",
-                "index_put",
-                "getitem",
-            ):
+            if not row_of(node).moves and name not in POSITION_READERS:
                 return Mixed(
                     node,
                     f"`{name}` uses the position of a sample in the batch, which differs between "
@@ -261,16 +257,11 @@ class SampleFlow:
         return Position(rows * step, start) if known and rows else Position(0)
 
     def _rule(self, node: Node) -> Rule:
+        """A rule of its own where the table does not say all, else the row of the table."""
         name = op_name(node)
-        if "reduction" in named_args(node):
+        if "reduction" in named_args(node) and name not in POINTWISE_LOSSES:
             return loss_state
-        if name in ("max", "min") and is_pointwise(node):
-            return pointwise_state
-        if name in RULES:
-            return RULES[name]
-        if is_pointwise(node):
-            return pointwise_state
-        return spatial_state if any(part in name for part in SPATIAL) else unknown_state
+        return RULES.get(name, row_state)
 
     # -------------------------------------------------------------------------------------------------
     # shared by the rules

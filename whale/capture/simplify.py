@@ -9,14 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.capture.causal import use_is_causal
-from whale.capture.ops import (
-    FINAL_VALUE,
-    argument,
-    gradient_carriers,
-    op_name,
-    remove_dead,
-    returned_argument,
-)
+from whale.capture.ops import FINAL_VALUE, gradient_carriers, remove_dead, returned_argument
+from whale.operations.nodes import argument, aten_name
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 NEED_STRIDES = ("view_as_complex", "as_strided")
@@ -32,7 +26,7 @@ def simplify(graph: Graph) -> None:
     """
     carriers = gradient_carriers(graph)
     keep_strides = any(
-        op_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype"
+        aten_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype"
         for node in graph.nodes
     )
     other_strides: set[Node] = set()
@@ -45,10 +39,10 @@ def simplify(graph: Graph) -> None:
             other_strides.update(node.users)
         equal = None if node.meta.get(FINAL_VALUE) else _equal_node(node, carriers)
         if equal is None or (
-            op_name(node) == "cat" and keep_strides and not equal.meta["val"].is_contiguous()
+            aten_name(node) == "cat" and keep_strides and not equal.meta["val"].is_contiguous()
         ):
             continue
-        if op_name(node) == "cat" and not equal.meta["val"].is_contiguous():
+        if aten_name(node) == "cat" and not equal.meta["val"].is_contiguous():
             other_strides.update(node.users)
         node.replace_all_uses_with(equal)
         graph.erase_node(node)
@@ -90,7 +84,7 @@ def _relax_views(graph: Graph, changed: set[Node]) -> None:
 
 def _equal_node(node: Node, carriers: set[Node]) -> Node | None:
     """An argument of this node that has the same value and gradient, or None."""
-    name = op_name(node)
+    name = aten_name(node)
     if name == "cat":
         return _shorten_cat(node)
     if name in ("alias", "lift_fresh_copy"):

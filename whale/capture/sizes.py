@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import op_name
+from whale.operations.nodes import op_name
 
 
 def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:

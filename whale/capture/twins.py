@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import module_name, user_line
-from whale.capture.ops import is_written, op_name, written_names
 from whale.compat import schema
+from whale.operations.nodes import aten_name, is_written, written_names
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def twin_of(node: Node) -> Any:
     _, name, overload = str(node.target).split(".")
     key = f"{name}.{overload}"
     written = written_names(node)
-    if not op_name(node) or name in NOT_DATA:
+    if not aten_name(node) or name in NOT_DATA:
         refuse(
             node,
             "changes a tensor in a way that has no out-of-place form here",

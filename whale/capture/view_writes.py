@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from whale.capture.ops import argument, op_name
+from whale.operations.nodes import argument, aten_name
 
 aten = torch.ops.aten
 
@@ -38,8 +38,8 @@ def view_inverse(
     where we know no such operation.
     """
     before: torch.Tensor = parent.meta["val"]
-    name = op_name(view)
-    dim = argument(view, "dim") if op_name(view) else None
+    name = aten_name(view)
+    dim = argument(view, "dim") if aten_name(view) else None
     if view.target is operator.getitem:
         return _part_inverse(view, parent, value)
     if name == "select":
@@ -92,9 +92,9 @@ def _part_inverse(view: Node, parent: Node, value: Node) -> tuple[Any, tuple[Any
     """The same for one part of a split: `view` is a getitem."""
     parts, index = view.args
     assert isinstance(parts, Node) and isinstance(index, int)
-    if op_name(parts) == "unbind":
+    if aten_name(parts) == "unbind":
         return aten.select_scatter.default, (parent, value, argument(parts, "dim"), index)
-    if op_name(parts) in SPLITS:
+    if aten_name(parts) in SPLITS:
         dim = argument(parts, "dim")
         lengths = [
             part.shape[dim] for part in parts.meta["val"][: index % len(parts.meta["val"]) + 1]

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import op_name
 from whale.capture.sample_states import Irregular, PerSample, expression
 from whale.capture.samples import SampleFlow
+from whale.operations.nodes import op_name
 
 aten = torch.ops.aten
 

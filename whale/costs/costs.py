@@ -26,38 +26,13 @@ from torch.fx.node import map_arg
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
-from whale.costs.flops import Value, flop
 from whale.costs.measured import measured_seconds
+from whale.operations.flops import Value, flop
+from whale.operations.nodes import op_name
+from whale.operations.table import CASTS_IN_PLACE, FREE, row_of
 
 BACKWARD_PER_FORWARD = 2.0
 """work of a backward in units of its forward, for operations that depend on parameters"""
-
-# fmt: off
-_VIEW_NAMES = (
-    "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "numpy_T", "permute",
-    "reshape", "reshape_as", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split", "transpose",
-    "unbind", "unflatten", "unsqueeze", "view", "view_as",
-)
-# fmt: on
-VIEWS = frozenset("aten." + name for name in _VIEW_NAMES)
-"""cost nothing; `reshape` and `flatten` sometimes copy, and are counted as if they never did"""
-
-VIEWS_UNLESS_CAST = frozenset({"aten.to", "aten.type_as"})
-"""cost nothing when the dtype stays"""
-
-LOOKUPS = frozenset(
-    {"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take_along_dim"}
-)
-"""read of their first tensor as many bytes as they write"""
-
-
-ADDED_PRODUCTS = frozenset({"aten.addmm", "aten.addmv", "aten.addbmm", "aten.baddbmm"})
-"""first argument: what is added"""
-PRODUCTS = ADDED_PRODUCTS | frozenset({
-    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.conv1d", "aten.conv2d", "aten.conv3d",
-    "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d",
-})  # fmt: skip
-"""of two operands, each of whose gradients is such a product"""
 
 
 @dataclass(frozen=True)
@@ -119,35 +94,25 @@ def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> 
     """
     if node not in gradients:
         return 0.0, 0.0
-    packet = str(getattr(node.target, "overloadpacket", ""))
-    if packet not in PRODUCTS or not cost.flop:
+    factors = row_of(node).factors
+    if factors is None or not cost.flop:
         return BACKWARD_PER_FORWARD, 0.0
-    places = slice(1, 3) if packet in ADDED_PRODUCTS else slice(0, 2)
-    operands = [
-        operand
-        for operand in node.args[places]
-        if isinstance(operand, Node) and operand in gradients
-    ]
+    operands = []
+    for operand in node.args[factors[0] : factors[1] + 1]:
+        if isinstance(operand, Node) and operand in gradients:
+            operands.append(operand)
     weights = sum(operand.op == "get_attr" for operand in operands)
     return float(len(operands) - weights), float(weights)
-
-
-SPLIT_OFF = (
-    PRODUCTS
-    - frozenset({"aten.addmv", "aten.addbmm", "aten.baddbmm", "aten.bmm", "aten.mv"})
-    - frozenset({"aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"})
-)
-"""whose weight gradients a split backward puts off (`runtime/split.py`)"""
 
 
 def split_input(node: Node, gradients: Container[Node]) -> Node | None:
     """The input that is kept until the weight gradient of this layer is computed; None where
     nothing is put off.
     """
-    packet = str(getattr(node.target, "overloadpacket", ""))
-    if packet not in SPLIT_OFF or len(node.args) < 2:
+    row = row_of(node)
+    if not row.layer or row.factors is None or len(node.args) <= max(row.factors):
         return None
-    source, weight = node.args[1:3] if packet in ADDED_PRODUCTS else node.args[:2]
+    source, weight = (node.args[place] for place in row.factors)
     is_layer = (
         isinstance(source, Node)
         and source in gradients
@@ -208,18 +173,20 @@ def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
     name = str(packet)
     if not output_bytes:  # sizes (`aten.sym_size`) have no bytes
         return NodeCost(0.0, 0.0, output_bytes)
-    if name in VIEWS:
+    short_name = op_name(node)
+    if short_name in FREE:
         return NodeCost(0.0, 0.0, output_bytes, name)
-    if name in VIEWS_UNLESS_CAST and node.args and values[node.args[0]].dtype == output.dtype:  # type: ignore[index]
+    if short_name in CASTS_IN_PLACE and node.args and values[node.args[0]].dtype == output.dtype:  # type: ignore[index]
         return NodeCost(0.0, 0.0, output_bytes, name)
     arguments = map_arg(node.args, values.__getitem__)
     keywords = map_arg(node.kwargs, values.__getitem__)
     # an operation reads each of its tensors once, also `x * x`
     read_bytes = sum(_num_bytes(values[source]) for source in node.all_input_nodes)
-    if name in LOOKUPS:
+    row = row_of(node)
+    if row.lookup:  # reads of the table as many bytes as it writes
         read_bytes += output_bytes - _num_bytes(arguments[0])  # type: ignore[index]
     return NodeCost(
-        flop(name, node, arguments, keywords, output),
+        flop(node, row.flop, arguments, keywords, output),
         float(read_bytes + output_bytes),
         output_bytes,
         name,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import is_random
 from whale.capture.recomputed import Recomputed, cut_region
 from whale.capture.sample_states import batch_dim
 from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
+from whale.operations.table import is_random
 from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions
 

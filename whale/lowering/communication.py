@@ -19,11 +19,11 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from whale.capture.graph import user_line
-from whale.capture.kinds import named_args, op_name
 from whale.compat import schema
 from whale.lowering import sharded_ops
 from whale.lowering.lines import Line
 from whale.lowering.sharded_random import Draw, drawing
+from whale.operations.nodes import named_args, op_name
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.sharding.emit import Special

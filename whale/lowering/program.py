@@ -16,16 +16,15 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.capture.graph import user_line
-from whale.capture.kinds import op_name
 from whale.capture.prepare import CapturedModel
-from whale.capture.sample_states import CASTS
-from whale.costs.costs import VIEWS
 from whale.devices import LocalDevice
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import GridGroups
 from whale.lowering.exchange import as_bytes
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
+from whale.operations.nodes import op_name
+from whale.operations.table import CASTS, FREE
 from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import regions_of_stage
 from whale.planning.schedules import schedule_of_plan
@@ -247,9 +246,7 @@ class Lowered:
 
 
 def _is_view_of_parameter(node: Node) -> bool:
-    while node.all_input_nodes and (
-        op_name(node) in CASTS or f"aten.{op_name(node)}" in VIEWS or op_name(node) == "getitem"
-    ):
+    while node.all_input_nodes and (op_name(node) in CASTS | FREE or op_name(node) == "getitem"):
         node = node.all_input_nodes[0]
     return node.op == "get_attr"
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from whale.capture.kinds import is_random
 from whale.capture.prepare import CapturedModel
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.expert_routes import stay_at_experts
 from whale.lowering.overlap import overlap
+from whale.operations.table import is_random
 from whale.planning.recompute import Regions
 from whale.planning.split import stage_program
 from whale.planning.stages import Assignment

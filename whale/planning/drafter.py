@@ -9,8 +9,8 @@ from math import inf
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import trains_batch_norm
 from whale.capture.sample_states import batch_dim
+from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import Situation, refuse_unless_it_fits
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders

@@ -35,7 +35,7 @@ from whale.scheduling.memory import NOTHING, Bytes, total
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.emit import is_alike
-from whale.sharding.operation import Option, Placement
+from whale.sharding.options import Option, Placement
 from whale.sharding.redistribution import plan_redistribution
 from whale.sharding.redistribution_steps import most_held
 from whale.sharding.space import Space

@@ -16,9 +16,9 @@ import torch
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import named_args, op_name, trains_batch_norm
 from whale.capture.losses import NotAdditive
 from whale.names import count
+from whale.operations.nodes import named_args, op_name, trains_batch_norm
 from whale.planning.balance import Order, device_orders, explain_shares
 from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions

@@ -25,10 +25,10 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.guards import RECOMPUTE_TAG
-from whale.capture.kinds import trains_batch_norm
 from whale.costs.backward_workspace import live_between
 from whale.costs.costs import value_bytes
 from whale.names import nearest
+from whale.operations.nodes import trains_batch_norm
 
 Regions = Mapping[Node, Hashable]
 """operation -> its region; operations that are not there are kept"""

@@ -25,7 +25,9 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind
 from whale.capture.ops import could_carry_gradient
-from whale.costs.costs import VIEWS, VIEWS_UNLESS_CAST, value_bytes
+from whale.costs.costs import value_bytes
+from whale.operations.nodes import op_name
+from whale.operations.table import CASTS_IN_PLACE, FREE
 from whale.plans.plan import Plan
 
 RECOMPUTED = -1
@@ -115,8 +117,7 @@ def move_free_operations(
 
 def is_free(node: Node) -> bool:
     """Views and casts: worth doing on either side of a cut."""
-    name = str(node.target).rsplit(".", 1)[0]
-    return name in VIEWS or name in VIEWS_UNLESS_CAST
+    return op_name(node) in FREE | CASTS_IN_PLACE
 
 
 def _only_activation_input(node: Node, stage_of: Mapping[Node, int]) -> Node | None:

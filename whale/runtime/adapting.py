@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from weakref import WeakSet
 
-from whale.capture.kinds import trains_batch_norm
+from whale.operations.nodes import trains_batch_norm
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
 from whale.plans.plan import Plan
 from whale.runtime.executor import Executor, StepOutcome

@@ -19,7 +19,6 @@ from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training, tied_names
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
-from whale.capture.kinds import trains_batch_norm
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
 from whale.distributed.platform import Platform, StandIn
@@ -27,6 +26,7 @@ from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
+from whale.operations.nodes import trains_batch_norm
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap

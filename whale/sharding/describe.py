@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from whale.capture.graph import module_name
-from whale.capture.kinds import op_name
+from whale.operations.nodes import op_name
+from whale.operations.table import CLASS_LOSSES, POINTWISE_LOSSES
 from whale.plans.grid import AXES
 from whale.plans.layout import Cut, Layout
 from whale.plans.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.dims import Value
-from whale.sharding.operation import PARTIAL, RULES, SAME, Option, Placement
+from whale.sharding.options import PARTIAL, SAME, TRAVEL, Option, Placement
 from whale.sharding.redistribution_costs import sent_bytes
-from whale.sharding.rules_elementwise import class_loss, pointwise_loss
-from whale.sharding.rules_products import TRAVEL, embedding
 from whale.sharding.space import Space, numel_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ WORDS = {
     TRAVEL: "by experts, tokens by all-to-all",
 }
 """options in words; others are named by their dim"""
-LISTED = (embedding, class_loss, pointwise_loss)
+LISTED = CLASS_LOSSES | POINTWISE_LOSSES | {"embedding"}
 """rules of operations that the plan lists although they neither multiply nor, often, send: whether
 they are cut is what a user asks
 """
@@ -57,7 +56,7 @@ def describe(solver: Solver, seconds: float) -> Sharding:
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
         cost = solver.terms.node_costs[node]
         told = solver.terms.told_bytes(node, chosen)
-        if cost.flop or sent.get(node) or told or RULES.get(op_name(node)) in LISTED:
+        if cost.flop or sent.get(node) or told or op_name(node) in LISTED:
             operations.append(
                 ShardedOperation(
                     index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told

@@ -21,8 +21,9 @@ from math import gcd
 import torch
 from torch.fx import Node
 
+from whale.operations.operation import PRIME, Shapes
 from whale.plans.layout import Cut
-from whale.sharding.operation import PRIME, Option, Shapes
+from whale.sharding.options import Option
 
 Value = tuple[Node, int]
 """a tensor of the graph: node, and which of its results"""

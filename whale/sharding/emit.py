@@ -19,16 +19,18 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.capture.kinds import is_random, op_name, trains_batch_norm
 from whale.capture.recomputed import Recomputed, cut_region
 from whale.compat import enter_autocast, exit_autocast
+from whale.operations.nodes import op_name, tensor_nodes, trains_batch_norm
+from whale.operations.operation import Shapes
+from whale.operations.table import is_random
 from whale.plans.grid import AXES
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
 from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
 from whale.sharding.local import local_call
-from whale.sharding.operation import SAME, Option, Placement, Shapes, tensor_nodes
+from whale.sharding.options import SAME, Option, Placement
 from whale.sharding.redistribution import TWO_STEPS_FROM
 from whale.sharding.space import Space
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch.fx import Node
 
-from whale.capture.kinds import op_name
+from whale.operations.nodes import op_name
 
 ROW_DIM = (0, -2)
 """names of the first dim of [rows, features]"""

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from whale.capture.kinds import op_name
 from whale.compat import schema
-from whale.sharding.operation import Shape, Shapes, dims_of_argument
-from whale.sharding.rules_products import POOLINGS
-from whale.sharding.rules_views import CREATORS, EXPANDS, RESHAPES, SPLITS
+from whale.operations.nodes import op_name
+from whale.operations.operation import Shape, Shapes, dims_of_argument
+from whale.operations.table import EXPANDS, NEW_LIKE, POOLINGS, SPLITS, VIEWS
 
 aten = torch.ops.aten
 SUM = 2
@@ -37,17 +36,17 @@ def local_call(
     if mean is not None:
         return _mean(graph, node, positional, keywords, mean)
     if shapes is not None:
-        if name in RESHAPES.split():
+        if name in VIEWS:
             return graph.call_function(aten.reshape.default, (positional[0], list(shapes[0])))
-        if name in EXPANDS.split():
+        if name in EXPANDS:
             return graph.call_function(aten.expand.default, (positional[0], list(shapes[0])))
-        if name in SPLITS.split():
+        if name in SPLITS:
             dim = dims_of_argument(node, "dim", len(shapes[0]))[0]
             return graph.call_function(
                 aten.split_with_sizes.default,
                 (positional[0], [shape[dim] for shape in shapes], dim),
             )
-        if name in CREATORS.split():
+        if name in NEW_LIKE:
             sizes = list(shapes[0])
             return graph.call_function(
                 node.target,  # type: ignore[arg-type]
@@ -62,7 +61,7 @@ def local_call(
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
         if name.startswith("conv"):
             return _convolution(graph, node, positional, keywords, shapes[0])
-        if name in POOLINGS.split() and 0 in shapes[0]:
+        if name in POOLINGS and 0 in shapes[0]:
             return graph.call_function(
                 empty_pooling, (positional[0], [list(shape) for shape in shapes])
             )

@@ -23,7 +23,7 @@ from whale.plans.layout import Layout
 from whale.plans.sharding import ShardedOperation, Sharding
 from whale.sharding.describe import pattern
 from whale.sharding.dims import Value, value_of
-from whale.sharding.operation import SAME, Option, Placement
+from whale.sharding.options import SAME, Option, Placement
 from whale.sharding.redistribution_costs import GridCosts, sent_bytes
 from whale.sharding.space import Space, numel_bytes
 from whale.sharding.terms import Lying, Terms, output_of

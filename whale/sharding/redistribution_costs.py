@@ -36,7 +36,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from whale.sharding.operation import PARTIAL, SAME, Placement
+from whale.sharding.options import PARTIAL, SAME, Placement
 
 DEFAULT_BYTES_PER_S = 1e10
 

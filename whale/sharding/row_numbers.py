@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whale.sharding.operation import Operation
+from whale.operations.operation import Operation
 
 DIRECT_UP_TO_BYTES = 1 << 20
 """up to here everyone sends everything to everyone and adds up itself: one hop instead of 2 (g - 1)

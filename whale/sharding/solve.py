@@ -31,7 +31,7 @@ from whale.plans.sharding import Sharding
 from whale.sharding.describe import describe
 from whale.sharding.dims import Value, value_of
 from whale.sharding.eliminate import Array, Tables, TooWide
-from whale.sharding.operation import Option, Placement
+from whale.sharding.options import Option, Placement
 from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.repeats import Repeats
 from whale.sharding.space import Space, StageProgram

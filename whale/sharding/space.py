@@ -17,20 +17,21 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind, op_name
-from whale.capture.sample_states import batch_dim, names_of
+from whale.capture.kinds import Kind
+from whale.capture.sample_states import batch_dim
 from whale.capture.samples import SampleFlow
 from whale.costs.costs import NodeCost
+from whale.operations.nodes import op_name
+from whale.operations.operation import Operation, Shapes
 from whale.plans.layout import Layout
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
-from whale.sharding.operation import PARTIAL, SAME, Operation, Option, Placement, Shapes
+from whale.sharding.options import PARTIAL, SAME, Option, Placement, options_of, summa_options
 from whale.sharding.repeats import Repeats, find_repeats
-from whale.sharding.rules import options_of
-from whale.sharding.rules_products import summa_options
 
-PRODUCTS = names_of(
-    "linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm"
+PRODUCTS = frozenset(
+    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding"]
+    + ["_grouped_mm", "grouped_mm_fallback", "expert_mm"]
 )
 """operations whose weights x and y cut"""
 

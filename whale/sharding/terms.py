@@ -15,11 +15,12 @@ import numpy.typing as npt
 from torch.fx import Node
 
 from whale.costs.costs import BACKWARD_PER_FORWARD, NodeCost
+from whale.operations.operation import Shapes
 from whale.plans.grid import Grid
 from whale.plans.sharding import ORDER
 from whale.sharding.dims import Value
 from whale.sharding.eliminate import Array
-from whale.sharding.operation import SAME, Option, Placement, Shapes
+from whale.sharding.options import SAME, Option, Placement
 from whale.sharding.redistribution_costs import GridCosts, sent_bytes
 from whale.sharding.row_numbers import LOCAL_FORMS, told
 from whale.sharding.space import Space, numel_bytes

@@ -7,8 +7,8 @@ not by arithmetic). A contraction over indices of sizes n_1..n_r, each index cou
 
 torch's own counter (`torch.utils.flop_counter`) has formulas for what reaches the backend: mm,
 addmm, bmm, convolution, ... The captured graph is from before that, so it also holds the operations
-that PyTorch users call: they are in `FORMULAS`. Attention is counted without the half that a causal
-mask saves, as torch's counter does.
+that PyTorch users call: the rows of the table name their formulas. Attention is counted without the
+half that a causal mask saves, as torch's counter does.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ Formula = Callable[[Arguments, Mapping[str, Any], Value], float]
 
 
 def flop(
-    name: str, node: Node, arguments: Arguments, keywords: Mapping[str, Any], output: Any
+    node: Node,
+    formula: Formula | None,
+    arguments: Arguments,
+    keywords: Mapping[str, Any],
+    output: Any,
 ) -> float:
-    """FLOPs of one call; 0 where nothing is contracted. `name` is the operation without its
-    overload: `aten.linear`.
+    """FLOP of one call by the formula of its row, else by torch's own counter; 0 where nothing is
+    contracted.
     """
-    formula = FORMULAS.get(name)
     if formula is not None:
         first_output = output[0] if isinstance(output, (tuple, list)) else output
         return formula(arguments, keywords, first_output)
@@ -69,24 +72,24 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
-def _linear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def linear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     source, weight = arguments[0].shape, arguments[1].shape  # (..., in), (out, in) or (in,)
     return 2.0 * prod(source) * (weight[0] if len(weight) == 2 else 1)
 
 
-def _bilinear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def bilinear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     left, weight = arguments[0].shape, arguments[2].shape  # (..., l), (out, l, r)
     # each of the `out` slices: left @ slice, then a dot product with right
     return 2.0 * prod(left[:-1]) * (prod(weight) + weight[0] * weight[2])
 
 
-def _matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     return (
         2.0 * prod(output.shape) * arguments[0].shape[-1]
     )  # also dot, mv and broadcast batch dims
 
 
-def _added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     return (
         2.0
         * prod(arguments[1].shape)
@@ -94,7 +97,7 @@ def _added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Val
     )  # input + first @ second
 
 
-def _grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     first = arguments[0].shape
     second = arguments[1].shape
     # with one 2-D side the groups cut one of the three sizes; with two 3-D sides each group is a
@@ -103,22 +106,18 @@ def _grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: V
     return 2.0 * num_products * first[-2] * first[-1] * second[-1]
 
 
-def _expert_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return 2.0 * prod(output.shape) * arguments[0].shape[-1]
-
-
-def _tensordot(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def tensordot(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     return 2.0 * prod(output.shape) * prod(arguments[0].shape[dim] for dim in arguments[2])
 
 
-def _convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     weight = arguments[1].shape  # (out, in / groups, *window)
     num_spatial = len(weight) - 2
     batch = output.shape[0] if len(output.shape) == len(weight) else 1
     return 2.0 * batch * prod(output.shape[-num_spatial:]) * prod(weight)
 
 
-def _transposed_convolution(
+def transposed_convolution(
     arguments: Arguments, keywords: Mapping[str, Any], output: Value
 ) -> float:
     source, weight = (
@@ -130,7 +129,7 @@ def _transposed_convolution(
     return 2.0 * batch * prod(source[-num_spatial:]) * prod(weight)
 
 
-def _attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     query, key = (
         arguments[0].shape,
         arguments[1].shape,
@@ -140,7 +139,7 @@ def _attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value)
     return 2.0 * num_queries * num_keys * (query[-1] + output.shape[-1])
 
 
-def _recurrent(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def recurrent(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     source, weights = arguments[0].shape, arguments[2]  # every weight matrix meets every token once
     return (
         2.0
@@ -149,7 +148,7 @@ def _recurrent(arguments: Arguments, keywords: Mapping[str, Any], output: Value)
     )
 
 
-def _einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+def einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     """Pairs are contracted one after the other, in the order of `path` (else from the left), as
     torch does.
     """
@@ -200,31 +199,3 @@ def _einsum_terms(
         for name, size in zip(names, shape, strict=True):
             sizes[name] = max(size, sizes.get(name, 1))
     return terms, sizes
-
-
-FORMULAS: dict[str, Formula] = {
-    "aten.linear": _linear,
-    "aten.bilinear": _bilinear,
-    "aten.matmul": _matmul,
-    "aten.mv": _matmul,
-    "aten.dot": _matmul,
-    "aten.inner": _matmul,
-    "aten.addmv": _added_matmul,
-    "aten.addbmm": _added_matmul,
-    "aten._grouped_mm": _grouped_matmul,
-    "transformers.grouped_mm_fallback": _grouped_matmul,
-    "whale.expert_mm": _expert_matmul,
-    "aten.tensordot": _tensordot,
-    "aten.einsum": _einsum,
-    "aten.conv1d": _convolution,
-    "aten.conv2d": _convolution,
-    "aten.conv3d": _convolution,
-    "aten.conv_transpose1d": _transposed_convolution,
-    "aten.conv_transpose2d": _transposed_convolution,
-    "aten.conv_transpose3d": _transposed_convolution,
-    "aten.scaled_dot_product_attention": _attention,
-    "aten.lstm": _recurrent,
-    "aten.gru": _recurrent,
-    "aten.rnn_tanh": _recurrent,
-    "aten.rnn_relu": _recurrent,
-}

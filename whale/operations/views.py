@@ -1,57 +1,58 @@
-"""Rules of operations that only move entries: reshapes, transposes, slices, joins."""
+"""Rows of operations that only move entries: reshapes, transposes, slices, joins, lookups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from whale.capture.kinds import op_name
-from whale.sharding.operation import (
+from whale.operations.nodes import op_name
+from whale.operations.operation import (
     PRIME,
     Label,
+    Labels,
     Operation,
-    Option,
     Shape,
     dims_of,
-    labelled,
     letters,
-    partial_options,
-    rule,
 )
+from whale.operations.row import Dims, add_rows, dims, in_all, in_first, row
 
-RESHAPES = (
-    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze "
-    "unsqueeze"
-)
-EXPANDS = "expand expand_as broadcast_to"
-SPLITS = "split split_with_sizes chunk tensor_split"
-CREATORS = "new_zeros new_ones new_full new_empty"
-"""their second argument is a size"""
-PERMUTES = "transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT adjoint"
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
 apart
 """
 
 
-@rule(RESHAPES)
-def reshape(op: Operation) -> list[Option]:
+@row(
+    "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze "
+    "unsqueeze",
+    kind="view",
+    linear=in_first,
+    moves=True,
+    free=True,
+    mixes="`{name}` cuts the batch dim into pieces that are not samples",
+)
+def reshape(op: Operation) -> Dims | None:
     """Sizes are multiplied or factored in groups. In each group the outermost dims run along each
     other (heads of a width); where the first part is taken apart afterwards (q, k, v), or the
     samples stand inside, the next ones do, and the flat dim is cut in each segment."""
     if str(op.node.target) == "aten.view.dtype" or not op.outputs:
-        return []
-    options = []
+        return None
+    inputs: list[Label] = [None] * len(op.shapes[0])
+    outputs: list[Label] = [None] * len(op.outputs[0])
+    segments: dict[str, tuple[int, ...]] = {}
     for number, (before, after) in enumerate(groups(op.shapes[0], op.outputs[0])):
         pair = _partners(op, before, after)
         if pair is not None:
-            source, target, segments = pair
-            options.append(Option(f"d{number}", (source,), (target,), segments=segments))
-    return options + partial_options(op, [{0}])
+            source, target, runs = pair
+            inputs[source] = outputs[target] = f"d{number}"
+            segments[f"d{number}"] = runs
+    return replace(dims([inputs], [outputs]), segments=segments)
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
@@ -119,6 +120,9 @@ def _is_taken_apart(node: Node, dim: int) -> bool:
     return False
 
 
+PERMUTES = "transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT adjoint"
+
+
 def permutation(node: Node) -> list[int]:
     """For each dim of the result the dim of the input that it is."""
     rank = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
@@ -127,176 +131,203 @@ def permutation(node: Node) -> list[int]:
     return [size - SEPARATE for size in result.shape]
 
 
-@rule(PERMUTES)
-def permute(op: Operation) -> list[Option]:
+@row(PERMUTES, kind="permute", linear=in_first, moves=True, free=True)
+def permute(op: Operation) -> Dims | None:
+    """The same dims in another order."""
     labels = letters("d", len(op.shapes[0]))
-    return labelled(
-        op, [labels], [[labels[dim] for dim in permutation(op.node)]]
-    ) + partial_options(op, [{0}])
+    return dims([labels], [[labels[dim] for dim in permutation(op.node)]])
 
 
-@rule(EXPANDS)
-def expand(op: Operation) -> list[Option]:
+@row("expand expand_as broadcast_to", kind="expand", linear=in_first, moves=True, free=True)
+def expand(op: Operation) -> Dims | None:
     """A dim that is expanded may be cut: every device repeats what it needs."""
     labels = letters("d", len(op.outputs[0]))
     own = labels[len(labels) - len(op.shapes[0]) :]
-    return labelled(op, [own], [labels]) + partial_options(op, [{0}])
+    return dims([own], [labels])
 
 
-@rule(
-    "slice narrow select unbind roll flip cumsum cumprod logcumsumexp sort argsort topk unfold "
-    "diff select_scatter slice_scatter"
+@row(
+    "slice narrow select unbind roll flip cumsum cumprod cummax cummin logcumsumexp sort argsort "
+    "topk unfold diff select_scatter slice_scatter"
 )
-def along_dim(op: Operation) -> list[Option]:
-    """Whole along the dims that are named; a slice of everything is no slice. The others
-    run along.
+def along_dim(op: Operation) -> Dims | None:
+    """Whole along the dims that are named; a slice of everything is no slice. The others run
+    along.
     """
     shape = op.shapes[0]
-    named = "dims" if "dims" in op._defaults else "dim"
+    named = "dims" if "dims" in op.defaults else "dim"
     whole = set(dims_of(op, len(shape), "dimension" if op.name == "unfold" else named))
     if op.name == "slice" and shape == op.outputs[0]:
         whole = set()
     labels: list[Label] = [None if dim in whole else f"d{dim}" for dim in range(len(shape))]
-    drops = op.name in ("select", "unbind")
-    result = [label for dim, label in enumerate(labels) if not (drops and dim in whole)]
+    others: list[Label] = [label for dim, label in enumerate(labels) if dim not in whole]
+    result = others if op.name in ("select", "unbind") else labels
     if op.name == "unfold":
         result = [*labels, None]
-    sources: list[Sequence[Label]] = [labels]
+    sources: list[Labels] = [labels]
     if op.name in ("select_scatter", "slice_scatter"):
-        part = [
-            label
-            for dim, label in enumerate(labels)
-            if not (op.name == "select_scatter" and dim in whole)
-        ]
-        sources.append(part)
+        sources.append(others if op.name == "select_scatter" else labels)
     if len(sources) != len(op.inputs):
-        return []  # `diff` with something in front
-    options = labelled(op, sources, [result] * len(op.outputs))
-    linear = op.name in ("slice", "narrow", "select", "unbind", "roll", "flip", "cumsum", "diff")
-    return options + (partial_options(op, [{0}]) if linear else [])
+        return None  # `diff` with something in front
+    return dims(sources, [result] * len(op.outputs))
 
 
-@rule(SPLITS)
-def split(op: Operation) -> list[Option]:
+add_rows("slice narrow select unbind roll flip cumsum diff", linear=in_first)
+add_rows("slice narrow select unbind", moves=True, free=True)
+add_rows("select", mixes="one sample is picked out of the batch by its position")
+add_rows("unbind", mixes="the batch is cut into single samples")
+add_rows(
+    "select_scatter slice_scatter",
+    mixes="some samples are overwritten by their position in the batch",
+)
+add_rows("as_strided diagonal", free=True)
+add_rows("diagonal trace", linear=in_first)
+
+
+@row(
+    "split split_with_sizes chunk tensor_split",
+    kind="split",
+    linear=in_first,
+    moves=True,
+    free=True,
+)
+def split(op: Operation) -> Dims | None:
     """Parts of one size can be cut alike: the whole dim is then cut in each of its segments."""
     shape = op.shapes[0]
     dim = dims_of(op, len(shape))[0] if op.argument("dim") is not None else 0
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(len(shape))]
-    options = labelled(op, [labels], [labels] * len(op.outputs))
+    labels = letters("d", len(shape))
+    number = len(op.outputs)
     sizes = {result[dim] for result in op.outputs}
-    if len(sizes) == 1 and shape[dim] == sizes.pop() * len(op.outputs):
-        number = len(op.outputs)
-        options.append(
-            Option(f"d{dim}", (dim,), (dim,) * number, segments=(number, *(1,) * number))
-        )
-    return options + partial_options(op, [{0}])
+    if len(sizes) == 1 and shape[dim] == sizes.pop() * number:
+        runs = {f"d{dim}": (number, *(1,) * number)}
+    else:
+        labels[dim] = None
+        runs = {}
+    return replace(dims([labels], [labels] * number), segments=runs)
 
 
-@rule("cat concat concatenate")
-def join(op: Operation) -> list[Option]:
+@row(
+    "cat concat concatenate",
+    linear=in_all,
+    moves=True,
+    mixes="rows that are not samples are added to the batch",
+)
+def join(op: Operation) -> Dims | None:
     """The other way round: parts of one size are the segments of the result."""
-    dim = dims_of(op, len(op.outputs[0]))[0] if op.argument("dim") is not None else 0
-    labels: list[Label] = [
-        None if place == dim else f"d{place}" for place in range(len(op.outputs[0]))
-    ]
-    options = labelled(op, [labels] * len(op.inputs), [labels])
+    rank = len(op.outputs[0])
+    dim = dims_of(op, rank)[0] if op.argument("dim") is not None else 0
+    if any(len(shape) != rank for shape in op.shapes):
+        return None  # torch lets an empty one-dim tensor stand in any `cat`
+    labels = letters("d", rank)
     number = len(op.inputs)
     if len({shape[dim] for shape in op.shapes}) == 1:
-        options.append(
-            Option(f"d{dim}", (dim,) * number, (dim,), segments=(*(1,) * number, number))
-        )
-    return options + partial_options(op, [set(range(number))])
+        runs = {f"d{dim}": (*(1,) * number, number)}
+    else:
+        labels[dim] = None
+        runs = {}
+    return replace(dims([labels] * number, [labels]), segments=runs)
 
 
-@rule("stack")
-def stack(op: Operation) -> list[Option]:
+add_rows("cat stack", affine=in_all)
+
+
+@row("stack", linear=in_all, moves=True)
+def stack(op: Operation) -> Dims | None:
+    """A new dim, whole."""
     rank = len(op.outputs[0])
     dim = int(op.argument("dim") or 0) % rank
     labels = letters("d", rank - 1)
-    options = labelled(op, [labels] * len(op.inputs), [[*labels[:dim], None, *labels[dim:]]])
-    return options + partial_options(op, [set(range(len(op.inputs)))])
+    return dims([labels] * len(op.inputs), [[*labels[:dim], None, *labels[dim:]]])
 
 
-@rule("repeat_interleave")
-def repeat_interleave(op: Operation) -> list[Option]:
+@row("repeat_interleave", linear=in_first, moves=True)
+def repeat_interleave(op: Operation) -> Dims | None:
     """Entries are repeated one by one, so the dim itself can be cut too (keys for several query
     heads).
     """
     if len(op.inputs) != 1 or op.argument("dim") is None:
-        return []
+        return None
     labels = letters("d", len(op.shapes[0]))
-    return labelled(op, [labels], [labels]) + partial_options(op, [{0}])
+    return dims([labels], [labels])
 
 
-@rule("repeat tile")
-def repeat(op: Operation) -> list[Option]:
+@row("repeat tile", linear=in_first, moves=True)
+def repeat(op: Operation) -> Dims | None:
+    """Whole along what is repeated."""
     rank = len(op.outputs[0])
     own: Shape = (1,) * (rank - len(op.shapes[0])) + op.shapes[0]
     labels: list[Label] = [
         f"d{dim}" if own[dim] == size else None for dim, size in enumerate(op.outputs[0])
     ]
-    return labelled(op, [labels[rank - len(op.shapes[0]) :]], [labels]) + partial_options(op, [{0}])
+    return dims([labels[rank - len(op.shapes[0]) :]], [labels])
 
 
-@rule("pad constant_pad_nd")
-def pad(op: Operation) -> list[Option]:
+@row("pad constant_pad_nd", mixes="rows that are not samples are added to the batch")
+def pad(op: Operation) -> Dims | None:
     """Whole where something is added at an edge or taken away there. `pad` has two numbers for each
     dim, the last dim first.
     """
     edges = op.argument("pad")
     rank = len(op.outputs[0])
-    alone = [
-        all(edge == 0 for edge in edges[2 * place : 2 * place + 2])
-        for place in reversed(range(rank))
-    ]
-    labels: list[Label] = [f"d{dim}" if unchanged else None for dim, unchanged in enumerate(alone)]
-    return labelled(op, [labels], [labels])
+    labels: list[Label] = []
+    for place in reversed(range(rank)):
+        is_padded = any(edge != 0 for edge in edges[2 * place : 2 * place + 2])
+        labels.append(None if is_padded else f"d{rank - 1 - place}")
+    return dims([labels], [labels])
 
 
-@rule("index_select")
-def index_select(op: Operation) -> list[Option]:
+# --------------------------------------------------------------------------------------------------
+# lookups
+
+
+@row("index_select", linear=in_first, lookup=True)
+def index_select(op: Operation) -> Dims | None:
+    """Whole along the dim that is looked up."""
     dim = dims_of(op, len(op.shapes[0]))[0]
-    labels: list[Label] = [
-        None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))
-    ]
+    labels = letters("d", len(op.shapes[0]))
+    labels[dim] = None
     picked = [*labels[:dim], "picked", *labels[dim + 1 :]]
-    return labelled(op, op.named(self=labels, index=["picked"]), [picked])
+    return dims(op.named(self=labels, index=["picked"]), [picked])
 
 
-@rule("index")
-def index(op: Operation) -> list[Option]:
+@row("index", linear=in_first, lookup=True)
+def index(op: Operation) -> Dims | None:
     """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
-    along. A mask has no rule.
+    along. A mask has no dims of its own.
     """
     indices = op.argument("indices")
     looked_up = [place for place, each in enumerate(indices) if each is not None]
     if len(looked_up) != 1 or indices[looked_up[0]].meta["val"].dtype == torch.bool:
-        return []
+        return None
     dim = looked_up[0]
-    labels: list[Label] = [
-        None if place == dim else f"d{place}" for place in range(len(op.shapes[0]))
-    ]
+    labels = letters("d", len(op.shapes[0]))
+    labels[dim] = None
     picked = letters("i", len(op.shapes[1]))
-    return labelled(op, [labels, picked], [[*labels[:dim], *picked, *labels[dim + 1 :]]])
+    return dims([labels, picked], [[*labels[:dim], *picked, *labels[dim + 1 :]]])
 
 
-@rule("gather take_along_dim scatter scatter_add")
-def gather(op: Operation) -> list[Option]:
+@row(
+    "gather take_along_dim scatter scatter_add",
+    mixes="`{name}` moves values between samples: its dim is the batch",
+)
+def gather(op: Operation) -> Dims | None:
     """Along the other dims each row has its own indices."""
     if len({len(shape) for shape in op.shapes}) > 1 or op.argument("dim") is None:
-        return []
-    dim = dims_of(op, len(op.shapes[0]))[0]
-    alike = [
-        len({shape[place] for shape in (*op.shapes, *op.outputs)}) == 1
-        for place in range(len(op.shapes[0]))
-    ]
-    labels: list[Label] = [
-        f"d{place}" if same and place != dim else None for place, same in enumerate(alike)
-    ]
-    return labelled(op, [labels] * len(op.inputs), [labels])
+        return None
+    whole = dims_of(op, len(op.shapes[0]))[0]
+    labels: list[Label] = []
+    for dim in range(len(op.shapes[0])):
+        sizes = {shape[dim] for shape in (*op.shapes, *op.outputs)}
+        labels.append(f"d{dim}" if dim != whole and len(sizes) == 1 else None)
+    return dims([labels] * len(op.inputs), [labels])
 
 
-@rule("one_hot")
-def one_hot(op: Operation) -> list[Option]:
+add_rows("gather take_along_dim", lookup=True)
+add_rows("gather", linear=in_first)
+
+
+@row("one_hot")
+def one_hot(op: Operation) -> Dims | None:
+    """A new dim of classes, whole."""
     labels = letters("d", len(op.shapes[0]))
-    return labelled(op, [labels], [[*labels, None]])
+    return dims([labels], [[*labels, None]])

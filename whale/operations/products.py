@@ -1,0 +1,272 @@
+"""Rows of products, lookups in tables of weights, norms, attention and convolutions: where the work
+and the weights are.
+
+Letters: m rows, n columns of the weight, k what is summed over.
+"""
+
+from __future__ import annotations
+
+from whale.operations import flops
+from whale.operations.nodes import trains_batch_norm
+from whale.operations.operation import Label, Labels, Operation, letters
+from whale.operations.row import Dims, Groups, LinearRule, add_rows, dims, in_each, in_first, row
+
+EVERY_PAIR = "`{name}` combines every sample with every other one"
+
+
+def _factors(first: int, second: int, added: str) -> LinearRule:
+    """A product is linear in each factor, together with what is added to it."""
+
+    def groups(op: Operation) -> Groups:
+        beside = op.slots.get(added, [])
+        return [{first, *beside}, {second, *beside}]
+
+    return groups
+
+
+@row("linear", mixes=EVERY_PAIR, linear=_factors(0, 1, "bias"))
+def linear(op: Operation) -> Dims | None:
+    """x [..., k], weight [n, k], bias [n]. Cut n: column-parallel. Cut k: row-parallel, and the
+    bias is added once.
+    """
+    if len(op.shapes[1]) != 2:
+        return None
+    rows = letters("m", len(op.shapes[0]) - 1)
+    inputs = op.named(input=[*rows, "k"], weight=["n", "k"], bias=["n"])
+    return dims(inputs, [[*rows, "n"]], sums={"k"}, added={op.slot("bias")})
+
+
+@row("addmm addmv", mixes=EVERY_PAIR, linear=_factors(1, 2, "self"))
+def addmm(op: Operation) -> Dims | None:
+    """An input that is added once, and a product."""
+    right: list[Label] = ["k", "n"] if op.name == "addmm" else ["k"]
+    result: list[Label] = ["m", "n"] if op.name == "addmm" else ["m"]
+    own = result[len(result) - len(op.shapes[0]) :]
+    return dims([own, ["m", "k"], right], [result], sums={"k"}, added={0})
+
+
+@row("mm bmm matmul mv dot inner", mixes=EVERY_PAIR, linear=in_each)
+def matmul(op: Operation) -> Dims | None:
+    """Two matrices, vectors or batches of matrices; leading dims are matched from the right."""
+    left, right = op.shapes
+    if op.name == "inner" and (len(left) > 1 or len(right) > 1):
+        return None
+    outer = max(len(left), len(right), 2) - 2
+    batch = letters("b", outer)
+    first: list[Label] = ["k"]
+    second: list[Label] = ["k"]
+    result: list[Label] = [*batch]
+    if len(left) > 1:
+        first = [*batch[outer - len(left) + 2 :], "m", "k"]
+        result.append("m")
+    if len(right) > 1:
+        second = [*batch[outer - len(right) + 2 :], "k", "n"]
+        result.append("n")
+    return dims([first, second], [result], sums={"k"})
+
+
+@row("baddbmm", mixes=EVERY_PAIR, linear=_factors(1, 2, "self"))
+def baddbmm(op: Operation) -> Dims | None:
+    """An input that is added once, and a batch of products."""
+    result: list[Label] = ["b", "m", "n"]
+    own = result[3 - len(op.shapes[0]) :]
+    inputs: list[Labels] = [own, ["b", "m", "k"], ["b", "k", "n"]]
+    return dims(inputs, [result], sums={"k"}, added={0})
+
+
+@row("addbmm", mixes=EVERY_PAIR, linear=_factors(1, 2, "self"))
+def addbmm(op: Operation) -> Dims | None:
+    """The same, summed over the batch of products."""
+    result: list[Label] = ["m", "n"]
+    own = result[2 - len(op.shapes[0]) :]
+    inputs: list[Labels] = [own, ["b", "m", "k"], ["b", "k", "n"]]
+    return dims(inputs, [result], sums={"b", "k"}, added={0})
+
+
+@row(
+    "einsum",
+    mixes="`{name}` ({equation}) combines every sample with every other one",
+    linear=in_each,
+)
+def einsum(op: Operation) -> Dims | None:
+    """Every letter of the equation, as it stands there. Dims under `...` are counted from the
+    right.
+    """
+    equation = str(op.argument("equation")).replace(" ", "")
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    if "->" not in equation:
+        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    pairs = list(zip(terms, op.shapes, strict=True))
+    widest = max(len(shape) - len(term.replace("...", "")) for term, shape in pairs)
+    inputs = [_spelt(term, len(shape), widest) for term, shape in pairs]
+    result = _spelt(right, len(op.outputs[0]), widest)
+    sums: set[Label] = set().union(*inputs) - set(result)
+    return dims(inputs, [result], sums=sums)
+
+
+def _spelt(term: str, rank: int, widest: int) -> list[Label]:
+    before, dots, after = term.partition("...")
+    hidden = rank - len(before) - len(after) if dots else 0
+    return [*before, *(f"{widest - place}" for place in range(hidden, 0, -1)), *after]
+
+
+@row("_grouped_mm grouped_mm grouped_mm_fallback", linear=in_first)
+def grouped_mm(op: Operation) -> Dims | None:
+    """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by
+    experts, every device does the rows of its own and gives zeros for the others."""
+    if [len(shape) for shape in op.shapes] != [2, 3, 1] or op.argument("out_dtype") is not None:
+        return None
+    inputs: list[Labels] = [[None, "k"], ["experts", "k", "n"], [None]]
+    local = dict.fromkeys(("experts", "k", "n"), "experts")
+    return dims(inputs, [[None, "n"]], sums={"experts", "k"}, local=local)
+
+
+def _rows_and_matrices(op: Operation) -> Groups:
+    return [{0}, {1}]
+
+
+@row(
+    "expert_mm",
+    mixes="rows and the numbers of their experts belong to different samples",
+    linear=_rows_and_matrices,
+)
+def expert_mm(op: Operation) -> Dims | None:
+    """Each row with the matrix of its own expert (capture/experts.py). Cut by experts, every device
+    has all rows and gives zeros for those of other experts (the rows may also travel to their
+    experts and back: `sharding/options.py`)."""
+    matrix = ["n", "k"] if op.argument("transposed") else ["k", "n"]
+    inputs: list[Labels] = [["m", "k"], ["experts", *matrix], ["m"]]
+    return dims(inputs, [["m", "n"]], sums={"experts", "k"}, local={"experts": "experts"})
+
+
+@row(
+    "embedding",
+    mixes="the table of `embedding` depends on the samples",
+    linear=in_first,
+    lookup=True,
+)
+def embedding(op: Operation) -> Dims | None:
+    """Cut by vocabulary, every device looks up the words that it has and gives zeros for the
+    others. `scale_grad_by_freq` counts the words of the whole mini-batch in the backward.
+    """
+    if op.argument("scale_grad_by_freq"):
+        return None
+    words = letters("m", len(op.shapes[1]))
+    inputs = op.named(weight=["v", "h"], indices=words)
+    return dims(inputs, [[*words, "h"]], sums={"v"}, local={"v": "embedding"})
+
+
+@row(
+    "layer_norm native_layer_norm rms_norm _fused_rms_norm",
+    mixes="`{name}` normalises over the samples",
+)
+def layer_norm(op: Operation) -> Dims | None:
+    """One normalised dim may be cut: sums of each row are exchanged."""
+    width = len(op.argument("normalized_shape"))
+    rows = letters("m", len(op.shapes[0]) - width)
+    can_cut = width == 1 and op.name in ("layer_norm", "rms_norm")
+    inner: list[Label] = ["h0"] if can_cut else [None] * width
+    statistics: Labels = [*rows, *([None] * width)]
+    results: list[Labels] = [[*rows, *inner], *([statistics] * (len(op.outputs) - 1))]
+    inputs = op.named(input=[*rows, *inner], weight=inner, bias=inner)
+    return dims(inputs, results, local={"h0": "norm"})
+
+
+@row(
+    "scaled_dot_product_attention",
+    mixes="attention goes across the samples: the batch is not one of its leading dims",
+)
+def attention(op: Operation) -> Dims | None:
+    """Heads and samples are apart from each other. Fewer key heads: each serves a run of query
+    heads, so the runs are cut. Without a causal mask of its own the queries are apart as well."""
+    rank = len(op.outputs[0])
+    outer = [f"b{dim}" if dim < rank - 3 else "heads" for dim in range(rank - 2)]
+    queries: Label = None if op.argument("is_causal") else "queries"
+    result: Labels = [*outer, queries, None]
+    keys: Labels = [*outer, None, None]
+    mask = result[-len(op.shape("attn_mask") or ()) :]
+    inputs = op.named(query=result, key=keys, value=keys, attn_mask=mask)
+    return dims(inputs, [result])
+
+
+NOT_FIRST = "the batch of `{name}` is not dim 0 of its input"
+
+
+@row("conv1d conv2d conv3d", mixes=NOT_FIRST)
+def convolution(op: Operation) -> Dims | None:
+    """By samples; in one group also by output channels (n) and by input channels (k)."""
+    if len(op.shapes[0]) != len(op.shapes[1]):
+        return None
+    window = [None] * (len(op.shapes[1]) - 2)
+    is_one_group = op.argument("groups") == 1
+    inner: Label = "k" if is_one_group else None
+    outer: Label = "n" if is_one_group else None
+    inputs = op.named(input=["m", inner, *window], weight=[outer, inner, *window], bias=[outer])
+    return dims(inputs, [["m", outer, *window]], sums={"k"}, added={op.slot("bias")})
+
+
+@row("batch_norm")
+def batch_norm(op: Operation) -> Dims | None:
+    """By samples, whose sums are exchanged when it trains; otherwise also by channels."""
+    training = trains_batch_norm(op.node)
+    channel: Label = None if training else "c"
+    whole: Labels = ["m", channel, *([None] * (len(op.shapes[0]) - 2))]
+    statistics: Labels = [channel]
+    inputs = op.named(
+        input=whole,
+        weight=statistics,
+        bias=statistics,
+        running_mean=statistics,
+        running_var=statistics,
+    )
+    return dims(inputs, [whole], local={"m": "batch norm"} if training else None)
+
+
+@row(
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d",
+    kind="pool",
+    mixes=NOT_FIRST,
+)
+def pooling(op: Operation) -> Dims | None:
+    """Samples and channels are apart from each other."""
+    space = next(int(letter) for letter in op.name if letter.isdigit())
+    if len(op.shapes[0]) != space + 2:
+        return None
+    labels: list[Label] = ["m", "c", *([None] * space)]
+    return dims([labels], [labels] * len(op.outputs))
+
+
+@row("group_norm instance_norm", mixes=NOT_FIRST)
+def group_norm(op: Operation) -> Dims | None:
+    """By samples; a norm that keeps running statistics is left whole."""
+    if op.name == "instance_norm" and op.argument("running_mean") is not None:
+        return None
+    labels: list[Label] = ["m", *([None] * (len(op.shapes[0]) - 1))]
+    weights: list[Labels] = [[None] * len(shape) for shape in op.shapes[1:]]
+    return dims([labels, *weights], [labels])
+
+
+# --------------------------------------------------------------------------------------------------
+# work
+
+add_rows("linear", flop=flops.linear)
+add_rows("matmul mv dot inner expert_mm", flop=flops.matmul)
+add_rows("addmv addbmm", flop=flops.added_matmul)
+add_rows("bilinear", flop=flops.bilinear)
+add_rows("_grouped_mm grouped_mm_fallback", flop=flops.grouped_matmul)
+add_rows("tensordot", flop=flops.tensordot)
+add_rows("einsum", flop=flops.einsum)
+add_rows("conv1d conv2d conv3d", flop=flops.convolution)
+add_rows("conv_transpose1d conv_transpose2d conv_transpose3d", flop=flops.transposed_convolution)
+add_rows("scaled_dot_product_attention", flop=flops.attention, random=("dropout_p", None))
+add_rows("lstm gru rnn_tanh rnn_relu", flop=flops.recurrent, random=("dropout", "train"))
+
+# products of two factors; of a layer the second one is a weight
+add_rows("linear mm matmul conv1d conv2d conv3d", factors=(0, 1), layer=True)
+add_rows("addmm", factors=(1, 2), layer=True)
+add_rows("bmm mv conv_transpose1d conv_transpose2d conv_transpose3d", factors=(0, 1))
+add_rows("addmv addbmm baddbmm", factors=(1, 2))

@@ -1,0 +1,192 @@
+"""Rows of reductions, of what works along one dim, and of torch's loss functions."""
+
+from __future__ import annotations
+
+from whale.operations.elementwise import pointwise
+from whale.operations.operation import Label, Labels, Operation, dims_of, letters
+from whale.operations.row import PARTIAL, SAME, Dims, add_rows, dims, in_first, row
+
+OVER_SAMPLES = "`{name}` is taken over all samples"
+
+
+@row("sum mean nansum count_nonzero")
+def additive(op: Operation) -> Dims | None:
+    """Summed over a dim that is cut: a partial sum. A mean divides by the whole size."""
+    labels, result, reduced = _reduced(op)
+    names = [str(labels[dim]) for dim in sorted(reduced)]
+    local = dict.fromkeys(names, "mean") if op.name == "mean" else None
+    return dims([labels], [result], sums=names, local=local)
+
+
+add_rows("sum mean", linear=in_first)
+
+
+@row(
+    "prod amax amin aminmax max min argmin any all var std var_mean std_mean norm median nanmedian "
+    "mode kthvalue linalg_vector_norm linalg_norm linalg_matrix_norm logsumexp nanmean",
+    mixes=OVER_SAMPLES,
+)
+def reduction(op: Operation) -> Dims | None:
+    """Whole along what is reduced."""
+    if op.name in ("max", "min") and len(op.inputs) == 2:
+        return pointwise(op)
+    labels, result, reduced = _reduced(op)
+    whole: list[Label] = [None if dim in reduced else label for dim, label in enumerate(labels)]
+    return dims([whole], [result] * len(op.outputs))
+
+
+def _reduced(op: Operation) -> tuple[list[Label], list[Label], set[int]]:
+    """(labels of the input, labels of the result, dims that are reduced)."""
+    rank = len(op.shapes[0])
+    reduced = set(dims_of(op, rank))
+    labels = letters("d", rank)
+    keeps = len(op.outputs[0]) == rank and rank > 0
+    result: list[Label] = []
+    for dim, label in enumerate(labels):
+        if dim not in reduced:
+            result.append(label)
+        elif keeps:
+            result.append(None)
+    return labels, result, reduced
+
+
+@row("quantile nanquantile", mixes=OVER_SAMPLES)
+def quantile(op: Operation) -> Dims | None:
+    """Several quantiles stand in a new first dim."""
+    q = op.shape("q")
+    found = reduction(op)
+    if found is None or len(op.inputs) > 2:
+        return None
+    first: list[Label] = [None] * len(q or ())
+    rank = len(op.shapes[0])
+    reduced = set(dims_of(op, rank))
+    result: list[Label] = [f"d{dim}" for dim in range(rank) if dim not in reduced]
+    if op.argument("keepdim"):
+        result = [None if dim in reduced else f"d{dim}" for dim in range(rank)]
+    inputs: list[Labels] = [found.inputs[0], *([[None] * len(q)] if q is not None else [])]
+    return dims(inputs, [[*first, *result]])
+
+
+@row("cosine_similarity", mixes=OVER_SAMPLES)
+def cosine_similarity(op: Operation) -> Dims | None:
+    """Two tensors, matched from the right, and one dim that is reduced."""
+    rank = max(len(shape) for shape in op.shapes)
+    (dim,) = dims_of(op, rank)
+    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(rank)]
+    result = [*labels[:dim], *labels[dim + 1 :]]
+    return dims([labels[rank - len(shape) :] for shape in op.shapes], [result])
+
+
+@row("softmax log_softmax")
+def normalised(op: Operation) -> Dims | None:
+    """Along the normalised dim maxima and sums of rows are exchanged."""
+    rank = len(op.shapes[0])
+    dim = dims_of(op, rank)[0]
+    labels = letters("d", rank)
+    return dims([labels], [labels], local={f"d{dim}": "softmax"})
+
+
+@row("_softmax _log_softmax softmin glu")
+def along(op: Operation) -> Dims | None:
+    """Whole along the dim that is normalised."""
+    rank = len(op.shapes[0])
+    dim = dims_of(op, rank)[0]
+    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(rank)]
+    return dims([labels], [labels])
+
+
+@row("renorm")
+def renorm(op: Operation) -> Dims | None:
+    """Each slice along the dim has a norm of its own: the other dims are needed whole."""
+    rank = len(op.shapes[0])
+    dim = dims_of(op, rank)[0]
+    labels: list[Label] = [f"d{place}" if place == dim else None for place in range(rank)]
+    return dims([labels], [labels])
+
+
+@row("argmax", mixes=OVER_SAMPLES)
+def argmax(op: Operation) -> Dims | None:
+    """The largest of everyone's largest; the same on all devices then."""
+    labels, result, reduced = _reduced(op)
+    if op.argument("dim") is None:
+        return dims([[None] * len(labels)], [[None] * len(result)])
+    letter = f"d{min(reduced)}"
+    return dims([labels], [result], local={letter: "argmax"}, after={letter: SAME})
+
+
+MATRIX_ROWS = "`{name}` takes the samples as rows of one matrix"
+
+
+@row(
+    "svd qr cholesky inverse det slogdet logdet pinverse matrix_exp linalg_svd linalg_svdvals "
+    "linalg_qr linalg_cholesky linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig "
+    "linalg_eigh linalg_eigvalsh linalg_matrix_power cov corrcoef tril triu",
+    mixes=MATRIX_ROWS,
+)
+def matrix(op: Operation) -> Dims | None:
+    """Operations on matrices, the last two dims; the dims before them are independent."""
+    if len(op.inputs) != 1:
+        return None
+    lead = letters("d", len(op.shapes[0]) - 2)
+    inputs = [*lead, None, None][: len(op.shapes[0])]
+    outputs: list[Labels] = []
+    for shape in op.outputs:
+        outputs.append([*lead, *([None] * (len(shape) - len(lead)))])
+    return dims([inputs], outputs)
+
+
+add_rows("tril triu", linear=in_first)
+
+# --------------------------------------------------------------------------------------------------
+# losses
+
+REDUCTIONS = ("none", "mean", "sum")
+"""what the argument `reduction` of torch's losses means"""
+OTHER_PLACES = "`{name}` combines samples that stand in different places"
+
+
+@row(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss "
+    "margin_ranking_loss hinge_embedding_loss",
+    kind="loss",
+    mixes=OTHER_PLACES,
+)
+def pointwise_loss(op: Operation) -> Dims | None:
+    """A loss of each entry, then a sum or a mean over all of them."""
+    how = REDUCTIONS[op.argument("reduction")]
+    rank = max(len(shape) for shape in op.shapes)
+    labels = letters("d", rank)
+    inputs = [labels[rank - len(shape) :] for shape in op.shapes]
+    if how == "none":
+        return dims(inputs, [labels])
+    local = {str(label): "mean loss" for label in labels} if how == "mean" else None
+    return dims(inputs, [[]], sums=labels, local=local)
+
+
+@row(
+    "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d",
+    kind="class loss",
+    mixes=OTHER_PLACES,
+)
+def class_loss(op: Operation) -> Dims | None:
+    """Rows of logits and targets run along each other. The classes may be cut too: only maxima,
+    sums and target logits are exchanged. A mean divides by the number of targets that count, which
+    the letters do not know (`capture/losses.py` makes a sum of it).
+    """
+    how = REDUCTIONS[op.argument("reduction")]
+    rank = len(op.shapes[0])
+    if how == "mean" or rank < 2:
+        return None
+    rows = letters("r", rank - 1)
+    classes: Label = "classes" if op.name == "cross_entropy_loss" else None
+    logits: Labels = [rows[0], classes, *rows[1:]]
+    has_probabilities = len(op.shapes[1]) == rank
+    inputs = op.named(self=logits, target=logits if has_probabilities else rows, weight=[classes])
+    return dims(
+        inputs,
+        [[] if how == "sum" else rows],
+        sums=rows if how == "sum" else (),
+        local={"classes": "class loss"},
+        after={"classes": PARTIAL},
+    )

@@ -1,0 +1,158 @@
+"""A row of the table: what Whale knows of an operation beyond what torch says itself.
+
+A row names the dims of an operation's tensors as an einsum does (`Dims`): dims with the same letter
+run along each other. Everything that asks "what happens if this dim is cut" reads these letters:
+
+    cut along a letter                   samples of the batch           devices of a mesh axis
+    ---------------------------------    ---------------------------    ----------------------
+    a tensor that has the letter         PerSample                      Shard
+    a tensor without it                  Shared                         Replicate
+    a result, the letter is summed over  Summed                         Partial
+
+`capture/samples.py` is the reader in the middle column, `sharding/options.py` that in the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whale.operations.flops import Formula
+from whale.operations.operation import Labels, Operation
+
+SAME = "same"
+PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class Dims:
+    """How the dims of one call's tensors run along each other."""
+
+    inputs: tuple[Labels, ...]
+    """labels of the dims of each input tensor; None: the operation needs this dim whole"""
+    outputs: tuple[Labels, ...]
+    sums: frozenset[str] = frozenset()
+    """letters that results are summed over: with such a letter cut they are partial sums"""
+    added: frozenset[int] = frozenset()
+    """inputs that are added to the sum, so only once"""
+    local: Mapping[str, str] = field(default_factory=dict)
+    """letter -> what runs instead of the operation when the letter is cut; most of these exchange
+    numbers between the parts (maxima and sums of a softmax), some divide (`mean`)"""
+    after: Mapping[str, str] = field(default_factory=dict)
+    """letter -> SAME or PARTIAL: how a result without this letter lies when a `local` form runs"""
+    segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """letter -> how many runs of it each input, then each output has in its dim, in proportion to
+    the others: [q k v] has three for one of its parts"""
+
+
+def dims(
+    inputs: Collection[Labels],
+    outputs: Collection[Labels],
+    *,
+    sums: Collection[Any] = (),
+    added: Collection[int | None] = (),
+    local: Mapping[str, str] | None = None,
+    after: Mapping[str, str] | None = None,
+) -> Dims:
+    """`Dims` from any collections; a None in `added` stands for an argument that is not there."""
+    return Dims(
+        tuple(inputs),
+        tuple(outputs),
+        frozenset(sums),
+        frozenset(place for place in added if place is not None),
+        local or {},
+        after or {},
+    )
+
+
+Groups = list[set[int]]
+"""groups of input tensors; an operation is linear in each group as a whole, others held fixed"""
+LinearRule = Callable[[Operation], Groups]
+DimsRule = Callable[[Operation], Dims | None]
+
+
+def not_linear(op: Operation) -> Groups:
+    """No input."""
+    return []
+
+
+def in_first(op: Operation) -> Groups:
+    """Linear in the first tensor."""
+    return [{0}]
+
+
+def in_each(op: Operation) -> Groups:
+    """Linear in every tensor for itself, as a product is."""
+    return [{place} for place in range(len(op.inputs))]
+
+
+def in_all(op: Operation) -> Groups:
+    """Linear in all tensors together, as a sum or a concatenation is."""
+    return [set(range(len(op.inputs)))]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one operation."""
+
+    name: str
+    dims: DimsRule | None = None
+    """labels of one call; None, or a result of None: not known, go by the batch's symbol"""
+    linear: LinearRule = not_linear
+    """groups of inputs in which the operation is linear"""
+    affine: LinearRule = not_linear
+    """groups of inputs of which any part may be a sum: what stands beside it is added, and the
+    rewriting of the loss counts that once (`capture/loss_rewriting.py`)"""
+    mixes: str = "`{name}` works across the samples: its dim is the batch"
+    """what the user reads when the samples stand in a dim that the operation needs whole; `{name}` is
+    that of the operation, `{equation}` that of an einsum"""
+    kind: str = ""
+    """family that readers treat alike: `pointwise` where torch has no tag for it, `cast`, `view`
+    (reshapes), `permute`, `expand`, `split`, `create`, `count`, `pool`, `dropout`, `loss`,
+    `class loss`"""
+    moves: bool = False
+    """entries are moved or repeated, never changed"""
+    free: bool = False
+    """costs nothing: a view of its input (`reshape` and `flatten` sometimes copy, and are counted
+    as if they never did)"""
+    lookup: bool = False
+    """reads of its first tensor as many bytes as it writes"""
+    flop: Formula | None = None
+    """FLOP of the forward; None: those of torch's own counter, or none"""
+    factors: tuple[int, int] | None = None
+    """places of the two arguments of a product, each of whose gradients is such a product"""
+    layer: bool = False
+    """the split backward puts off the gradient of the second factor, the weight; the first one is
+    saved until then"""
+    random: tuple[str | None, str | None] | None = None
+    """draws random numbers if the first argument (a probability) is above zero and the second one
+    (whether the model trains) is true, None in place of either: always; no pair at all: as torch
+    tags the operation"""
+
+
+TABLE: dict[str, Row] = {}
+"""rows by the name of the operation (`op_name`); filled by the modules of this package"""
+
+
+def row(names: str, **facts: Any) -> Callable[[DimsRule], DimsRule]:
+    """Registers rows for these names, separated by blanks; the decorated function gives their
+    dims.
+    """
+
+    def register(rule: DimsRule) -> DimsRule:
+        add_rows(names, dims=rule, **facts)
+        return rule
+
+    return register
+
+
+def add_rows(names: str, **facts: Any) -> None:
+    """Adds rows, or facts to rows that are there."""
+    for name in names.split():
+        TABLE[name] = replace(TABLE.get(name, Row(name)), **facts)
+
+
+def rows_of_kind(*kinds: str) -> frozenset[str]:
+    """Names of all operations of these kinds."""
+    return frozenset(name for name, each in TABLE.items() if each.kind in kinds)
