@@ -343,7 +343,7 @@ WITHOUT_EXAMPLE = {
     "_grouped_mm": "has no CPU form in double precision; its letters all run special local code",
     "grouped_mm": "the same operation under another name",
     "grouped_mm_fallback": "belongs to transformers",
-    "fill": "",
+    "empty_like": "its values are not defined",
     "softmin": "is no operation of aten in this version",
 }
 
