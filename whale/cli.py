@@ -386,7 +386,7 @@ def schedule(
         (html, lambda all_rows: schedule_page.html(question, all_rows)),
     ):
         if file is not None:
-            schedule_page.save(text(rows), file)
+            file.write_text(text(rows), encoding="utf-8")
             print(f"saved as {file}")
 
 

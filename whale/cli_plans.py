@@ -91,8 +91,7 @@ def simulate(
 
 def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
     """The page of a plan, and the same as JSON, where they are wanted."""
-    from whale.report.plan_json import plan_json
-    from whale.report.plan_page import html
+    from whale.report.plan_page import html, plan_json
     from whale.simulation.simulate import simulate as run
 
     if page is not None:

@@ -19,7 +19,7 @@ import whale as wh
 from tests.exactness import local_training, mean_square
 from tests.ranks import preload, run_ranks
 from whale.cli import app
-from whale.report.device_table import samples_by_rank
+from whale.report.tables import samples_by_rank
 
 preload("tests.integration.test_clusters")
 

@@ -19,7 +19,7 @@ from whale.planning.idle_devices import idle_ranks
 from whale.planning.workload import INSIDE_OPERATIONS
 from whale.plans.plan import Plan
 from whale.plans.shares import DoesNotFit
-from whale.report.device_table import samples_by_rank
+from whale.report.tables import samples_by_rank
 from whale.units import human_seconds
 
 WIDTH = 32

@@ -30,7 +30,7 @@ from whale.plans.plan import (
 )
 from whale.plans.virtual_devices import VirtualDevice
 from whale.report import print_plan, render_plan, summary
-from whale.report.device_table import memory_table
+from whale.report.tables import memory_table
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
 from whale.units import count, human_bytes, human_flop, human_seconds, ranges

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from whale.names import listed
 from whale.plans.plan import Plan
-from whale.report.device_table import layers_of, samples_by_rank
+from whale.report.tables import layers_of, samples_by_rank
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
 from whale.units import count, human_bytes, human_rate, human_seconds, ranges

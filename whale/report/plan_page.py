@@ -1,20 +1,20 @@
-"""A plan as one HTML page: pictures, tables and reasons. It needs nothing from elsewhere and opens
-from disk.
+"""A plan for a browser: one HTML page with pictures, tables and reasons, which needs nothing from
+elsewhere and opens from disk. And the same figures as JSON, for other programs; the plan itself is
+`Plan.save`'s file.
 
-Every predicted number stands in an element with `data-key` (its place in `plan_json`) and
-`data-value` (what is there).
+Every predicted number of the page stands in an element with `data-key` (its place in `plan_json`)
+and `data-value` (what is there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from whale.plans.plan import Plan
 from whale.plans.sharding import StageSharding
-from whale.report import sharding_table
-from whale.report.device_table import forward_flop, layers_of, num_devices_shown, samples_by_rank
-from whale.report.page_style import STYLE
+from whale.report import tables
 from whale.report.plan_pictures import (
     cluster_picture,
     memory_picture,
@@ -22,62 +22,82 @@ from whale.report.plan_pictures import (
     timeline_picture,
 )
 from whale.report.plan_table import summary
+from whale.report.svg import render
+from whale.report.tables import forward_flop, layers_of, num_devices_shown, samples_by_rank
 from whale.simulation.memory import CLASSES
+from whale.simulation.simulate import figures_in
 from whale.simulation.timeline import Timeline
 from whale.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A number that is in the JSON too."""
+
+    key: str
+    """its place there: `devices.3.busy_s`"""
+    value: float
+    text: str
+
+
+Cell = str | Figure
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of a page."""
+
+    words: Sequence[str]
+    """headings of the columns on the left"""
+    numbers: Sequence[str]
+    """headings of the columns on the right"""
+    rows: Sequence[Sequence[Cell]]
+    num_left_out: int = 0
+    best: Sequence[Cell] | None = None
+    """the row that stands out"""
+
+
 def html(plan: Plan, timeline: Timeline) -> str:
-    """The page."""
+    """The page of a plan and its simulated step."""
     title = (
         f"Whale plan: {count(plan.num_devices, 'device')}, {count(len(plan.stages), 'stage')}, "
         f"batch {plan.batch_size}"
     )
-    sections = [
-        _section("Cluster", cluster_picture(plan, timeline)),
-        _section("TaskGraphs on devices", stages_picture(plan)),
-        _section("One step over time, and memory below each device", timeline_picture(timeline)),
-        _section("Memory at its fullest moment", memory_picture(timeline)),
-        _section("Devices", _work(plan, timeline)),
-        _section("Memory in numbers", _memory(timeline)),
-        *(
-            _section(sharding_table.title(plan, sharding), _sharding(sharding))
-            for sharding in plan.shardings
-        ),
-        _section("Why", _decisions(plan)),
+    pictures = [
+        ("Cluster", cluster_picture(plan, timeline)),
+        ("TaskGraphs on devices", stages_picture(plan)),
+        ("One step over time, and memory below each device", timeline_picture(timeline)),
+        ("Memory at its fullest moment", memory_picture(timeline)),
     ]
-    if plan.notes:
-        sections.append(_section("Notes", "".join(f"<p>{escape(note)}</p>" for note in plan.notes)))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}</style></head>
-<body><main>
-<h1>{escape(title)}</h1>
-<p class="weak">{escape(summary(plan))}</p>
-{_facts(timeline)}
-{"".join(sections)}
-<footer>All times and bytes are predicted by Whale's cost model; nothing was run. Hold the mouse over a picture for its numbers.</footer>
-</main></body></html>
-"""
-
-
-def _facts(timeline: Timeline) -> str:
-    facts = (
-        ("predicted step", number("step_s", timeline.step_s, human_seconds(timeline.step_s))),
-        (
-            "samples/s",
-            number("samples_per_s", timeline.samples_per_s, human_rate(timeline.samples_per_s)),
+    return render(
+        "plan.html",
+        title=title,
+        summary=summary(plan),
+        facts=_facts(timeline),
+        limit=timeline.limit,
+        pictures=pictures,
+        work=_work(plan, timeline),
+        memory=_memory(timeline),
+        shardings=[_sharding_section(plan, sharding) for sharding in plan.shardings],
+        decisions=Sheet(
+            ("what", "choice", "why"), (), [(d.what, d.choice, d.why) for d in plan.decisions]
         ),
+        notes=plan.notes,
+    )
+
+
+def _facts(timeline: Timeline) -> list[tuple[str, Cell]]:
+    """(what it says, number) of the boxes on top of the page."""
+    samples_per_s = timeline.samples_per_s
+    return [
+        ("predicted step", _seconds("step_s", timeline.step_s)),
+        ("samples/s", Figure("samples_per_s", samples_per_s, human_rate(samples_per_s))),
         (
             "bubble: devices compute nothing",
-            number("bubble", timeline.bubble, f"{timeline.bubble:.1%}"),
+            Figure("bubble", timeline.bubble, f"{timeline.bubble:.1%}"),
         ),
         _fullest(timeline),
-    )
-    boxes = "".join(
-        f'<div class="fact"><b>{value}</b>{escape(name)}</div>' for name, value in facts
-    )
-    return f'<div class="facts">{boxes}</div>\n<section><h2>What limits it</h2><p>{escape(timeline.limit)}</p></section>'
+    ]
 
 
 def _fullest(timeline: Timeline) -> tuple[str, str]:
@@ -85,125 +105,135 @@ def _fullest(timeline: Timeline) -> tuple[str, str]:
     known = [device for device in timeline.devices if device.memory_bytes]
     if not known:
         device = max(timeline.devices, key=lambda each: each.peak_total_bytes)
-        return f"memory of rank {device.rank}, which holds most", human_bytes(
-            device.peak_total_bytes
-        )
+        held = human_bytes(device.peak_total_bytes)
+        return f"memory of rank {device.rank}, which holds most", held
     device = max(known, key=lambda each: each.peak_total_bytes / each.memory_bytes)
-    return (
-        f"of its memory: rank {device.rank}, the fullest",
-        f"{device.peak_total_bytes / device.memory_bytes:.0%}",
-    )
+    full = f"{device.peak_total_bytes / device.memory_bytes:.0%}"
+    return f"of its memory: rank {device.rank}, the fullest", full
 
 
-def _work(plan: Plan, timeline: Timeline) -> str:
+def _work(plan: Plan, timeline: Timeline) -> Sheet:
+    """What each device does in the step."""
     counts = samples_by_rank(plan)
-    rows = []
+    rows: list[list[Cell]] = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
         own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
         key = f"devices.{device.rank}"
         samples = sum(counts[device.rank])
         flop = forward_flop(plan, device.rank, own, samples)
-        times = (
-            ("busy_s", device.busy_s),
-            ("wait_s", device.wait_s),
-            ("idle_s", timeline.idle_s(device.rank)),
-        )
         rows.append(
             [
                 str(device.rank),
-                escape(f"{device.kind} on {device.host}"),
-                escape(f"stage {ranges([stage.index for stage in own])}"),
-                escape(layers_of(own) if len(plan.stages) > 1 else "all"),
-                number(f"{key}.samples", samples, str(samples)),
-                number(f"{key}.forward_flop", flop, human_flop(flop)),
-                *(number(f"{key}.{name}", value, human_seconds(value)) for name, value in times),
+                f"{device.kind} on {device.host}",
+                f"stage {ranges([stage.index for stage in own])}",
+                layers_of(own) if len(plan.stages) > 1 else "all",
+                Figure(f"{key}.samples", samples, str(samples)),
+                Figure(f"{key}.forward_flop", flop, human_flop(flop)),
+                _seconds(f"{key}.busy_s", device.busy_s),
+                _seconds(f"{key}.wait_s", device.wait_s),
+                _seconds(f"{key}.idle_s", timeline.idle_s(device.rank)),
             ]
         )
+    words = ("rank", "device", "stages", "layers")
     numbers = ("samples", "forward FLOP", "busy", "wait", "idle")
-    return _table(
-        ("rank", "device", "stages", "layers"), numbers, rows, len(timeline.devices) - len(rows)
-    )
+    return Sheet(words, numbers, rows, len(timeline.devices) - len(rows))
 
 
-def _memory(timeline: Timeline) -> str:
-    rows = []
+def _memory(timeline: Timeline) -> Sheet:
+    """What fills the memory of each device at its fullest moment."""
+    rows: list[list[Cell]] = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
         key = f"devices.{device.rank}"
-        parts = (
-            number(
-                f"{key}.peak_bytes.{name}",
-                device.peak_bytes[name],
-                human_bytes(device.peak_bytes[name]),
-            )
-            for name in CLASSES
-        )
-        total = number(
-            f"{key}.peak_total_bytes", device.peak_total_bytes, human_bytes(device.peak_total_bytes)
-        )
+        row: list[Cell] = [str(device.rank), device.kind]
+        for name in CLASSES:
+            row.append(_bytes(f"{key}.peak_bytes.{name}", device.peak_bytes[name]))
+        row.append(_bytes(f"{key}.peak_total_bytes", device.peak_total_bytes))
         capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
-        rows.append(
-            [
-                str(device.rank),
-                escape(device.kind),
-                *parts,
-                total,
-                number(f"{key}.memory_bytes", device.memory_bytes, capacity),
-            ]
-        )
-    return _table(
-        ("rank", "device"),
-        (*CLASSES, "in all", "capacity"),
-        rows,
-        len(timeline.devices) - len(rows),
-    )
+        row.append(Figure(f"{key}.memory_bytes", device.memory_bytes, capacity))
+        rows.append(row)
+    numbers = (*CLASSES, "in all", "capacity")
+    return Sheet(("rank", "device"), numbers, rows, len(timeline.devices) - len(rows))
 
 
-def _sharding(sharding: StageSharding) -> str:
-    """The operations of a stage on a grid, and what is stored how."""
-    shown = sharding_table.rows(sharding)
-    rows = [
-        [escape(cell) for cell in (what, pattern, why, times, sent)]
-        for what, times, pattern, sent, why in shown
+def _sharding_section(plan: Plan, sharding: StageSharding) -> tuple[str, Sheet, list[str]]:
+    """Heading, operations and remarks of a stage on a grid."""
+    rows = []
+    for what, times, pattern, sent, why in tables.sharding_rows(sharding):
+        rows.append((what, pattern, why, times, sent))
+    sheet = Sheet(("operation", "pattern", "why"), ("times", "sent each"), rows)
+    return tables.sharding_title(plan, sharding), sheet, tables.sharding_remarks(sharding)
+
+
+def _seconds(key: str, value: float) -> Figure:
+    return Figure(key, value, human_seconds(value))
+
+
+def _bytes(key: str, value: float) -> Figure:
+    return Figure(key, value, human_bytes(value))
+
+
+# ---- JSON
+
+
+def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    """Plain data. Keys of `Timeline.to_json` stay where they are; the plan's own figures stand
+    beside them.
+    """
+    predicted = timeline.to_json()
+    devices = [
+        {**figures, **work}
+        for figures, work in zip(predicted.pop("devices"), _work_of_devices(plan), strict=True)
     ]
-    table = _table(("operation", "pattern", "why"), ("times", "sent each"), rows)
-    return table + "".join(
-        f'<p class="weak">{escape(remark)}</p>' for remark in sharding_table.remarks(sharding)
-    )
+    return {
+        "summary": summary(plan),
+        "batch_size": plan.batch_size,
+        "num_micro_batch": plan.num_micro_batch,
+        "num_replicas": plan.num_replicas,
+        "schedule": plan.schedule["name"],
+        **predicted,
+        "devices": devices,
+        "network": asdict(figures_in(plan).network),
+        "task_graphs": [asdict(part) for part in plan.task_graphs],
+        "stages": [
+            {**asdict(stage), "ranks": list(plan.ranks_of_stage(stage.index))}
+            for stage in plan.stages
+        ],
+        "shardings": [_sharding(each) for each in plan.shardings],
+        "decisions": [asdict(decision) for decision in plan.decisions],
+        "notes": list(plan.notes),
+    }
 
 
-def _decisions(plan: Plan) -> str:
-    rows = [[escape(each.what), escape(each.choice), escape(each.why)] for each in plan.decisions]
-    return _table(("what", "choice", "why"), (), rows)
+def _sharding(sharding: StageSharding) -> dict[str, Any]:
+    """A stage on a grid: every operation with its pattern, bytes and reason."""
+    names = ("stage", "num_samples", "seconds", "sent_bytes", "keeps_gathered", "replicated")
+    return {
+        **{name: getattr(sharding, name) for name in names},
+        "operations": [asdict(operation) for operation in sharding.operations],
+        "parameters": {name: asdict(stored) for name, stored in sharding.stored.items()},
+    }
 
 
-def number(key: str, value: float, shown: str) -> str:
-    """A number that is in the JSON too."""
-    return f'<span data-key="{escape(key)}" data-value="{value!r}">{escape(shown)}</span>'
-
-
-def _section(heading: str, content: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>\n{content}\n</section>\n"
-
-
-def _table(
-    words: Sequence[str],
-    numbers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    num_left_out: int = 0,
-) -> str:
-    """Cells are HTML already."""
-    head = "".join(f'<th class="word">{escape(name)}</th>' for name in words) + "".join(
-        f"<th>{escape(name)}</th>" for name in numbers
-    )
-    body = []
-    for row in rows:
-        cells = (
-            f'<td class="word">{cell}</td>' if place < len(words) else f"<td>{cell}</td>"
-            for place, cell in enumerate(row)
+def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
+    """What each rank does: stages and layers, samples, its part of a grid, FLOP."""
+    found = []
+    counts = samples_by_rank(plan)
+    for rank, samples in enumerate(counts):
+        index, replica, place = plan.place_of_rank(rank)
+        device = plan.virtual_devices[index]
+        own = [plan.stages[stage] for stage in plan.stages_of_rank(rank)]
+        found.append(
+            {
+                "virtual_device": index,
+                "replica": replica,
+                "stages": [stage.index for stage in own],
+                "layers": layers_of(own) if len(plan.stages) > 1 else "all",
+                "samples": sum(samples),
+                "samples_of_micro_batches": samples,
+                "shard": None
+                if device.grid is None
+                else {"grid": device.grid.name, "place": place, "of": device.num_devices},
+                "forward_flop": forward_flop(plan, rank, own, sum(samples)),
+            }
         )
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    if num_left_out:
-        body.append(
-            f'<tr><td class="word" colspan="{len(words) + len(numbers)}">... {num_left_out} more</td></tr>'
-        )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return found

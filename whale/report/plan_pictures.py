@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from markupsafe import Markup
+
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
-from whale.report.device_table import layers_of, num_devices_shown, of_memory
 from whale.report.svg import Drawing, legend, shortened, text_width
+from whale.report.tables import layers_of, num_devices_shown, of_memory
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, Timeline
 from whale.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
@@ -31,8 +33,15 @@ EVENT_COLOURS = {
     UPDATE: "#9467bd",
     "receive": "#d5dbe1",
 }
-EVENT_NAMES = {"F": "forward", "B": "backward", "I": "input part", "W": "weight part", "receive": "waits for a message",
-               SUMS: "waits for sums of gradients", UPDATE: "update"}  # fmt: skip
+EVENT_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "receive": "waits for a message",
+    SUMS: "waits for all-reduces of gradients",
+    UPDATE: "update",
+}
 MEMORY_CURVE = "#b9c6d3"
 GREY, SOFT, INK, WEAK = "#eef1f4", "#f7f9fb", "#1f2933", "#616e7c"
 LABEL = 170
@@ -52,7 +61,7 @@ def colour_of(kinds: Sequence[str], kind: str) -> tuple[str, str]:
 # ---- the cluster
 
 
-def cluster_picture(plan: Plan, timeline: Timeline) -> str:
+def cluster_picture(plan: Plan, timeline: Timeline) -> Markup:
     """Hosts with their devices; neighbours of one kind are drawn as one box where a host
     has many.
     """
@@ -138,7 +147,7 @@ def _device_box(
 # ---- TaskGraphs on devices
 
 
-def stages_picture(plan: Plan) -> str:
+def stages_picture(plan: Plan) -> Markup:
     """One row for each VirtualDevice: its TaskGraphs and layers on the left, its devices in every
     model replica on the right.
     """
@@ -256,7 +265,7 @@ def _stage_cell(
 # ---- memory
 
 
-def memory_picture(timeline: Timeline) -> str:
+def memory_picture(timeline: Timeline) -> Markup:
     """One bar for each device, on one scale, with its capacity as the frame."""
     drawing = Drawing(WIDTH)
     shown = timeline.devices[: num_devices_shown(timeline)]
@@ -294,7 +303,7 @@ def memory_picture(timeline: Timeline) -> str:
 # ---- time
 
 
-def timeline_picture(timeline: Timeline) -> str:
+def timeline_picture(timeline: Timeline) -> Markup:
     """What every device does when, and below each row its memory over time."""
     drawing = Drawing(WIDTH)
     shown = timeline.devices[: num_devices_shown(timeline)]

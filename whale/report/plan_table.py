@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -18,8 +17,15 @@ from rich.text import Text
 from whale.plans.plan import Crossing, Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shares import micro_batch_sizes
-from whale.report.device_table import memory_table, prediction, work_table
-from whale.report.sharding_table import sharding_tables
+from whale.report.tables import (
+    add_row,
+    add_words,
+    make_table,
+    memory_table,
+    prediction,
+    sharding_tables,
+    work_table,
+)
 from whale.scheduling.action import Schedule
 from whale.scheduling.picture import draw
 from whale.simulation.simulate import simulate
@@ -72,16 +78,13 @@ def render_plan(plan: Plan) -> Group:
 
 
 def _task_graphs(plan: Plan) -> Table:
-    table = _table(
+    table = make_table(
         "TaskGraphs (FLOP: forward of one mini-batch)",
-        "TaskGraph",
-        "what",
-        "strategy",
-        "VirtualDevice",
+        ("TaskGraph", "what", "strategy", "VirtualDevice"),
+        ("operations", "FLOP", "parameters"),
     )
-    _add_numbers(table, "operations", "FLOP", "parameters")
     for part in plan.task_graphs:
-        _add_row(
+        add_row(
             table,
             str(part.index),
             part.label,
@@ -102,8 +105,8 @@ def _devices(plan: Plan) -> Table:
         "VirtualDevices (samples of a micro-batch by device; forward FLOP and time of a "
         "mini-batch: of a device on average)"
     )
-    table = _table(title, "VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
-    _add_numbers(table, "FLOP", "parameters", "time")
+    words = ("VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
+    table = make_table(title, words, ("FLOP", "parameters", "time"))
     samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
     shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     for device in plan.virtual_devices:
@@ -122,7 +125,7 @@ def _devices(plan: Plan) -> Table:
             )
             kinds = ", ".join(dict.fromkeys(plan.device_kinds[rank] for rank in ranks))
             shares = _samples(plan, samples, replica, device.index)
-            _add_row(
+            add_row(
                 table,
                 *first,
                 str(replica),
@@ -132,7 +135,7 @@ def _devices(plan: Plan) -> Table:
                 *(work if replica == 0 else ()),
             )
         if plan.num_replicas > shown:
-            _add_row(table, "", "", "...", f"{plan.num_replicas - shown} more")
+            add_row(table, "", "", "...", f"{plan.num_replicas - shown} more")
     return table
 
 
@@ -185,12 +188,13 @@ def _crossings(plan: Plan) -> Table | None:
     """What crosses each cut: the largest first, the rest summed up."""
     if not plan.crossings:
         return None
-    table = _table(
-        "What crosses between stages (gradient yes: as many bytes come back)", "value", "stages"
+    table = make_table(
+        "What crosses between stages (gradient yes: as many bytes come back)",
+        ("value", "stages"),
+        ("sample", "mini-batch"),
     )
-    _add_numbers(table, "sample", "mini-batch")
     table.add_column("gradient")
-    table.add_column("source line", overflow="fold")
+    add_words(table, "source line")
     by_size = sorted(plan.crossings, key=lambda crossing: -_mini_batch_bytes(plan, crossing))
     shown = num_shown(len(by_size), SHOWN_CROSSINGS)
     for crossing in sorted(
@@ -200,7 +204,7 @@ def _crossings(plan: Plan) -> Table | None:
             plan.stages[crossing.source].virtual_device
             == plan.stages[crossing.destination].virtual_device
         )
-        _add_row(
+        add_row(
             table,
             crossing.value,
             f"{crossing.source} -> {crossing.destination}"
@@ -212,7 +216,7 @@ def _crossings(plan: Plan) -> Table | None:
         )
     if rest := by_size[shown:]:
         total = human_bytes(sum(_mini_batch_bytes(plan, crossing) for crossing in rest))
-        _add_row(table, f"... {len(rest)} more", "", "", total, "", "")
+        add_row(table, f"... {len(rest)} more", "", "", total, "", "")
     return table
 
 
@@ -241,7 +245,7 @@ def _tied(plan: Plan) -> RenderableType | None:
     return _lines(
         "Tied weights",
         (
-            f"{name}: on stages {ranges(stages)}, gradients summed over them"
+            f"{name}: on stages {ranges(stages)}, gradients all-reduced over them"
             for name, stages in tied.items()
         ),
     )
@@ -254,10 +258,9 @@ def _losses(plan: Plan) -> RenderableType | None:
 
 
 def _decisions(plan: Plan) -> Table:
-    table = _table("Decisions", "what", "choice")
-    table.add_column("why", overflow="fold")
+    table = make_table("Decisions", ("what", "choice", "why"))
     for decision in plan.decisions:
-        _add_row(table, decision.what, decision.choice, decision.why)
+        add_row(table, decision.what, decision.choice, decision.why)
     return table
 
 
@@ -280,30 +283,6 @@ class _Picture:
             no_wrap=True,
             overflow="ignore",
         )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=box.SIMPLE_HEAD,
-    )
-    table.show_edge = table.pad_edge = False
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
-
-
-def _add_numbers(table: Table, *columns: str) -> None:
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    """Cells as they are: square brackets of globs and code are no markup."""
-    table.add_row(*map(Text, cells))
 
 
 def _lines(title: str, lines: Iterable[str]) -> Text:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from whale.emulation.pace import MOST_OVERRUNS
 from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
-from whale.report.time_rows import LEGEND, picture
+from whale.report.timeline import LEGEND, picture
 from whale.units import human_bytes, human_seconds
 
 MICROSECONDS = 1e6

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from html import escape
-from pathlib import Path
 
+from markupsafe import Markup
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale.report.page_style import STYLE
+from whale.report.plan_page import Sheet
+from whale.report.svg import Drawing, render, text_width
+from whale.report.svg import legend as svg_legend
 from whale.scheduling.action import Kind
 from whale.scheduling.compare import Question, Row
 from whale.scheduling.simulate import Timeline
@@ -29,8 +30,8 @@ COLOURS = {
 MEANING = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
-    Kind.INPUT: "input part",
-    Kind.WEIGHT: "weight part",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
 }
 LETTERS = {kind: INK if kind is Kind.WEIGHT else "#ffffff" for kind in COLOURS}
 SIGNS = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.INPUT: "-", Kind.WEIGHT: "+"}
@@ -47,7 +48,6 @@ ROW_HEIGHT = 20
 ROW_GAP = 3
 TITLE_HEIGHT = 24
 PANEL_GAP = 18
-TEXT_WIDTH = 7
 LEGEND_HEIGHT = 26
 
 
@@ -56,12 +56,8 @@ def table(question: Question, rows: Sequence[Row]) -> Table:
     schedule.
     """
     title = (
-        f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: forward "
-        f"{question.forward_s:g}, "
-    )
-    title += (
-        f"backward {question.backward_s:g}, message {question.message_s:g}, memory cap of auto "
-        f"{question.cap:g}"
+        f"{question.num_devices} devices, {question.num_micro_batch} micro-batches: "
+        f"{_asked(question)}, memory cap of auto {question.cap:g}"
     )
     result = Table(
         title=title,
@@ -171,43 +167,40 @@ def show(question: Question, rows: Sequence[Row], drawn: Sequence[Row], console:
 # ---- SVG and HTML
 
 
-def svg(rows: Sequence[Row]) -> str:
+def svg(rows: Sequence[Row]) -> Markup:
     """All these schedules one below the other on one scale of time."""
     longest = max(row.timeline.step_s for row in rows)
-    kinds = {
-        action.kind for row in rows for order in row.timeline.schedule.orders for action in order
-    }
-    parts: list[str] = []
-    x = LEFT
-    for kind, colour in COLOURS.items():
-        if kind in kinds:
-            parts.append(f'<rect x="{x}" y="0" width="12" height="12" rx="2" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 18}" y="10">{MEANING[kind]}</text>')
-            x += 110
-    top = LEGEND_HEIGHT
+    kinds: set[Kind] = set()
     for row in rows:
-        parts += _panel(row, top, (PAGE_WIDTH - LEFT) / longest)
-        top += TITLE_HEIGHT + len(row.timeline.starts) * (ROW_HEIGHT + ROW_GAP) + PANEL_GAP
-    size = f'viewBox="0 0 {PAGE_WIDTH} {top}" width="{PAGE_WIDTH}" height="{top}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, DejaVu Sans, sans-serif" font-size="12" fill="{INK}">'
-    return "\n".join(
-        [head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""]
-    )
+        for order in row.timeline.schedule.orders:
+            kinds.update(action.kind for action in order)
+    drawing = Drawing(PAGE_WIDTH)
+    panel_heights = [
+        TITLE_HEIGHT + len(row.timeline.starts) * (ROW_HEIGHT + ROW_GAP) + PANEL_GAP for row in rows
+    ]
+    # a picture on its own has a ground of its own
+    drawing.box(0, 0, PAGE_WIDTH, LEGEND_HEIGHT + sum(panel_heights), "white")
+    shown = [(COLOURS[kind], MEANING[kind]) for kind in COLOURS if kind in kinds]
+    svg_legend(drawing, LEFT, 10, shown)
+    top = LEGEND_HEIGHT
+    for row, height in zip(rows, panel_heights, strict=True):
+        _panel(drawing, row, top, (PAGE_WIDTH - LEFT) / longest)
+        top += height
+    return drawing.svg("what every device does when")
 
 
-def _panel(row: Row, top: int, scale: float) -> list[str]:
+def _panel(drawing: Drawing, row: Row, top: int, scale: float) -> None:
+    """One schedule; `scale`: pixels for a unit of time."""
     timeline = row.timeline
     title = (
         f"{row.name}: step {timeline.step_s:.4g}, bubble {100 * timeline.bubble:.1f} %, peak "
         f"activations {row.peak:.4g}"
     )
-    parts = [f'<text x="0" y="{top + 16}" font-weight="600">{escape(title)}</text>']
+    drawing.text(0, top + 16, title, bold=True)
     for device, order in enumerate(timeline.schedule.orders):
         y = top + TITLE_HEIGHT + device * (ROW_HEIGHT + ROW_GAP)
-        parts.append(f'<text x="0" y="{y + 14}">device {device}</text>')
-        parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{timeline.step_s * scale:.2f}" height="{ROW_HEIGHT}" fill="#eef1f4"/>'
-        )
+        drawing.text(0, y + 14, f"device {device}")
+        drawing.box(LEFT, y, timeline.step_s * scale, ROW_HEIGHT, "#eef1f4")
         for action, start, end in zip(
             order, timeline.starts[device], timeline.ends[device], strict=True
         ):
@@ -215,65 +208,35 @@ def _panel(row: Row, top: int, scale: float) -> list[str]:
                 continue
             x = LEFT + start * scale
             wide = (end - start) * scale
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW_HEIGHT}" fill="{COLOURS[action.kind]}" stroke="white" '
-                f'stroke-width="0.5"><title>{action} from {start:.4g} to {end:.4g}</title></rect>'
-            )
+            hint = f"{action} from {start:.4g} to {end:.4g}"
+            colour = COLOURS[action.kind]
+            drawing.box(x, y, wide, ROW_HEIGHT, colour, line="white", title=hint)
             number = str(action.micro_batch)
-            if wide >= TEXT_WIDTH * len(number) + 2:
-                middle = x + wide / 2
+            if wide >= text_width(number, 10) + 3:
                 fill = LETTERS[action.kind]
-                parts.append(
-                    f'<text x="{middle:.2f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{fill}">{number}</text>'
-                )
-    return parts
+                drawing.text(x + wide / 2, y + 14, number, 10, anchor="middle", fill=fill)
 
 
-EXPLAINED = (
-    "Step and bound are in the unit of the forward. Bound: no order of the same chunks is "
-    "shorter; over: how far the step is from it. "
-    "Peak: the most micro-batches whose activations a device holds. Weights: copies of the model. "
-    "The shortest step with one copy is bold."
-)
-
-
-def html(question: Question, rows: Sequence[Row]) -> str:
+def html(question: Question, rows: Sequence[Row]) -> Markup:
     """One page without anything from elsewhere."""
-    heading = (
+    title = (
         f"{question.num_devices} devices, {question.num_micro_batch} micro-batches, "
         f"{question.num_waves} waves"
     )
-    asked = (
-        f"forward {question.forward_s:g}, backward {question.backward_s:g}, message "
-        f"{question.message_s:g}, "
+    cells = [_cells(row) for row in rows]
+    best_cells = cells[list(rows).index(best(rows))]
+    schedules = Sheet(HEADINGS[:1], HEADINGS[1:], cells, best=best_cells)
+    return render(
+        "schedule.html",
+        title=title,
+        summary=f"{_asked(question)}, memory cap of auto {question.cap:g}",
+        schedules=schedules,
+        picture=svg(rows),
     )
-    asked += f"memory cap of auto {question.cap:g}"
-    head = "".join(
-        f"<th{' class=word' if name == 'schedule' else ''}>{escape(name)}</th>" for name in HEADINGS
+
+
+def _asked(question: Question) -> str:
+    return (
+        f"forward {question.forward_s:g}, backward {question.backward_s:g}, "
+        f"message {question.message_s:g}"
     )
-    body = "\n".join(_html_row(row, row is best(rows)) for row in rows)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(heading)}</title><style>{STYLE}</style></head>
-<body><main>
-<h1>{escape(heading)}</h1>
-<p class="weak">{escape(asked)}</p>
-<section><h2>Schedules side by side</h2>
-<table><thead><tr>{head}</tr></thead><tbody>
-{body}
-</tbody></table></section>
-<section><h2>What every device does when</h2>
-{svg(rows)}</section>
-<footer>{escape(EXPLAINED)} Hold the mouse over an action for its times.</footer>
-</main></body></html>
-"""
-
-
-def _html_row(row: Row, is_best: bool) -> str:
-    name, *numbers = map(escape, _cells(row))
-    cells = "".join(f"<td>{number}</td>" for number in numbers)
-    return f'<tr{" class=best" if is_best else ""}><td class="word">{name}</td>{cells}</tr>'
-
-
-def save(text: str, file: Path) -> None:
-    file.write_text(text, encoding="utf-8")

@@ -1,35 +1,68 @@
 """A picture as SVG text: boxes, lines and words, each placed by hand. Nothing from elsewhere is
-needed to show it.
+needed to show it. `render` makes pictures and pages from the templates beside it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 CHARACTER = 0.56
 """width of an average character of a sans-serif font, in units of its size"""
 
 
+@functools.cache
+def _templates() -> Environment:
+    """Templates of this package; all values are escaped, and a name that is missing is an error."""
+    return Environment(
+        loader=PackageLoader("whale.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A file of `templates/` with these values in it; other templates do not escape it again."""
+    return Markup(_templates().get_template(template).render(values))
+
+
 def text_width(text: str, size: float) -> float:
-    """About how wide a text is."""
+    """About how wide a text of this font size is, in pixels."""
     return CHARACTER * size * len(text)
 
 
-def shortened(text: str, size: float, room: float) -> str:
-    """The text, with an ellipsis where it is too long."""
-    most = int(room / (CHARACTER * size))
+def shortened(text: str, size: float, width: float) -> str:
+    """The text, with an ellipsis where it is wider than `width` pixels."""
+    most = int(width / (CHARACTER * size))
     return text if len(text) <= most else text[: max(0, most - 1)].rstrip() + "…"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One element of an SVG."""
+
+    tag: str
+    attributes: dict[str, str]
+    title: str = ""
+    """what is shown while the mouse is over it"""
+    text: str = ""
 
 
 @dataclass
 class Drawing:
-    """Parts of one picture, which grows downwards."""
+    """Shapes of one picture, which grows downwards."""
 
     width: float
     height: float = 0.0
-    parts: list[str] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
 
     def box(
         self,
@@ -43,12 +76,12 @@ class Drawing:
         radius: float = 0,
         title: str = "",
     ) -> None:
-        hint = f"<title>{escape(title)}</title>" if title else ""
-        round_ = f' rx="{radius:g}"' if radius else ""
-        stroke = f' stroke="{line}"' if line != "none" else ""
-        self.parts.append(
-            f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(wide, 0):.2f}" height="{high:.2f}"{round_} fill="{fill}"{stroke}>{hint}</rect>'
-        )
+        attributes = _numbers(x=x, y=y, width=max(wide, 0), height=high) | {"fill": fill}
+        if radius:
+            attributes["rx"] = f"{radius:g}"
+        if line != "none":
+            attributes["stroke"] = line
+        self.shapes.append(Shape("rect", attributes, title))
         self.height = max(self.height, y + high)
 
     def text(
@@ -63,34 +96,33 @@ class Drawing:
         bold: bool = False,
     ) -> None:
         """`y`: the line on which the letters stand."""
-        weight = ' font-weight="600"' if bold else ""
-        where = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.parts.append(
-            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" fill="{fill}"{where}{weight}>{escape(text)}</text>'
-        )
+        attributes = _numbers(x=x, y=y) | {"font-size": f"{size:g}", "fill": fill}
+        if anchor != "start":
+            attributes["text-anchor"] = anchor
+        if bold:
+            attributes["font-weight"] = "600"
+        self.shapes.append(Shape("text", attributes, text=text))
         self.height = max(self.height, y + 0.3 * size)
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str = "#c3ccd5", width: float = 1
     ) -> None:
-        self.parts.append(
-            f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{colour}" stroke-width="{width:g}"/>'
-        )
+        look = {"stroke": colour, "stroke-width": f"{width:g}"}
+        self.shapes.append(Shape("line", _numbers(x1=x1, y1=y1, x2=x2, y2=y2) | look))
         self.height = max(self.height, y1, y2)
 
     def area(self, points: Sequence[tuple[float, float]], fill: str, title: str = "") -> None:
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        self.parts.append(
-            f'<polygon points="{path}" fill="{fill}"><title>{escape(title)}</title></polygon>'
-        )
+        self.shapes.append(Shape("polygon", {"points": path, "fill": fill}, title))
 
-    def svg(self, name: str) -> str:
+    def svg(self, name: str) -> Markup:
         """The whole picture; `name` is read out by screen readers."""
-        size = f'viewBox="0 0 {self.width:g} {self.height + 2:.0f}" width="{self.width:g}" height="{self.height + 2:.0f}"'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(name)}">\n'
-            + "\n".join(self.parts)
-            + "\n</svg>"
+        return render(
+            "drawing.svg",
+            name=name,
+            width=f"{self.width:g}",
+            height=f"{self.height + 2:.0f}",
+            shapes=self.shapes,
         )
 
 
@@ -100,3 +132,7 @@ def legend(drawing: Drawing, x: float, y: float, entries: Sequence[tuple[str, st
         drawing.box(x, y - 10, 12, 12, colour, radius=2)
         drawing.text(x + 18, y, meaning)
         x += 18 + text_width(meaning, 12) + 24
+
+
+def _numbers(**values: float) -> dict[str, str]:
+    return {name: f"{value:.2f}" for name, value in values.items()}

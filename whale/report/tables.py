@@ -1,0 +1,250 @@
+"""Tables of the terminal that several commands show, and the words and numbers in them, which pages
+show too.
+
+    devices      two rows for each: what it does in a step, and what fills its memory, as simulated
+    shardings    one row for each operation of a stage on a grid: pattern, bytes, why; layers that
+                 are alike are one row, `h.*.mlp.up: linear`, with their number
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from whale.names import listed
+from whale.plans.plan import Plan, Stage
+from whale.plans.samples import SampleMap
+from whale.plans.sharding import StageSharding
+from whale.simulation.memory import CLASSES
+from whale.simulation.timeline import DeviceTimeline, Timeline
+from whale.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
+
+SHOWN_DEVICES = 16
+SHOWN_OPERATIONS = 24
+SHOWN_NAMES = 8
+OperationRow = tuple[str, str, str, str, str]
+"""operation, times, pattern, sent each, why"""
+
+
+# ---- how tables look
+
+
+def make_table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
+    """An empty table with columns of words, which wrap, and then columns of numbers, which do
+    not.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for name in words:
+        add_words(table, name)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def add_words(table: Table, name: str) -> None:
+    table.add_column(name, overflow="fold")
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Cells as they are: square brackets of globs and code are no markup."""
+    table.add_row(*map(Text, cells))
+
+
+# ---- devices
+
+
+def num_devices_shown(timeline: Timeline) -> int:
+    """Rows of the tables and pictures of devices."""
+    return num_shown(len(timeline.devices), SHOWN_DEVICES)
+
+
+def prediction(timeline: Timeline) -> Text:
+    """The step in two lines."""
+    text = Text("Predicted step ", style="bold")
+    text.append(
+        f"{human_seconds(timeline.step_s)}, {human_rate(timeline.samples_per_s)} samples/s, "
+        f"bubble {timeline.bubble:.1%}\n"
+    )
+    text.append("limited by ", style="bold")
+    return text.append(timeline.limit, style="not bold")
+
+
+def work_table(plan: Plan, timeline: Timeline) -> Table:
+    """Layers, samples, FLOP and time of every device."""
+    title = (
+        "Devices in one step (FLOP: forward of its samples; wait: for messages and all-reduces of "
+        "gradients)"
+    )
+    table = make_table(
+        title, ("rank", "device", "stages", "layers"), ("samples", "FLOP", "busy", "wait", "idle")
+    )
+    counts = samples_by_rank(plan)
+    for device in timeline.devices[: num_devices_shown(timeline)]:
+        own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
+        shares = (device.busy_s, device.wait_s, timeline.idle_s(device.rank))
+        add_row(
+            table,
+            str(device.rank),
+            f"{device.kind} on {device.host}",
+            ranges([stage.index for stage in own]),
+            layers_of(own),
+            str(sum(counts[device.rank])),
+            human_flop(forward_flop(plan, device.rank, own, sum(counts[device.rank]))),
+            *(
+                f"{human_seconds(seconds)} ({_percent(seconds, timeline.step_s)})"
+                for seconds in shares
+            ),
+        )
+    return _more(table, timeline)
+
+
+def memory_table(timeline: Timeline) -> Table:
+    """What fills the memory of every device at its fullest moment."""
+    table = make_table(
+        "Memory at its fullest moment in a step", ("rank", "device"), (*CLASSES, "in all", "of")
+    )
+    for device in timeline.devices[: num_devices_shown(timeline)]:
+        parts = (human_bytes(device.peak_bytes[name]) for name in CLASSES)
+        add_row(
+            table,
+            str(device.rank),
+            device.kind,
+            *parts,
+            human_bytes(device.peak_total_bytes),
+            of_memory(device),
+        )
+    return _more(table, timeline)
+
+
+def of_memory(device: DeviceTimeline) -> str:
+    if not device.memory_bytes:
+        return "not known"
+    return (
+        f"{human_bytes(device.memory_bytes)} "
+        f"({_percent(device.peak_total_bytes, device.memory_bytes)})"
+    )
+
+
+def samples_by_rank(plan: Plan) -> list[list[int]]:
+    """Number of samples, as [rank][micro-batch]."""
+    return SampleMap(plan, plan.batch_size, plan.num_micro_batch).num_by_rank()
+
+
+def forward_flop(plan: Plan, rank: int, stages: Sequence[Stage], num_samples: int) -> float:
+    """FLOP of the forward of so many samples on these stages of a rank. Devices of a grid do the
+    work for a sample together, each its part.
+    """
+    work = {sharding.stage: sharding.work for sharding in plan.shardings}
+    place = plan.place_of_rank(rank)[2]
+    flop = 0.0
+    for stage in stages:
+        device = plan.virtual_devices[stage.virtual_device]
+        even = 1 / device.num_devices if device.grid is not None else 1.0
+        flop += stage.forward_flop * (work[stage.index][place] if work.get(stage.index) else even)
+    return flop * num_samples / plan.batch_size
+
+
+def layers_of(stages: Sequence[Stage]) -> str:
+    """Layers as the model numbers them: parameters `h.0.attn.weight` .. `h.5.mlp.bias` are `h.0-5`;
+    of several lists each.
+    """
+    found: dict[str, set[int]] = {}
+    for stage in stages:
+        for name in stage.parameters:
+            match = re.match(r"(?:(.*?)\.)??(\d+)\.", name)
+            if match:
+                found.setdefault((match[1] or "").rsplit(".", 1)[-1], set()).add(int(match[2]))
+    lists = [f"{name}.{ranges(sorted(numbers))}" for name, numbers in found.items()]
+    return "; ".join(text.removeprefix(".") for text in lists) or "-"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def _more(table: Table, timeline: Timeline) -> Table:
+    if left_out := len(timeline.devices) - num_devices_shown(timeline):
+        table.add_row(f"... {left_out} more")
+    return table
+
+
+# ---- stages on a grid
+
+
+def sharding_tables(plan: Plan) -> RenderableType | None:
+    """One table for each stage on a grid; None where there is none."""
+    if not plan.shardings:
+        return None
+    parts: list[RenderableType] = []
+    for sharding in plan.shardings:
+        parts += _sharding_table(plan, sharding)
+    return Group(*parts)
+
+
+def _sharding_table(plan: Plan, sharding: StageSharding) -> list[RenderableType]:
+    table = make_table(sharding_title(plan, sharding), ("operation",), ("times",))
+    add_words(table, "pattern")
+    table.add_column("sent each", justify="right", no_wrap=True)
+    add_words(table, "why")
+    found = sharding_rows(sharding)
+    shown = num_shown(len(found), SHOWN_OPERATIONS)
+    for row in found[:shown]:
+        add_row(table, *row)
+    if len(found) > shown:
+        table.add_row(f"... {len(found) - shown} more")
+    return [table, *(Text(f"  {remark}") for remark in sharding_remarks(sharding))]
+
+
+def sharding_title(plan: Plan, sharding: StageSharding) -> str:
+    grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
+    assert grid is not None
+    total = sharding.sent_bytes + sum(operation.told_bytes for operation in sharding.operations)
+    return (
+        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for "
+        f"{sharding.num_samples} samples, forward and backward; "
+        f"{human_bytes(total)} in all)"
+    )
+
+
+def sharding_rows(sharding: StageSharding) -> list[OperationRow]:
+    """Operations in order, those of like layers together."""
+    found: Counter[tuple[str, str, float, str]] = Counter()
+    for each in sharding.operations:
+        found[
+            _layer_free(each.what), each.pattern, each.sent_bytes + each.told_bytes, each.why
+        ] += 1
+    return [
+        (what, str(times), pattern, human_bytes(sent) if sent else "-", why)
+        for (what, pattern, sent, why), times in found.items()
+    ]
+
+
+def sharding_remarks(sharding: StageSharding) -> list[str]:
+    """What is stored how, and what runs whole."""
+    cut = [name for name, stored in sharding.stored.items() if stored.is_cut]
+    gathered = [name for name in cut if sharding.stored[name].stored]
+    before_use = f", {len(gathered)} of them gathered before use" if gathered else ""
+    found = [f"{len(cut)} of {len(sharding.stored)} parameters are cut{before_use}"]
+    names = list(dict.fromkeys(map(_layer_free, sharding.replicated)))
+    if names:
+        found.append(f"on every device whole, for want of a rule: {listed(names, SHOWN_NAMES)}")
+    return found
+
+
+def _layer_free(what: str) -> str:
+    """`transformer.h.3.mlp: addmm` -> `transformer.h.*.mlp: addmm`."""
+    return re.sub(r"(?<=\.)\d+(?=[.:])", "*", what)
