@@ -331,7 +331,7 @@ def schedule(
     ] = 1.0,
     backward: Annotated[float, typer.Option(help="The same for the backward.")] = 2.0,
     input_share: Annotated[
-        float, typer.Option(help="Part of a backward that is its input part.")
+        float, typer.Option(help="Part of a backward that is its input gradient.")
     ] = 0.5,
     latency: Annotated[float, typer.Option(help="Time of a message between two devices.")] = 0.0,
     action_cost: Annotated[

@@ -167,7 +167,7 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
             for action in schedule.orders[plan.place_of_rank(rank)[0]]
             if str(action) != "update"
         ]
-        assert done == [*planned, "sums"]
+        assert done == [*planned, "all-reduce"]
     check_against_simulation(tmp_path, config)
     peaks = read(tmp_path, "rank_00000.json")["peak_bytes"]
     trained = sum(plan.stages[stage].parameter_bytes for stage in plan.stages_of_rank(0))

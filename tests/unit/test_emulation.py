@@ -36,8 +36,8 @@ from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal,
 from whale.scheduling import Action, Kind, Schedule
 from whale.scheduling.action import backward, forward
 from whale.scheduling.memory import ActionMemory, Bytes
+from whale.simulation.communication import ring_s
 from whale.simulation.simulate import figures_in
-from whale.simulation.sums import ring_s
 from whale.simulation.times import Times
 
 MOUSE = DeviceKind("mouse", 1e12, 1000, 1e11)
@@ -140,7 +140,7 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
     memory.end(Action(Kind.INPUT, 0, 0), 4)
     assert (
         memory.used["activations"] == 90 + 4 * 30
-    )  # inputs of layers and gradients of their results wait for the weight part
+    )  # inputs of layers and gradients of their results wait for the weight gradient
     note(memory, Action(Kind.WEIGHT, 0, 0), 4)
     assert memory.used["activations"] == 90 and memory.used["gradients"] == 200
     note(memory, backward(0, 1), 4)
@@ -289,7 +289,7 @@ def test_shares_and_picture_of_a_hand_made_step() -> None:
         ("send F 0>1.0", 2.0, 2.0),
         ("receive B 1>0.0", 2.0, 5.0),
         ("B0.0", 5.0, 9.0),
-        ("sums", 9.0, 9.5),
+        ("all-reduce", 9.0, 9.5),
     ]
     found = shares(events, 10.0)
     assert (found.busy, found.wait, found.idle) == pytest.approx((0.6, 0.35, 0.05))

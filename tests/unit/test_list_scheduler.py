@@ -250,7 +250,7 @@ def test_a_search_finds_the_same_without_its_short_cuts(
 
 def test_exact_solver_by_hand() -> None:
     """One device: the sum. Two like devices, one micro-batch: forward there, back, and the last
-    weight part.
+    weight gradient.
     """
     ones = (1.0, 1.0)
     assert ExactSolver(StageGraph.chain(2, (0, 0)), Costs(ones, ones, ones), 2).solve() == 12
@@ -280,7 +280,7 @@ def test_within_three_percent_of_the_exact_optimum(problem: tuple[StageGraph, Co
 
 def test_a_wave_of_short_messages_on_two_kinds_of_devices() -> None:
     """Four devices a little slower than the other four, messages of a twentieth of a forward: every
-    round leaves a gap that is too short for a weight part. Orders that leave these gaps empty are
+    round leaves a gap that is too short for a weight gradient. Orders that leave these gaps empty are
     6.1 % above the bound."""
     graph = StageGraph.chain(16, wave(8, 1))
     forward_s = tuple(18.3 if device < 4 else 17.8 for device in graph.device_of_stage)

@@ -150,7 +150,7 @@ def test_deadlock_circle_is_caught_and_told() -> None:
         check(changed(schedule, 0, first))
     assert (
         "deadlock: device 0 never passes action 2 (receive B 1>0.0 from device 1), device 1 never "
-        "passes action 3 (receive F 0>1.1 from device 0), in a circle" in str(error.value)
+        "passes action 2 (receive F 0>1.1 from device 0), in a circle" in str(error.value)
     )
 
 

@@ -95,7 +95,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
         ),
         (
             ["--devices", "4", "--micro-batches", "4", "--input-share", "2"],
-            "input_share is 2.0; the input part is between 0 and 1",
+            "input_share is 2.0; the input gradient is between 0 and 1",
         ),
     ],
 )

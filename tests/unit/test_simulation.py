@@ -23,9 +23,8 @@ from whale.plans.plan import PLAN_FORMAT, Crossing, Plan, Stage
 from whale.plans.samples import SampleMap
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
-from whale.simulation.links import Links
+from whale.simulation.communication import AllReduce, Links, ring_s
 from whale.simulation.simulate import run
-from whale.simulation.sums import Sum, ring_s
 
 FREE = Link(1e30, 0.0)
 MODEL_BYTES = 400
@@ -41,7 +40,7 @@ def plan_of(
     link: Link = FREE,
     update_s: float = 0.0,
 ) -> Plan:
-    """Stages in a row, one device each; `times`: forward, input part and weight part of one sample;
+    """Stages in a row, one device each; `times`: forward, input gradient and weight gradient of one sample;
     one sample in a micro-batch.
     """
     graph = scheduling.StageGraph.chain(num_stages)
@@ -200,7 +199,7 @@ def test_sums_come_after_the_last_backward_and_the_update_after_all_sums() -> No
     assert found.step_s == pytest.approx(found.gradients_s + 0.25)
     assert found.samples_per_s == pytest.approx(4 / found.step_s)
     assert found.bubble == pytest.approx(1 - 6.25 / found.step_s)
-    assert "sums of gradients" in found.limit and "waits 39% of the step" in found.limit
+    assert "all-reduce of gradients" in found.limit and "waits 39% of the step" in found.limit
 
 
 def test_two_rings_that_leave_the_same_hosts_take_turns() -> None:
@@ -231,9 +230,9 @@ def test_sums_end_when_buckets_sent_one_by_one_would() -> None:
         for bucket in range(count):
             ready = start + length * (bucket + 1) / count
             clock = max(clock, ready) + seconds / count
-        assert Sum((0,), (0, 1), seconds, count).end(start + length, length, free) == pytest.approx(
-            clock
-        )
+        assert AllReduce((0,), (0, 1), seconds, count).end(
+            start + length, length, free
+        ) == pytest.approx(clock)
 
 
 def test_memory_follows_the_micro_batches_in_flight() -> None:

@@ -55,7 +55,7 @@ def test_gradients_leave_after_the_input_part_and_synchronise_names_the_last_wei
         "W1.1, W1.0, synchronise 1.0, update"
     )
     proof = check(schedule, require_channel_order=True)
-    assert proof.peak_in_flight == (2, 2)  # until the weight part
+    assert proof.peak_in_flight == (2, 2)  # until the weight gradient
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
@@ -131,7 +131,7 @@ def test_channels_that_differ_are_refused_when_they_must_be_in_order() -> None:
 
 def test_memory_is_proved_against_the_cap() -> None:
     graph = StageGraph.chain(2)
-    # stage 1 keeps 3 after a forward and 5 between input and weight part, as with recompute
+    # stage 1 keeps 3 after a forward and 5 between input and weight gradient, as with recompute
     costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), saved=(2.0, 3.0), weight_gradient=(2.0, 5.0))
     # device 1: F 3, I 5, F 8, I 10, W 5, W 0
     assert check(by_hand(), costs=costs).peak_memory == (4.0, 10.0)
@@ -149,7 +149,7 @@ def test_memory_is_proved_against_the_cap() -> None:
 
 
 def test_parts_that_need_more_memory_than_the_forward_stay_within_the_cap() -> None:
-    """With recompute the weight part can keep more than the forward left: then backwards are whole
+    """With recompute the weight gradient can keep more than the forward left: then backwards are whole
     where there is no room.
     """
     graph = StageGraph.chain(4, wave(2, 1))
@@ -233,5 +233,5 @@ def test_picture_of_a_split_backward() -> None:
     assert draw(by_hand()).splitlines()[1:4] == [
         "device 0 (stage 0)  0 1 . 0'0'1'1'",
         "device 1 (stage 1)  . 0 0-1 1-1+0+",
-        "0 forward of micro-batch 0, 0' its backward, 0- and 0+ its input and weight part, . idle",
+        "0 forward of micro-batch 0, 0' its backward, 0- and 0+ its input and weight gradient, . idle",
     ]

@@ -36,9 +36,9 @@ from whale.plans.figures import Figures
 from whale.plans.plan import Plan
 from whale.scheduling import Action, check
 from whale.scheduling.action import ENDS_BACKWARD
+from whale.simulation.communication import all_reduces_of
 from whale.simulation.memory import shared_bytes
 from whale.simulation.simulate import figures_in
-from whale.simulation.sums import sums_of
 from whale.simulation.times import Times
 from whale.units import human_bytes, human_seconds
 
@@ -119,7 +119,7 @@ class EmulatedPlatform(Platform):
         self._cards = _open_cards(start.cards, cluster, ranks)
         own = plan.stages_of_rank(ranks.rank)
         self._all_reduces = AllReduceClock(
-            sums_of(plan, start.figures, config.bucket_bytes, self.factor),
+            all_reduces_of(plan, start.figures, config.bucket_bytes, self.factor),
             ranks,
             own,
             cluster,

@@ -45,7 +45,7 @@ class Pace:
             self.note(action)
         seconds = self.seconds[action]
         if not seconds:
-            # nothing to do on the emulated device: the weight part of a stage without weights
+            # nothing to do on the emulated device: the weight gradient of a stage without weights
             return
         self.num_actions += 1
         late_s = sleep_until(start + seconds)

@@ -1,4 +1,4 @@
-"""Gradient sums of an emulated job: the model of `simulation/sums.py`, on a clock.
+"""Gradient sums of an emulated job: the model of `simulation/communication.py`, on a clock.
 
 The members of a group agree on the latest end that any of them comes to by itself. A rank whose
 ring leaves its host takes the card of that host, which all processes share.
@@ -15,7 +15,7 @@ from whale.cluster.cluster import Cluster
 from whale.distributed.ranks import Ranks
 from whale.emulation.links import NetworkCards
 from whale.emulation.pace import sleep_until
-from whale.simulation.sums import Sum
+from whale.simulation.communication import AllReduce
 
 
 class AllReduceClock:
@@ -23,7 +23,7 @@ class AllReduceClock:
 
     def __init__(
         self,
-        sums: Sequence[Sum],
+        sums: Sequence[AllReduce],
         ranks: Ranks,
         own_stages: Sequence[int],
         cluster: Cluster,
@@ -42,7 +42,7 @@ class AllReduceClock:
         self._host = cluster.devices[ranks.rank].host
         self._host_number = cluster.hosts.index(self._host)
         self._leaves = {each: _leaves_host(each, ranks.rank, cluster) for each in self._own}
-        self._open: dict[Sum, set[int]] = {}
+        self._open: dict[AllReduce, set[int]] = {}
         self._free: dict[tuple[int, ...], float] = {}
         self.last_backward_s: Mapping[int, float] = {}
         """of each stage of this rank; set with its program"""
@@ -61,7 +61,7 @@ class AllReduceClock:
                         each, now, self.last_backward_s.get(stage, 0.0)
                     )
 
-    def _end(self, each: Sum, closed: float, last_backward_s: float) -> float:
+    def _end(self, each: AllReduce, closed: float, last_backward_s: float) -> float:
         """As far as this rank knows."""
         free = self._free.get(each.ranks, 0.0)
         end = each.end(closed, last_backward_s, free)
@@ -85,7 +85,7 @@ class AllReduceClock:
             sleep_until(float(end))
 
 
-def _leaves_host(each: Sum, rank: int, cluster: Cluster) -> bool:
+def _leaves_host(each: AllReduce, rank: int, cluster: Cluster) -> bool:
     """Whether the next device of the ring is on another host."""
     after = each.ranks[(each.ranks.index(rank) + 1) % len(each.ranks)]
     return cluster.devices[rank].host != cluster.devices[after].host

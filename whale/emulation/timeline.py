@@ -18,6 +18,7 @@ from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace
 from whale.scheduling import Action
 from whale.simulation.simulate import run
+from whale.simulation.timeline import ALL_REDUCE
 from whale.simulation.times import Times
 
 PREDICTION_FILE = "prediction.json"
@@ -91,7 +92,7 @@ class Recorder:
         self._steps.append((events[0][1], sums[1]))
         self._events = [
             *((str(action), start, end) for action, start, end in events),
-            ("sums", *sums),
+            (ALL_REDUCE, *sums),
         ]
 
     def write(self) -> None:

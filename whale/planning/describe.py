@@ -110,7 +110,7 @@ def describe_stages(
     costs: Mapping[Node, NodeCost],
     seconds: Sequence[tuple[float, float, float]],
 ) -> tuple[Stage, ...]:
-    """`virtual_devices[i]` and `seconds[i]` (forward, input part, weight part) of stage i."""
+    """`virtual_devices[i]` and `seconds[i]` (forward, input gradient, weight gradient) of stage i."""
     described = []
     for index, part in enumerate(assignment.slices):
         names = sorted(

@@ -1,8 +1,8 @@
 """Devices that get no samples: would the step be shorter without them?
 
 A device may be so slow, or its memory so small, that it gets no samples (`balance.py`). It holds
-its weights all the same, so it still takes part in every sum of gradients and in the update.
-Without it the step is that of the same plan with smaller sums and fewer updates. The plan is left
+its weights all the same, so it still takes part in every all-reduce of gradients and in the update.
+Without it the step is that of the same plan with smaller all-reduces and fewer updates. The plan is left
 as it is: who takes part in a job is up to its user. But it says so, with both times.
 """
 
@@ -41,7 +41,7 @@ def idle_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def without(plan: Plan, figures: Figures, ranks: Container[int]) -> Figures:
-    """The figures of the plan if these ranks, which have no samples, took no part in sums of
+    """The figures of the plan if these ranks, which have no samples, took no part in all-reduces of
     gradients and updates.
     """
 
@@ -78,7 +78,7 @@ def idle_decision(plan: Plan) -> Decision | None:
         f"rank {ranges(idle)}",
         f"without {them}, on {count(plan.num_devices - len(idle), 'device')}, a predicted step "
         f"takes {human_seconds(without_s)}, "
-        f"with {them} {human_seconds(with_s)}: {they} {compute} nothing, but {take} part in sums "
-        "of gradients and updates. "
+        f"with {them} {human_seconds(with_s)}: {they} {compute} nothing, but {take} part in "
+        "all-reduces of gradients and updates. "
         f"Leave {them} out of the cluster",
     )

@@ -29,7 +29,7 @@ from whale.plans.layout import Layout
 from whale.plans.plan import Plan
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
-from whale.simulation.sums import sum_seconds
+from whale.simulation.communication import all_reduce_seconds
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ tells it to the other ranks
 """
 
 MiniBatchSeconds = tuple[float, float, float]
-"""forward, input part and weight part of the backward"""
+"""forward, input gradient and weight gradient of the backward"""
 Parts = tuple[tuple[int, ...], ...]
 """for each part of a tensor the ranks that hold it"""
 
@@ -123,7 +123,7 @@ def figures_of(
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {}
         for kind in kinds:
-            alone = workload.times(part.operations, kind, again) + sums_inside(
+            alone = workload.times(part.operations, kind, again) + all_reduces_inside(
                 workload, part, ranks[index], cluster.network, kind, again
             )
             times[kind.name] = replace(alone, accumulate=workload.accumulate_seconds(part, kind))
@@ -171,7 +171,7 @@ def figures_of(
     )
 
 
-def sums_inside(
+def all_reduces_inside(
     workload: Workload,
     part: StageSlice,
     ranks: Sequence[int],
@@ -187,7 +187,7 @@ def sums_inside(
     found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
     if network.all_reduce is None or len(ranks) < 2:
         return found
-    one_s = sum_seconds(0.0, 1, ranks, network)[0] / 2
+    one_s = all_reduce_seconds(0.0, 1, ranks, network)[0] / 2
     for node in part.operations:
         is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
         number = 2 if is_batch_norm else int("all_reduce" in node.meta)

@@ -51,7 +51,7 @@ class _Form(NamedTuple):
 
 
 Parts = tuple[float, float, float]
-"""seconds of a forward, and of the input part and the weight part of a backward"""
+"""seconds of a forward, and of the input gradient and the weight gradient of a backward"""
 
 INSIDE_OPERATIONS = 0.02
 """of weights, gradients and state, and of what is kept: about as much is held for a moment inside

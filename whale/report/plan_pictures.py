@@ -15,7 +15,7 @@ from whale.plans.samples import SampleMap
 from whale.report.svg import Drawing, legend, shortened, text_width
 from whale.report.tables import layers_of, num_devices_shown, of_memory
 from whale.simulation.memory import CLASSES
-from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, Timeline
+from whale.simulation.timeline import ALL_REDUCE, UPDATE, DeviceTimeline, Event, Timeline
 from whale.units import count, human_bytes, human_flop, human_seconds, num_shown, ranges
 
 WIDTH = 1180
@@ -29,7 +29,7 @@ EVENT_COLOURS = {
     "B": "#54a24b",
     "I": "#72b7b2",
     "W": "#eeca3b",
-    SUMS: "#e45756",
+    ALL_REDUCE: "#e45756",
     UPDATE: "#9467bd",
     "receive": "#d5dbe1",
 }
@@ -39,7 +39,7 @@ EVENT_NAMES = {
     "I": "input gradient",
     "W": "weight gradient",
     "receive": "waits for a message",
-    SUMS: "waits for all-reduces of gradients",
+    ALL_REDUCE: "waits for all-reduces of gradients",
     UPDATE: "update",
 }
 MEMORY_CURVE = "#b9c6d3"
@@ -382,7 +382,7 @@ def _curve(
 def _sort(event: Event) -> str:
     return (
         event.name
-        if event.name in (SUMS, UPDATE)
+        if event.name in (ALL_REDUCE, UPDATE)
         else "receive"
         if event.is_wait
         else event.name[0]

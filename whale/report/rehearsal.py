@@ -15,6 +15,7 @@ from rich.table import Table
 from whale.emulation.pace import MOST_OVERRUNS
 from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
 from whale.report.timeline import LEGEND, picture
+from whale.simulation.timeline import ALL_REDUCE
 from whale.units import human_bytes, human_seconds
 
 MICROSECONDS = 1e6
@@ -93,7 +94,7 @@ def shares(events: Sequence[Event], step_s: float) -> Shares:
     """Busy with compute, waiting for others, and the rest."""
     busy = sum(end - start for name, start, end in events if name[0] in "FBIW") / step_s
     wait = (
-        sum(end - start for name, start, end in events if name.startswith(("receive", "sums")))
+        sum(end - start for name, start, end in events if name.startswith(("receive", ALL_REDUCE)))
         / step_s
     )
     return Shares(busy, wait, max(0.0, 1 - busy - wait))

@@ -12,7 +12,7 @@ from rich.text import Text
 from whale.plans.plan import Plan
 from whale.report.plan_table import summary
 from whale.report.tables import memory_table, num_devices_shown, prediction, work_table
-from whale.simulation.timeline import Timeline
+from whale.simulation.timeline import ALL_REDUCE, Timeline
 
 Event = tuple[str, float, float]
 """(action, start, end) in seconds"""
@@ -46,7 +46,7 @@ def picture(rows: Sequence[Sequence[Event]], labels: Sequence[str], step_s: floa
 
 
 def _mark(name: str) -> str:
-    if name.startswith(("receive", "sums")):
+    if name.startswith(("receive", ALL_REDUCE)):
         return WAITING
     if name[0] not in "FBIW" or "." not in name:
         return ""

@@ -65,7 +65,7 @@ class Pass:
     roots: dict[Visit, list[Root]] = field(default_factory=dict)
     """where the backward starts, from forward to backward"""
     products: dict[Visit, list[Product]] = field(default_factory=dict)
-    """weight products that were put off, from the input part of a backward to its weight part"""
+    """weight products that were put off, from the input gradient of a backward to its weight gradient"""
     num_kept: dict[int, int] = field(default_factory=dict)
 
     def post_receives(self, num_received: int = 0) -> None:
@@ -282,9 +282,7 @@ class Backward:
             tensor = this.held[slot]
             assert tensor is not None
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            tensor.grad = (
-                None  # a weight part may wait with the tensor for long, but needs no gradient of it
-            )
+            tensor.grad = None  # a weight gradient may wait with the tensor for long, but needs no gradient of it
             if local:
                 this.add(target, gradient)
             else:
@@ -292,7 +290,7 @@ class Backward:
 
 
 class WeightBackward:
-    """The weight products that the input part of a backward put off."""
+    """The weight products that the input gradient of a backward put off."""
 
     def __init__(self, action: Action) -> None:
         self.visit = (action.stage, action.micro_batch)

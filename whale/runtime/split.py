@@ -46,7 +46,7 @@ class Deferred:
 
 
 def run_products(products: list[Product]) -> None:
-    """The weight part of a backward. Lets go of each product's tensors as soon as it is added."""
+    """The weight gradient of a backward. Lets go of each product's tensors as soon as it is added."""
     with torch.no_grad():
         products.reverse()
         while products:
@@ -55,7 +55,7 @@ def run_products(products: list[Product]) -> None:
 
 
 def kept_bytes(products: list[Product]) -> int:
-    """Bytes that are kept from the input part to the weight part, besides the weights."""
+    """Bytes that are kept from the input gradient to the weight gradient, besides the weights."""
     kept = {
         tensor.untyped_storage()
         for _, arguments in products

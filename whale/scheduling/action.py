@@ -7,12 +7,16 @@ actions, each on its own samples.
 Text form of an action, used in JSON plans and in errors:
 
     F2.0                forward of stage 2, micro-batch 0
-    B2.0                backward of the same, whole
-    I2.0                its input part: the gradients of what the stage received
-    W2.0                its weight part: the gradients of its parameters, later than I2.0; a micro-batch has either B, or I and W
+    B2.0                its whole backward
+    I2.0                first half of a split backward, the input gradient: the gradients of what the
+                        stage received
+    W2.0                second half, the weight gradient: the gradients of its parameters, later than
+                        I2.0; a micro-batch has either B, or I and W
     send F 2>3.0        stage 2 sends its activation of micro-batch 0 to stage 3
-    receive B 3>2.0     stage 2 receives the gradient of that activation from stage 3 (always source>destination)
-    synchronise 2.7     sum the gradients of stage 2 over their holders; 7 was the last micro-batch to add to them
+    receive B 3>2.0     stage 2 receives the gradient of that activation from stage 3 (always
+                        source>destination)
+    synchronise 2.7     all-reduce the gradients of stage 2 over their holders; 7 was the last
+                        micro-batch to add to them
     update              the optimizer step of this device
 """
 
@@ -30,15 +34,19 @@ NONE = -1
 """stands where an action has no stage, micro-batch or peer"""
 
 
+Edge = tuple[int, int]
+"""(producer stage, consumer stage), producer < consumer"""
+
+
 class Kind(StrEnum):
     """What a device does in one action."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """the input part of a backward: what other stages wait for"""
+    """gradients of what the stage received: what other stages wait for"""
     WEIGHT = "W"
-    """the weight part of a backward: nobody waits for it before the stage synchronises"""
+    """gradients of parameters: nobody waits for it before the stage synchronises"""
     SEND = "send"
     RECEIVE = "receive"
     SYNCHRONISE = "synchronise"
@@ -81,6 +89,13 @@ class Action:
     def destination(self) -> int:
         """Stage that receives this message."""
         return self.peer if self.kind is Kind.SEND else self.stage
+
+    @property
+    def edge(self) -> Edge:
+        """Edge of the stage graph that this message goes along, for a gradient against it."""
+        if self.gradient:
+            return self.destination, self.source
+        return self.source, self.destination
 
     @property
     def counterpart(self) -> Action:
@@ -153,8 +168,6 @@ def parse_action(text: str) -> Action:
     raise ValueError(f"{text!r} is no action; write it like {examples}")
 
 
-Edge = tuple[int, int]
-"""(producer stage, consumer stage), producer < consumer"""
 Orders = tuple[tuple[Action, ...], ...]
 """for each device, its actions in the order in which it does them"""
 

@@ -209,11 +209,7 @@ def _why_foreign(schedule: Schedule, device: int, action: Action, forward_only: 
         )
     if not action.is_message:
         return "a forward or backward has no peer"
-    edge = (
-        (action.destination, action.source)
-        if action.gradient
-        else (action.source, action.destination)
-    )
+    edge = action.edge
     if edge not in (graph.gradient_edges if action.gradient else graph.edges):
         return (
             f"there is no {'gradient edge' if action.gradient else 'edge'} {edge[0]} -> {edge[1]}"

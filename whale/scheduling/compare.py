@@ -38,7 +38,7 @@ class Question:
     forward_s: float = 1.0
     backward_s: float = 2.0
     input_share: float = 0.5
-    """part of a backward that is its input part"""
+    """part of a backward that is its input gradient"""
     message_s: float = 0.0
     action_s: float = 0.0
     memory: float | None = None
@@ -66,7 +66,7 @@ class Question:
             raise ValueError("memory is nan; a number is needed")
         if not 0 <= self.input_share <= 1:
             raise ValueError(
-                f"input_share is {self.input_share}; the input part is between 0 and 1 of a "
+                f"input_share is {self.input_share}; the input gradient is between 0 and 1 of a "
                 "backward"
             )
         if self.forward_s <= 0 or self.backward_s <= 0:

@@ -1,14 +1,17 @@
 """Orders made for given costs: many passes of list scheduling, then changes along the critical
 path, within a budget that is counted.
 
-1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as memory allows: never worse than these.
-2. Passes (`list_pass`) with different keys and policies (`policies`), and the best of these again with weight parts taken to be shorter
-   than they are. Such a pass puts weight parts into gaps that are too short for them. That delays a device once; what it waits for then
-   arrives in time, where before every round had a little gap that nothing fits into.
-3. From the best orders, passes whose keys are the latest starts that would not make the step longer: what has slack goes back, and what
-   had to wait behind it goes ahead.
+1. Known orders (1F1B; wave, interleaved and zero-bubble where the placement is theirs) as far as
+   memory allows: never worse than these.
+2. Passes (`list_pass`) with different keys and policies (`policies`), and the best of these again
+   with weight gradients taken to be shorter than they are. Such a pass puts weight gradients into
+   gaps that are too short for them. That delays a device once; what it waits for then arrives in
+   time, where before every round had a little gap that nothing fits into.
+3. From the best orders, passes whose keys are the latest starts that would not make the step longer:
+   what has slack goes back, and what had to wait behind it goes ahead.
 4. Exchanges of neighbours on a device, along the critical path (`exchanges`).
-5. An input part with its weight part right behind it becomes a whole backward again where that delays nothing.
+5. An input gradient with its weight gradient right behind it becomes a whole backward again where
+   that delays nothing.
 
 The budget is a number of tries: one pass or one simulation is one try. The same input gives the
 same orders, on every machine.
@@ -53,7 +56,7 @@ MANY_EXCHANGES = 600
 LIGHT = (0.75, 0.6, 0.5)
 NUM_LIGHT = 3
 LIGHT_SHARE = 12
-"""parts of their time that weight parts are taken for, and how many of the best policies are tried
+"""parts of their time that weight gradients are taken for, and how many of the best policies are tried
 so: at most one in so many
 """
 NEAR = 1e-9
@@ -62,7 +65,7 @@ ROUNDING = 1e-6
 part of its time
 """
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
-"""of passes that start from known orders: their keys are good enough to place weight parts too"""
+"""of passes that start from known orders: their keys are good enough to place weight gradients too"""
 
 
 @dataclass
@@ -182,7 +185,7 @@ class Search:
                 self.try_pass("list in turn", Keys().of(problem), whole, Policy(in_turn=True))
 
     def light_passes(self) -> None:
-        """The best policies once more, with shorter weight parts."""
+        """The best policies once more, with shorter weight gradients."""
         problem = self.problem
         costs = self.problem.costs
         best = sorted(self.split_passes, key=lambda each: each[:2])[: self.num_light]
@@ -270,7 +273,7 @@ class Search:
                 self.add(f"{found.name}, exchanged", jobs, found.whole)
 
     def join(self, best: Found) -> Found:
-        """Whole backwards where the weight part follows at once and that delays nothing.
+        """Whole backwards where the weight gradient follows at once and that delays nothing.
 
         A gradient that leaves later than it could makes a run less robust, so stages that send one
         are only joined where actions cost.

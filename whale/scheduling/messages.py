@@ -21,8 +21,9 @@ def add_messages(stage_graph: StageGraph, num_micro_batch: int, orders: Orders) 
 
     - a send right after the compute action that makes its tensor;
     - a receive before the compute action that needs it;
-    - a synchronise after the last backward (whole or weight part) of each stage, behind its sends, for which another device may be waiting;
-      it names the micro-batch of that backward, which need not be the highest one;
+    - a synchronise after the last backward (whole or weight gradient) of each stage, behind its
+      sends, for which another device may be waiting; it names the micro-batch of that backward,
+      which need not be the highest one;
     - one update at the end, where there was a backward.
 
     A receive stands right before its compute action, or further ahead when the same device sends

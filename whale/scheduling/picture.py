@@ -6,7 +6,7 @@
     0 forward of micro-batch 0, 0' its backward, . idle
     bubble 33.3 %
 
-Chunks of one device share its row. A split backward is drawn as `0-` (input part) and `0+` (weight
+Chunks of one device share its row. A split backward is drawn as `0-` (input gradient) and `0+` (weight
 part), each half as long.
 """
 
@@ -144,7 +144,7 @@ def _is_split(schedule: Schedule) -> bool:
 def _legend(schedule: Schedule) -> str:
     num_micro_batch = schedule.num_micro_batch
     parts = (
-        f", 0{MARKS[Kind.INPUT]} and 0{MARKS[Kind.WEIGHT]} its input and weight part"
+        f", 0{MARKS[Kind.INPUT]} and 0{MARKS[Kind.WEIGHT]} its input and weight gradient"
         if _is_split(schedule)
         else ""
     )

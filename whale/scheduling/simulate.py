@@ -98,13 +98,8 @@ def _times(
                 + action.source * problem.num_micro_batch
                 + action.micro_batch
             )
-            edge = (
-                (action.destination, action.source)
-                if action.gradient
-                else (action.source, action.destination)
-            )
             sent = ends[producer]
-            arrived = sent + problem.costs.transfer_s(problem.graph, edge, action.gradient)
+            arrived = sent + problem.costs.transfer_s(problem.graph, action.edge, action.gradient)
             result.append((sent, sent if action.kind is Kind.SEND else arrived))
         else:
             result.append((clock, clock))

@@ -1,15 +1,15 @@
-"""Discrete events over the action lists of a plan: every rank, every message, every sum of
-gradients, in the order of time.
+"""Discrete events over the action lists of a plan: every rank, every message, every all-reduce, in
+the order of time.
 
 A rank does its actions in their order. A compute action takes the time that the cost model gives
-this device for its own samples. A send is issued at once and takes its link while the rank goes on;
-a receive waits until all its pieces are there. A stage that is closed (SYNCHRONISE) lets its
-gradients be summed under way; when all sums of a rank are there it waits for the others (the step's
-loss and gradient norm are summed over all ranks) and updates its weights.
+this device for its own samples. A send is issued at once and takes its link while the rank
+continues; a receive waits until all its pieces are there. A stage that is closed (SYNCHRONISE) lets
+its gradients be all-reduced under way; when all of a rank's are there it waits for the others (the
+step's loss and gradient norm are reduced over all ranks) and updates its weights.
 
-`scheduling.simulate` is the small sister for one model replica of like devices with costs in any
-unit, which the list scheduler calls thousands of times; where links are free and devices alike both
-give the same times.
+Events are taken in the order of time because messages and all-reduces share links and network cards,
+first come, first served. Where nothing is shared but the devices, `scheduling.simulate` gives the
+same times from costs alone, with a loop that needs no such order (`scheduling/event_loop.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from whale.plans.figures import Figures
 from whale.plans.plan import Plan
 from whale.scheduling import Action, Edge, Kind
 from whale.scheduling.action import ENDS_BACKWARD
-from whale.simulation.links import Links
+from whale.simulation.communication import AllReduce, Links, all_reduces_of
 from whale.simulation.memory import Account, shared_bytes
-from whale.simulation.sums import Sum, sums_of
-from whale.simulation.timeline import SUMS, UPDATE, DeviceTimeline, Event, MemoryPoint, Timeline
+from whale.simulation.timeline import (
+    ALL_REDUCE,
+    UPDATE,
+    DeviceTimeline,
+    Event,
+    MemoryPoint,
+    Timeline,
+)
 from whale.simulation.times import Times
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""of plans whose config does not say"""
+"""for plans whose config does not say"""
 ROUNDING = 1e-12
-"""a message that comes later than a rank by this part of the time comes with it: else stretched
+"""a message that comes later than a rank by this fraction of the time comes with it: else stretched
 times would show other waits
 """
 MessageKey = tuple[Edge, int, bool, int]
@@ -54,7 +60,7 @@ def figures_in(plan: Plan) -> Figures:
 
 
 def run(plan: Plan, figures: Figures, factor: float = 1.0) -> Timeline:
-    """The same with other figures, all times stretched by `factor`."""
+    """`simulate` with other figures, all times stretched by `factor`."""
     return _Simulation(Times(plan, figures), factor).run()
 
 
@@ -79,7 +85,7 @@ class _Rank:
         self.events: list[Event] = []
         self.memory: list[MemoryPoint] = []
         self.last_backward: dict[int, tuple[float, float]] = {}
-        """of each stage: start and end"""
+        """stage -> start and end"""
         self.last_of_stage = {
             action.stage: action for action in actions if action.kind in ENDS_BACKWARD
         }
@@ -100,16 +106,16 @@ class _Simulation:
         self.links = Links(self.figures.network, factor)
         self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
         self.arrivals: dict[MessageKey, list[float]] = {}
-        """of the pieces that are on their way or there"""
+        """arrival of each piece that was sent"""
         self.waiting: dict[MessageKey, _Rank] = {}
         self.queue: list[tuple[float, int]] = []
-        self.sums = sums_of(self.plan, self.figures, self.bucket_bytes, factor)
-        self.open: dict[Sum, set[tuple[int, int]]] = {}
-        """(rank, stage) that a sum still waits for"""
+        self.all_reduces = all_reduces_of(self.plan, self.figures, self.bucket_bytes, factor)
+        self.open: dict[AllReduce, set[tuple[int, int]]] = {}
+        """(rank, stage) that an all-reduce still waits for"""
         self.free: dict[tuple[int, ...], float] = {}
-        """when each group has done the sums that it began"""
-        self.sums_there: dict[int, float] = {}
-        """by rank: end of its last sum"""
+        """by group: end of the all-reduces that it began"""
+        self.reduced_at: dict[int, float] = {}
+        """by rank: end of its last all-reduce"""
 
     def _rank(self, rank: int) -> _Rank:
         device, replica, _ = self.plan.place_of_rank(rank)
@@ -121,7 +127,7 @@ class _Simulation:
         )
 
     def run(self) -> Timeline:
-        for each in self.sums:
+        for each in self.all_reduces:
             self.open[each] = {
                 (r, stage)
                 for stage in each.stages
@@ -135,18 +141,18 @@ class _Simulation:
             heapq.heappush(self.queue, (0.0, state.rank))
         while self.queue:
             now, rank = heapq.heappop(self.queue)
-            self._go_on(self.ranks[rank], now)
+            self._advance(self.ranks[rank], now)
         stuck = [state for state in self.ranks if state.place < len(state.actions)]
         if stuck:
             rank = stuck[0].rank
             action = stuck[0].actions[stuck[0].place]
             raise ValueError(
-                f"the plan's schedule does not come to an end: rank {rank} waits for ever at "
-                f"{action}. Make the plan again"
+                f"deadlock: rank {rank} never passes action {stuck[0].place} ({action}) of the "
+                "plan's schedule. Try: make the plan again"
             )
         return self._finish()
 
-    def _go_on(self, state: _Rank, now: float) -> None:
+    def _advance(self, state: _Rank, now: float) -> None:
         """Does actions of one rank until one takes time or waits for others."""
         while state.place < len(state.actions):
             action = state.actions[state.place]
@@ -189,11 +195,7 @@ class _Simulation:
         state.note_memory(now)
 
     def _send(self, state: _Rank, action: Action, now: float) -> None:
-        edge = (
-            (action.destination, action.source)
-            if action.gradient
-            else (action.source, action.destination)
-        )
+        edge = action.edge
         for piece in self.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
             if piece.source != state.rank:
                 continue
@@ -209,11 +211,7 @@ class _Simulation:
 
     def _receive(self, state: _Rank, action: Action, now: float) -> bool:
         """Whether everything is there; if not, the rank is called again when it is."""
-        edge = (
-            (action.destination, action.source)
-            if action.gradient
-            else (action.source, action.destination)
-        )
+        edge = action.edge
         key = (edge, action.micro_batch, action.gradient, state.rank)
         if not self._is_on_its_way(key, state.replica):
             state.waits_since = now
@@ -235,17 +233,17 @@ class _Simulation:
         return len(self.arrivals.get(key, ())) == sum(piece.destination == rank for piece in pieces)
 
     def _close(self, state: _Rank, stage: int, now: float) -> None:
-        """All gradients of the stage are final on this rank; a sum begins for good when that is so
-        on all ranks.
+        """All gradients of the stage are final on this rank; an all-reduce is timed when that is so
+        on all its ranks.
         """
         for each, left in list(self.open.items()):
             if (state.rank, stage) in left:
                 left.discard((state.rank, stage))
                 if not left:
                     del self.open[each]
-                    self._sum(each)
+                    self._reduce(each)
 
-    def _sum(self, each: Sum) -> None:
+    def _reduce(self, each: AllReduce) -> None:
         before = self.free.get(each.ranks, 0.0)
         first = 0.0
         end = 0.0
@@ -262,13 +260,13 @@ class _Simulation:
             end = max(end, self.links.book_card(host, seconds, max(first, before)))
         self.free[each.ranks] = end
         for rank in each.ranks:
-            self.sums_there[rank] = max(end, self.sums_there.get(rank, 0.0))
+            self.reduced_at[rank] = max(end, self.reduced_at.get(rank, 0.0))
 
     def _finish(self) -> Timeline:
-        """Waiting for sums, then for all ranks, then the update."""
+        """Waiting for all-reduces, then for all ranks, then the update."""
         for state in self.ranks:
-            there = max(state.done_s, self.sums_there.get(state.rank, 0.0))
-            state.events.append(Event(SUMS, state.done_s, there))
+            there = max(state.done_s, self.reduced_at.get(state.rank, 0.0))
+            state.events.append(Event(ALL_REDUCE, state.done_s, there))
         all_there = max(state.events[-1].end_s for state in self.ranks)
         update_s = [self.factor * seconds for seconds in self.figures.update_s]
         devices = []

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from whale.simulation.links import Message
+from whale.simulation.communication import Message
 
-SUMS = "sums"
+ALL_REDUCE = "all-reduce"
 UPDATE = "update"
-"""events beside the actions of the schedule: waiting for sums of gradients, and the optimizer"""
+"""events beside the actions of the schedule: waiting for gradients, and the optimizer"""
 COMPUTE_LETTERS = frozenset("FBIW")
 MICROSECONDS = 1e6
 MOSTLY = 0.7
@@ -22,7 +22,7 @@ MOSTLY = 0.7
 
 
 class Event(NamedTuple):
-    """Something that a device does, or waits for (`receive ...`, `sums`)."""
+    """Something that a device does, or waits for (`receive ...`, `all-reduce`)."""
 
     name: str
     start_s: float
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
     @property
     def is_wait(self) -> bool:
-        return self.name.startswith(("receive", SUMS))
+        return self.name.startswith(("receive", ALL_REDUCE))
 
 
 class MemoryPoint(NamedTuple):
@@ -57,12 +57,12 @@ class DeviceTimeline:
     kind: str
     host: str
     events: tuple[Event, ...]
-    """in the order of time: compute actions, waiting for messages, waiting for sums, update"""
+    """in the order of time: compute actions, waiting for messages, waiting for all-reduces, update"""
     memory: tuple[MemoryPoint, ...]
     peak_bytes: dict[str, float]
-    """by class, at the fullest moment"""
+    """class of memory -> bytes at the fullest moment"""
     memory_bytes: int
-    """that the device has; 0: not known"""
+    """capacity of the device; 0: not known"""
 
     @cached_property
     def compute_s(self) -> float:
@@ -79,13 +79,13 @@ class DeviceTimeline:
 
     @cached_property
     def wait_s(self) -> float:
-        """For messages and for sums of gradients."""
+        """Seconds of waiting for messages and for all-reduces."""
         return sum(event.seconds for event in self.events if event.is_wait)
 
     @cached_property
-    def sums_s(self) -> float:
-        """The part of `wait_s` that is for sums."""
-        return sum(event.seconds for event in self.events if event.name == SUMS)
+    def all_reduce_s(self) -> float:
+        """The part of `wait_s` that is for all-reduces of gradients."""
+        return sum(event.seconds for event in self.events if event.name == ALL_REDUCE)
 
     @property
     def peak_total_bytes(self) -> float:
@@ -100,7 +100,7 @@ class Timeline:
     """by rank"""
     messages: tuple[Message, ...]
     gradients_s: float
-    """when all gradients are summed everywhere"""
+    """when all gradients are reduced everywhere"""
     step_s: float
     """with the update"""
     batch_size: int
@@ -156,11 +156,11 @@ class Timeline:
         on_the_way = self.on_the_way_s(device.rank)
         parts = {
             "messages on their way": on_the_way,
-            "sums of gradients": device.sums_s,
+            "all-reduce of gradients": device.all_reduce_s,
             "the update of the weights": device.update_s,
             "other devices (bubble)": self.idle_s(device.rank)
             + device.wait_s
-            - device.sums_s
+            - device.all_reduce_s
             - on_the_way,
         }
         name = f"rank {device.rank} ({device.kind})"

@@ -1,0 +1,155 @@
+"""When messages arrive and all-reduces end, in simulated time. The emulation does the same on a
+clock (`emulation/links.py`).
+
+A message of n bytes over a link of rate r and latency l that is free at time t arrives at
+t + n / r + l; the link is free again at t + n / r. Devices of one host have a link of their own for
+each direction of each pair; all messages that leave a host share its network card, and so do
+all-reduces of gradients.
+
+An all-reduce takes the time of a ring over the slowest link of its group. A ring of k devices that
+reduces n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps a
+bucket:
+
+    T = 2 (k - 1) (n / k / rate + b latency)                                                     (1)
+
+The gradients of a stage go out in b buckets while its last backward, from t - d to t, still runs.
+Bucket i is ready at t - d + d i / b and takes T / b, so that the last one is there at
+
+    max(t - d + d / b + T,  t + T / b)                                                           (2)
+
+A group does one all-reduce after the other, and begins when the last of its members is ready: the
+latest end that any member comes to by itself is the end for all. Where a ring leaves a host it takes
+the network card of that host, after what was there before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale.cluster.network import Link, Network
+from whale.plans.buckets import bucket_size
+from whale.plans.figures import Figures
+from whale.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message, from the moment at which it is sent until it has arrived."""
+
+    name: str
+    source: int
+    destination: int
+    num_bytes: float
+    sent_s: float
+    start_s: float
+    """its link was free"""
+    arrival_s: float
+
+
+class Links:
+    """The links of a cluster and when each is free."""
+
+    def __init__(self, network: Network, factor: float) -> None:
+        self.network = network
+        self._factor = factor
+        self._free: dict[tuple[int, int] | str, float] = {}
+        self.messages: list[Message] = []
+
+    def send(self, name: str, source: int, destination: int, num_bytes: float, now: float) -> float:
+        """Returns when a message that is sent now arrives, and takes its link until it has left."""
+        link = self.network.link(source, destination)
+        host = self.network.hosts[source]
+        key = (source, destination) if host == self.network.hosts[destination] else host
+        seconds = self._factor * num_bytes / link.bytes_per_s
+        free = self._book(key, seconds, now)
+        arrival = free + self._factor * link.latency_s
+        self.messages.append(
+            Message(name, source, destination, num_bytes, now, free - seconds, arrival)
+        )
+        return arrival
+
+    def book_card(self, host: str, seconds: float, since: float) -> float:
+        """Takes the network card of a host for so long, not before `since`; returns when it is free
+        again.
+        """
+        return self._book(host, seconds, since)
+
+    def _book(self, key: tuple[int, int] | str, seconds: float, since: float) -> float:
+        end = max(since, self._free.get(key, 0.0)) + seconds
+        self._free[key] = end
+        return end
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Gradients of the parameters that the same stages hold, reduced over all their ranks."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    seconds: float
+    num_buckets: int
+    leaving: tuple[tuple[str, float], ...] = ()
+    """hosts that its ring leaves, and for how long it takes their network cards"""
+
+    def first_ready(self, closed: float, last_backward_s: float) -> float:
+        """When the first bucket can go, where the last backward of these stages on a rank ends at
+        `closed`.
+        """
+        return closed - last_backward_s + last_backward_s / self.num_buckets
+
+    def end(self, closed: float, last_backward_s: float, free: float) -> float:
+        """End by line (2), where the group is free at `free`."""
+        start = max(self.first_ready(closed, last_backward_s), free)
+        return max(start + self.seconds, closed + self.seconds / self.num_buckets)
+
+
+def ring_s(
+    num_bytes: float, links: Sequence[Link], num_devices: int, num_buckets: int = 1
+) -> float:
+    """Seconds by line (1), over the slowest of these links."""
+    if num_devices < 2:
+        return 0.0
+    rate = min(link.bytes_per_s for link in links)
+    latency = max(link.latency_s for link in links)
+    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + num_buckets * latency)
+
+
+def all_reduces_of(
+    plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
+) -> list[AllReduce]:
+    """All all-reduces of gradients in a step, their times stretched by `factor`."""
+    found = []
+    for state in figures.states:
+        for ranks in state.groups(plan.ranks_of_stage):
+            if len(ranks) > 1 and state.trained_bytes:
+                size = bucket_size(state.trained_bytes, bucket_bytes)
+                num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+                seconds, leaving = all_reduce_seconds(
+                    state.trained_bytes, num_buckets, ranks, figures.network
+                )
+                cards = tuple((host, factor * time) for host, time in leaving)
+                found.append(AllReduce(state.stages, ranks, factor * seconds, num_buckets, cards))
+    return found
+
+
+def all_reduce_seconds(
+    num_bytes: float, num_buckets: int, ranks: Sequence[int], network: Network
+) -> tuple[float, list[tuple[str, float]]]:
+    """Seconds by line (1) for these ranks, or as measured where an all-reduce was; and (host, seconds
+    on its card) where the ring leaves a host.
+    """
+    pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
+    links = [network.link(a, b) for a, b in pairs]
+    if network.all_reduce is not None:
+        # the measured latency is that of all steps of a ring over all ranks
+        latency_s = network.all_reduce.latency_s / (2 * (len(network.hosts) - 1))
+        links = [Link(network.all_reduce.bytes_per_s, latency_s)]
+    one_link_bytes = 2 * (len(ranks) - 1) / len(ranks) * num_bytes
+    leaving = [
+        (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s)
+        for a, b in pairs
+        if network.hosts[a] != network.hosts[b]
+    ]
+    return ring_s(num_bytes, links, len(ranks), num_buckets), leaving
