@@ -118,7 +118,7 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
         emulations = []
         factor = case.stretch
         for name, plan in case.plans.items():
-            config = Config(plan.config)
+            config = Config(num_micro_batch=plan.num_micro_batch)
             settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
             emulation = EmulatedPlatform(ranks, settings)
             cluster = loads(Path(cluster_file).read_text())

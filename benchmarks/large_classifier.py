@@ -109,7 +109,7 @@ def measure(plans: dict[str, wh.Plan], folder: str, factor: float) -> Times:
     ranks = Ranks("cpu")
     sides = []
     for name, plan in plans.items():
-        config = Config(plan.config)
+        config = Config(num_micro_batch=plan.num_micro_batch)
         settings = Settings("", f"{folder}/{name}", stub=True, stretch=factor)
         emulation = EmulatedPlatform(ranks, settings)
         stub = emulation.start(plan, None, cluster(EMULATED), config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from benchmarks.torch_schedules import TORCH, TorchJob, torch_side
 from whale import scheduling
 from whale.emulation.pace import Pace, sleep_until, wake_up_on_time
+from whale.plans.revise import revise
 from whale.scheduling import Action, Costs, Kind, Schedule
 from whale.scheduling.placement import wave
 
@@ -122,19 +123,23 @@ def ideal_costs(case: Case, graph: scheduling.StageGraph) -> Costs:
     )
 
 
-def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
-    """A chain of layers under this schedule: made once, for all ranks."""
-    num_stages = schedule.stage_graph.num_stages
-    config = {
+def chain_config(case: Case, num_stages: int) -> dict[str, object]:
+    return {
         "schedule": "wave",
         "num_waves": num_stages // case.num_devices // 2,
         "num_task_graph": case.num_devices,
         "num_micro_batch": case.num_micro_batch,
         "check_capture": False,
     }
+
+
+def whale_plan(case: Case, schedule: Schedule) -> wh.Plan:
+    """A chain of layers under this schedule: made once, for all ranks."""
+    num_stages = schedule.stage_graph.num_stages
+    config = chain_config(case, num_stages)
     made = wh.plan(Chain(num_stages), case.batch(), cluster=case.num_devices, config=config)
-    assert Schedule.from_json(made.schedule).stage_graph == schedule.stage_graph
-    return replace(made, schedule=schedule.to_json())
+    assert made.schedule.stage_graph == schedule.stage_graph
+    return revise(made, schedule=schedule)
 
 
 def whale_side(case: Case, name: str, plan: wh.Plan) -> Side:
@@ -142,7 +147,7 @@ def whale_side(case: Case, name: str, plan: wh.Plan) -> Side:
     model = Chain(len(plan.stages))
     batch = case.batch()
     num_chunks = len(plan.stages) // case.num_devices
-    wh.init(plan.config)
+    wh.init(chain_config(case, len(plan.stages)))
     engine = wh.parallelize(
         model,
         batch,

@@ -46,7 +46,7 @@ def whale_side(name: str) -> Side:
     )
     model = gpt2.build(LENGTH, tied=False)
     engine = wh.parallelize(model, batch(0), optimizer=gpt2.make_optimizer)
-    say(f"{name}: {len(engine.plan.stages)} stages, {engine.plan.schedule['name']}")
+    say(f"{name}: {len(engine.plan.stages)} stages, {engine.plan.schedule.name}")
     return Side(name, lambda step: engine.step(batch(step)), lambda result: result.loss)
 
 

@@ -29,6 +29,7 @@ from whale import scheduling
 from whale.cluster.network import Network
 from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.plan import Plan, Stage
+from whale.plans.revise import revise
 from whale.plans.shares import even_shares
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
@@ -78,9 +79,7 @@ def with_shares(plan: Plan, shares: list[int]) -> Plan:
     second, and one more only later.
     """
     seconds = tuple(1.0 / share if share else 1e9 for share in shares)
-    return replace(
-        plan, device_seconds=seconds, device_fixed_seconds=(), memory=(), least_samples=0
-    )
+    return revise(plan, device_seconds=seconds, device_fixed_seconds=(), memory=(), least_samples=0)
 
 
 # ---- pipelines
@@ -238,7 +237,7 @@ class _Pipelines:
         for first, second in ranks:
             shares[first] = share
             shares[second] = self.size - share
-        plan = replace(
+        plan = revise(
             self.even,
             virtual_devices=tuple(
                 VirtualDevice(stage, tuple((rank,) for rank in both))
@@ -248,7 +247,7 @@ class _Pipelines:
                 Stage(stage, stage, (), 1, 1.0, 1.0, (), 0) for stage in range(self.num_stages)
             ),
             crossings=tuple(crossings),
-            schedule=scheduling.build("1f1b", graph, self.num_micro_batch).to_json(),
+            schedule=scheduling.build("1f1b", graph, self.num_micro_batch),
             figures=replace(figures_in(self.even), stages=tuple(stages), states=tuple(states)),
         )
         return with_shares(plan, shares)

@@ -136,10 +136,25 @@ def test_a_plan_for_another_cluster() -> None:
     assert wh.parallelize(Net(), make_batch(), optimizer=sgd, plan=plan, cluster=t4).plan == plan
 
 
-def broken(text: str, change: Callable[[dict[str, Any]], None]) -> str:
-    data = json.loads(text)
-    change(data)
-    return json.dumps(data)
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    """Edits the fields of a plan file."""
+
+    def edited(text: str) -> str:
+        data = json.loads(text)
+        change(data)
+        return json.dumps(data)
+
+    return edited
+
+
+def edit_replica(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    """Edits what a model replica runs."""
+    return edit(lambda data: change(data["templates"][0]))
+
+
+def edit_order(change: Callable[[list[str]], Any]) -> Callable[[str], str]:
+    """Edits the actions of the only device."""
+    return edit_replica(lambda template: change(template["schedule"]["orders"][0]))
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[str], str], tuple[str, ...]]] = {
@@ -147,15 +162,38 @@ CORRUPTIONS: dict[str, tuple[Callable[[str], str], tuple[str, ...]]] = {
     "empty": (lambda text: "", ("plan.json", "is not a plan")),
     "not JSON": (lambda text: "num_devices: 1", ("plan.json", "is not a plan")),
     "another JSON": (lambda text: "[1, 2]", ("plan.json", "is not a plan")),
-    "field missing": (lambda text: broken(text, lambda data: data.pop("stages")), ("plan.json", "stages", "required")),
-    "wrong type": (lambda text: broken(text, lambda data: data.update(num_devices="many")), ("plan.json", "num_devices")),
-    "other format": (lambda text: broken(text, lambda data: data.update(format=99)), ("plan.json", "99", "make the plan again")),
-    "operations missing": (lambda text: broken(text, lambda data: data["stage_of_operation"].pop()), ("places 6 operations", "has 7")),
-    "no such stage": (lambda text: broken(text, lambda data: data["holders"].update({"head.weight": [7]})), ("plan.json", "beyond its 1")),
-    "action missing": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].remove("F0.1")), ("F0.1", "missing")),
-    "backward first": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].reverse()), ("the last backward",)),
-    "no such action": (lambda text: broken(text, lambda data: data["schedule"]["orders"][0].append("fly")), ("'fly'", "no action")),
-}  # fmt: skip
+    "field missing": (
+        edit_replica(lambda template: template.pop("stages")),
+        ("plan.json", "stages", "required"),
+    ),
+    "wrong type": (
+        edit(lambda data: data.update(batch_size="many")),
+        ("plan.json", "batch_size"),
+    ),
+    "other format": (
+        edit(lambda data: data.update(format=99)),
+        ("plan.json", "99", "make the plan again"),
+    ),
+    "of 0.1.0": (
+        edit(lambda data: data.update(format=3, schedule={}, num_devices=1)),
+        ("plan format 3", "Try: whale plan TRAIN.PY --save plan.json"),
+    ),
+    "operations missing": (
+        edit_replica(lambda template: template["stage_of_operation"].pop()),
+        ("places 6 operations", "has 7"),
+    ),
+    "no such stage": (
+        edit_replica(lambda template: template["tensors"]["head.weight"].update(stages=[7])),
+        ("plan.json", "beyond its 1"),
+    ),
+    "samples missing": (
+        edit(lambda data: data["shares"][0].update(num_samples=1)),
+        ("gives", "of 1 samples to its devices"),
+    ),
+    "action missing": (edit_order(lambda order: order.remove("F0.1")), ("F0.1", "missing")),
+    "backward first": (edit_order(lambda order: order.reverse()), ("the last backward",)),
+    "no such action": (edit_order(lambda order: order.append("fly")), ("'fly'", "no action")),
+}
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)

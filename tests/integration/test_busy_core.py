@@ -37,7 +37,7 @@ def on_a_core(
         plan = make_engine(str(path)).plan
         stop(process)
     shares = samples_by_rank(plan, BATCH_SIZE)
-    seconds = [(plan.num_micro_batch * load.fixed_s, load.sample_s) for load in plan.loads()]
+    seconds = [(plan.num_micro_batch * load.fixed_s, load.sample_s) for load in plan.loads]
     return (
         seconds,
         shares,

@@ -252,7 +252,7 @@ def test_wrong_use_is_one_message(
         "contradiction": tmp_path / "x.json",
     }
     (tmp_path / "x.json").write_text(
-        json.dumps(json.loads(quickstart_plan[0].read_text()) | {"schedule": {}})
+        json.dumps(json.loads(quickstart_plan[0].read_text()) | {"replicas": []})
     )
     done = whale(*words.format(**places).split())
     assert done.exit_code == 2

@@ -330,7 +330,7 @@ def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
     for size in (16, 8, 128, 128):
         engine.step(torch.ones(size, 64, 256))
     return [message for message in messages if "may not fit" in message], [
-        load.most for load in engine.plan.loads()
+        load.most for load in engine.plan.loads
     ]
 
 

@@ -155,7 +155,9 @@ def train_and_look(folder: str) -> tuple[list[float], list[str]]:
     losses = [engine.step(make_batch(step)).loss for step in range(3)]
     engine.trace(f"{folder}/trace.json")
     engine.close()
-    return losses, engine.plan.schedule["orders"][int(os.environ["RANK"]) % 2]
+    return losses, [
+        str(action) for action in engine.plan.schedule.orders[int(os.environ["RANK"]) % 2]
+    ]
 
 
 def test_metrics_and_trace_of_a_run(tmp_path: Path) -> None:

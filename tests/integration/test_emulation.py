@@ -22,7 +22,6 @@ from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.settings import Settings
-from whale.scheduling import Schedule
 
 preload("tests.integration.test_emulation")
 
@@ -158,7 +157,7 @@ def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_
     plan = wh.plan(
         net(), mini_batches()[0], loss=mean_square, cluster=settings.cluster, config=config
     )
-    schedule = Schedule.from_json(plan.schedule)
+    schedule = plan.schedule
     assert len(plan.stages) == 4
     for rank in range(4):
         done = [name for name, _, _ in read(tmp_path, f"rank_{rank:05d}.json")["events"]]

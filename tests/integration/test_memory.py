@@ -278,7 +278,7 @@ def fly(prepared: CapturedModel, cases: list[tuple[int, int, str]]) -> list[Flig
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
             engine.step(make_batch())
         (stage,) = engine.peak_in_flight
-        proof = scheduling.check(scheduling.Schedule.from_json(engine.plan.schedule))
+        proof = scheduling.check(engine.plan.schedule)
         flights.append(
             (
                 engine.peak_in_flight,

@@ -95,7 +95,7 @@ def boundaries(num_micro_batch: int, num_blocks: int, schedule: dict[str, Any]) 
     (executor,) = engine.executors()
     looks = executor.pace = Looks()  # type: ignore[assignment]
     engine.step(batch)
-    proof = scheduling.check(scheduling.Schedule.from_json(engine.plan.schedule))
+    proof = scheduling.check(engine.plan.schedule)
     return looks.most, sum(
         proof.peak_in_flight[stage] for stage in engine.plan.stages_of_rank(wh.rank()) if stage > 0
     )

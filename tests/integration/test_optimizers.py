@@ -202,7 +202,9 @@ def train_frozen(
         if n in fixed and not p.is_meta and (p.grad is not None or p in state)
     ]
     messages = sum(
-        action.startswith("send B") for order in engine.plan.schedule["orders"] for action in order
+        str(action).startswith("send B")
+        for order in engine.plan.schedule.orders
+        for action in order
     )
     trained = [name for name, _ in engine.named_parameters()]
     return (

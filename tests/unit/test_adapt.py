@@ -5,7 +5,6 @@ worse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from whale.planning.adapt import (
     slowest_seconds,
 )
 from whale.plans.plan import Plan
+from whale.plans.revise import revise
 
 WIDTH = 4
 BATCH_SIZE = 16
@@ -50,7 +50,7 @@ def fresh_session() -> Iterator[None]:
 def plan_of(num_devices: int, seconds: Sequence[float], **config: object) -> Plan:
     """A plan whose devices take so many seconds for a sample, and nothing else."""
     plan = wh.plan(Net(), torch.randn(BATCH_SIZE, WIDTH), cluster=num_devices, config=dict(config))
-    return replace(plan, device_seconds=tuple(seconds), device_fixed_seconds=(0.0,) * num_devices)
+    return revise(plan, device_seconds=tuple(seconds), device_fixed_seconds=(0.0,) * num_devices)
 
 
 def measured(plan: Plan, slower: Sequence[float], num_steps: int = 3) -> list[StepTimes]:
@@ -142,7 +142,7 @@ def test_new_shares_are_faster_on_what_was_measured_and_drop_no_sample(
 ) -> None:
     global PLAN
     PLAN = PLAN or plan_of(3, (1.0, 1.0, 1.0))
-    plan = replace(PLAN, device_seconds=tuple(seconds))
+    plan = revise(PLAN, device_seconds=tuple(seconds))
     found = rebalance(plan, measured(plan, slower), THRESHOLD, last_step=3)
     if found is not None:
         known = [
@@ -157,7 +157,7 @@ def test_new_shares_are_faster_on_what_was_measured_and_drop_no_sample(
             factor if samples else usual
             for factor, samples in zip(slower, samples_by_rank(plan, BATCH_SIZE), strict=True)
         ]
-        truth = replace(
+        truth = revise(
             plan,
             device_seconds=tuple(
                 time * factor for time, factor in zip(seconds, factors, strict=True)

@@ -4,7 +4,6 @@ they do, and often where it does not.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,8 @@ from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
 from whale.planning.ways_out import with_more
 from whale.plans.plan import diff
-from whale.scheduling import Schedule, StageGraph, build
+from whale.plans.revise import revise
+from whale.scheduling import StageGraph, build
 
 WIDTH = 64
 NUM_TOKENS = 32
@@ -95,9 +95,9 @@ def test_fewer_micro_batches_stay_within_the_same_memory(plain: tuple[float, flo
     count = NUM_MICRO_BATCH - 4
     room = 1.02 * plain[1]
     plan = plan_of(room, schedule="zero-bubble")
-    graph = Schedule.from_json(plan.schedule).stage_graph
+    graph = plan.schedule.stage_graph
     made = schedule_of_plan(plan, graph, 2 * count, count)
-    smaller = replace(plan, batch_size=2 * count, num_micro_batch=count, schedule=made.to_json())
+    smaller = revise(plan, batch_size=2 * count, num_micro_batch=count, schedule=made)
     assert made.name == "zero-bubble"
     assert max(device.peak_total_bytes for device in wh.simulate(smaller).devices) <= room
 

@@ -100,9 +100,9 @@ def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> Non
     assert 0 < plan.stages[0].num_recomputed <= plan.stages[0].num_regions
     assert plan.memory[0].total_bytes(BATCH_SIZE) <= tight.devices[0].kind.memory_bytes
     assert (
-        free.device_seconds[0]
-        < plan.device_seconds[0]
-        <= 4 / 3 * free.device_seconds[0] * (1 + 1e-9)
+        free.loads[0].sample_s
+        < plan.loads[0].sample_s
+        <= 4 / 3 * free.loads[0].sample_s * (1 + 1e-9)
     )
     text = why(plan)
     assert (
@@ -150,7 +150,7 @@ def test_forced_and_forbidden_and_by_name() -> None:
     named = plan_of(devices(10**9), recompute=["layers.[0-3]"])
     assert named.memory[0].sample_bytes < none.memory[0].sample_bytes
     # half of the layers run their forward twice: 3 parts of work become 3.5
-    assert named.device_seconds[0] / none.device_seconds[0] == pytest.approx(3.5 / 3, rel=0.02)
+    assert named.loads[0].sample_s / none.loads[0].sample_s == pytest.approx(3.5 / 3, rel=0.02)
     with pytest.raises(ValueError, match=r"""'layer\.\*' matches no module of the model"""):
         plan_of(devices(10**9), recompute=["layer.*"])
     with pytest.raises(

@@ -22,12 +22,19 @@ from whale.plans.plan import (
     PLAN_FORMAT,
     Crossing,
     Decision,
+    Holding,
     LossTerm,
     Plan,
+    PlannedDevice,
+    Replica,
+    ReplicaTemplate,
+    Settings,
     Stage,
     TaskGraph,
     diff,
 )
+from whale.plans.revise import revise
+from whale.plans.samples import with_samples
 from whale.plans.virtual_devices import VirtualDevice
 from whale.report import print_plan, render_plan, summary
 from whale.report.tables import memory_table
@@ -41,21 +48,8 @@ def hand_made() -> Plan:
     one: 6 devices.
     """
     graph = scheduling.StageGraph((0, 1, 0), ((0, 1), (1, 2)), ((0, 1),))
-    return Plan(
-        format=PLAN_FORMAT,
-        model="0123456789abcdef",
-        config={"schedule": "1f1b", "num_micro_batch": 3},
-        num_devices=6,
-        device_kinds=("V100-32GB", "V100-32GB", "P100") * 2,
-        batch_size=20,
-        num_micro_batch=3,
-        task_graphs=(
-            TaskGraph(0, "encoder.[a-c]", "replicate(2)", 2, 0, 31, 4.8e9, 12_000_000),
-            TaskGraph(1, "decoder", "replicate(1)", 1, 1, 17, 2.5e12, 999),
-        ),
-        virtual_devices=(VirtualDevice(0, ((0, 1), (3, 4))), VirtualDevice(1, ((2,), (5,)))),
-        num_replicas=2,
-        device_seconds=(1.0,) * 6,
+    template = ReplicaTemplate(
+        grids=(None, None),
         stages=(
             Stage(0, 0, (0,), 20, 4.0e9, 0.0125, ("embed.weight", "a.weight"), 8_000_000),
             Stage(1, 1, (1,), 17, 2.5e12, 1.5, ("embed.weight",), 999),
@@ -66,12 +60,33 @@ def hand_made() -> Plan:
             Crossing("hidden", 0, 1, 4096, True, True, 1e-4, "net.py:7: x = h[..., red]"),
             Crossing("bias", 1, 2, 512, False, False, 1e-5, "net.py:9: bias()"),
         ),
-        holders={"embed.weight": (0, 1), "a.weight": (0,), "c.weight": (2,), "mask": (0, 1)},
-        schedule=scheduling.build("1f1b", graph, 3).to_json(),
+        tensors={
+            "embed.weight": Holding((0, 1)),
+            "a.weight": Holding((0,)),
+            "c.weight": Holding((2,)),
+            "mask": Holding((0, 1)),
+        },
+        schedule=scheduling.build("1f1b", graph, 3),
         loss_terms=(LossTerm(2, "nll, mean over [batch]"),),
+    )
+    plan = Plan(
+        format=PLAN_FORMAT,
+        model="0123456789abcdef",
+        settings=Settings(),
+        batch_size=20,
+        num_micro_batch=3,
+        devices=(PlannedDevice("V100-32GB", 1.0), PlannedDevice("P100", 1.0)),
+        device_of_rank=(0, 0, 1) * 2,
+        task_graphs=(
+            TaskGraph(0, "encoder.[a-c]", "replicate(2)", 2, 0, 31, 4.8e9, 12_000_000),
+            TaskGraph(1, "decoder", "replicate(1)", 1, 1, 17, 2.5e12, 999),
+        ),
+        templates=(template,),
+        replicas=(Replica(0, ((0, 1), (2,))), Replica(0, ((3, 4), (5,)))),
         decisions=(Decision("schedule", "1f1b", "because [bold]numbers[/bold]"),),
         notes=("a note on aten.sort",),
     )
+    return with_samples(plan)
 
 
 def text_of(plan: Plan, width: int = 130) -> str:
@@ -136,7 +151,7 @@ def test_the_rest_is_there() -> None:
     assert "stage 2: nll, mean over [batch]" in text
     assert row(text, "schedule", "1f1b") == "schedule 1f1b because [bold]numbers[/bold]"
     assert "a note on aten.sort" in text
-    picture = scheduling.draw(scheduling.Schedule.from_json(hand_made().schedule), width=130)
+    picture = scheduling.draw(hand_made().schedule, width=130)
     assert all(line in text for line in picture.splitlines())
     assert (
         "drawn with backward = 2 x forward" in text
@@ -146,7 +161,7 @@ def test_the_rest_is_there() -> None:
 def test_a_parameter_of_two_stages_on_one_device_is_no_exact_sum() -> None:
     plan = hand_made()
     shared = replace(plan.stages[2], parameters=("a.weight",))
-    assert "at most 12.0 MB" in text_of(replace(plan, stages=(*plan.stages[:2], shared)))
+    assert "at most 12.0 MB" in text_of(revise(plan, stages=(*plan.stages[:2], shared)))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
@@ -169,10 +184,8 @@ def test_a_large_plan_stays_short() -> None:
         VirtualDevice(0, tuple((2 * r,) for r in range(512))),
         VirtualDevice(1, tuple((2 * r + 1,) for r in range(512))),
     )
-    large = replace(
+    large = revise(
         plan,
-        num_devices=1024,
-        num_replicas=512,
         batch_size=2048,
         virtual_devices=devices,
         crossings=many,
@@ -193,10 +206,8 @@ def test_a_row_is_never_left_out_for_a_line_about_it(num_replicas: int) -> None:
     """
     more = num_replicas - 4
     ranks = tuple((rank,) for rank in range(num_replicas))
-    plan = replace(
+    plan = revise(
         hand_made(),
-        num_devices=2 * num_replicas,
-        num_replicas=num_replicas,
         virtual_devices=(
             VirtualDevice(0, ranks),
             VirtualDevice(1, tuple((rank + num_replicas,) for (rank,) in ranks)),
@@ -271,12 +282,14 @@ def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
 def test_diff_names_what_changed() -> None:
     plan = hand_made()
     assert diff(plan, hand_made()) == []
-    changed = replace(
-        plan, batch_size=24, stages=(replace(plan.stages[0], parameter_bytes=9), *plan.stages[1:])
+    changed = revise(
+        plan,
+        notes=("another",),
+        stages=(replace(plan.stages[0], parameter_bytes=9), *plan.stages[1:]),
     )
     assert diff(plan, changed) == [
-        "batch_size: 20 -> 24",
-        "stages[0].parameter_bytes: 8000000 -> 9",
+        "notes[0]: a note on aten.sort -> another",
+        "templates[0].stages[0].parameter_bytes: 8000000 -> 9",
     ]
 
 
@@ -295,19 +308,21 @@ def broken(**changes: Any) -> str:
             broken(format=PLAN_FORMAT + 1),
             f"has plan format {PLAN_FORMAT + 1}, this Whale reads {PLAN_FORMAT}",
         ),
-        (broken(num_devices="many"), "num_devices"),
-        (broken(num_devices=None), "num_devices"),
-        (broken(stages=[{"index": 0}]), "stages.0"),
-        (broken(holders={"w": ["first"]}), "holders.w.0"),
+        (broken(batch_size="many"), "batch_size"),
+        (broken(batch_size=None), "batch_size"),
+        (broken(batch_size=-20), "batch_size is -20, which is negative"),
+        (broken(num_devices=6), "fields that a plan does not have: num_devices"),
+        (broken(replicas=[{"template": 0}]), "replicas.0"),
+        (broken(device_of_rank=["first"]), "device_of_rank.0"),
         (
             json.dumps(
                 {
                     key: value
                     for key, value in json.loads(hand_made().to_json()).items()
-                    if key != "crossings"
+                    if key != "templates"
                 }
             ),
-            "crossings",
+            "templates",
         ),
     ],
 )

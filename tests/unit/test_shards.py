@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from whale.checkpoint.shard_pieces import pieces, read_shard, read_state, state_
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
 from whale.plans.plan import Plan, diff
+from whale.plans.revise import revise
 from whale.plans.samples import SampleMap, divide
 from whale.plans.sharding import ShardedOperation, StageSharding, StoredLayout
 from whale.plans.shards import Shards
@@ -53,7 +55,7 @@ def plan() -> Plan:
     grid = Grid(2, 2, 1, work={"x": (1.0, 3.0)})
     devices = (made.virtual_devices[0], replace(made.virtual_devices[1], grid=grid))
     sharding = StageSharding(1, {"second.weight": StoredLayout.of(FUSED)})
-    return replace(made, virtual_devices=devices, shardings=(sharding,))
+    return revise(made, virtual_devices=devices, shardings=(sharding,))
 
 
 def test_holders_are_the_same_place_of_all_replicas_along_axes_that_do_not_cut(plan: Plan) -> None:
@@ -99,7 +101,7 @@ def test_a_weight_that_lies_whole_on_a_grid_is_summed_with_its_other_holders(pla
     whole.
     """
     stored = {**plan.shardings[0].stored, "first.bias": StoredLayout(((WIDTH, 1, 1),), ("",))}
-    tied = replace(
+    tied = revise(
         plan,
         holders={**plan.holders, "first.bias": (0, 1)},
         shardings=(replace(plan.shardings[0], stored=stored),),
@@ -115,7 +117,7 @@ def test_an_empty_part_meets_nobody() -> None:
     layout = Layout((Cut(2, 3), Cut(WIDTH)), (("y",), ()))  # two granules over four devices
     device = replace(made.virtual_devices[0], grid=Grid(1, 4, 1))
     shards = Shards(
-        replace(
+        revise(
             made,
             virtual_devices=(device,),
             shardings=(StageSharding(0, {"second.weight": StoredLayout.of(layout)}),),
@@ -142,8 +144,14 @@ def test_a_grid_runs_on_the_samples_of_its_replica_and_cuts_what_enters(plan: Pl
 
 
 def test_a_grid_needs_one_sample_for_each_replica_only(plan: Plan) -> None:
-    alone = replace(
+    alone = revise(
         plan,
+        device_kinds=("CPU",) * 8,
+        stages=(replace(plan.stages[1], index=0, virtual_device=0),),
+        holders={},
+        shardings=(),
+        batch_size=2,
+        num_micro_batch=1,
         virtual_devices=(
             replace(plan.virtual_devices[1], index=0, ranks=((0, 1, 2, 3), (4, 5, 6, 7))),
         ),
@@ -151,22 +159,20 @@ def test_a_grid_needs_one_sample_for_each_replica_only(plan: Plan) -> None:
         device_fixed_seconds=(0.0,) * 8,
         memory=(),
     )
-    assert [
-        SampleMap(replace(alone, num_devices=8), 2, 1).devices(0, replica, 0) for replica in (0, 1)
-    ] == [
+    assert [SampleMap(alone, 2, 1).devices(0, replica, 0) for replica in (0, 1)] == [
         ((0, 0), (0, 1), (1, 1), (1, 1)),
         ((1, 1), (1, 2), (2, 2), (2, 2)),
     ]
     with pytest.raises(ValueError, match="cut over 2 devices"):
-        SampleMap(replace(alone, num_devices=8), 1, 1)
+        SampleMap(alone, 1, 1)
 
 
 def test_replicas_share_samples_by_the_slowest_device_of_their_grid(plan: Plan) -> None:
     device = replace(plan.virtual_devices[1], index=0, ranks=((0, 1, 2, 3), (4, 5, 6, 7)))
     loads = [Load(1.0), Load(1.0), Load(2.0), Load(1.0), Load(1.0), Load(1.0), Load(1.0), Load(0.5)]
     division = divide(6, [device], loads, 0)
-    assert division.replicas == (2, 4) and division.slowest_s == 4.0
-    assert division.runs == (((2,) * 4,), ((4,) * 4,))
+    assert [share.num_samples for share in division.shares] == [2, 4] and division.slowest_s == 4.0
+    assert [share.runs for share in division.shares] == [((2,) * 4,), ((4,) * 4,)]
 
 
 def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -> None:
@@ -188,7 +194,7 @@ def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -
         replicated=("blocks.0: sort", "blocks.1: sort"),
     )
     console = Console(width=160, record=True, file=io.StringIO())
-    print_plan(replace(plan, shardings=(sharding,), figures=None), console)
+    print_plan(revise(plan, shardings=(sharding,), figures=None), console)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert (
         "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; "
@@ -212,19 +218,25 @@ def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: P
         plan.shardings[0],
         stored={"second.weight": StoredLayout.of(replace(FUSED, axes=(("x",), ("y",))))},
     )
-    lines = diff(plan, replace(plan, shardings=(other,)))
-    assert lines == [
-        "shardings[0].stored.second.weight.axes[0]: y -> x",
-        "shardings[0].stored.second.weight.axes[1]: x -> y",
+    lines = diff(plan, revise(plan, shardings=(other,)))
+    assert [line for line in lines if "stored" in line] == [
+        "templates[0].shardings[0].stored.second.weight.axes[0]: y -> x",
+        "templates[0].shardings[0].stored.second.weight.axes[1]: x -> y",
     ]
+    assert {line.split(".")[1].split("[")[0] for line in lines} == {"boxes", "shardings"}
+
+
+def edited(plan: Plan, **changes: Any) -> Plan:
+    """The plan as somebody would edit its file: nothing else follows."""
+    return replace(plan, templates=(replace(plan.template, **changes),))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda plan: replace(plan, shardings=()), r"stages \[\] are sharded, on grids are \[1\]"),
+        (lambda plan: edited(plan, shardings=()), r"stages \[\] are sharded, on grids are \[1\]"),
         (
-            lambda plan: replace(
+            lambda plan: edited(
                 plan,
                 shardings=(
                     replace(plan.shardings[0], stored={"first.weight": StoredLayout.of(FUSED)}),
@@ -233,17 +245,11 @@ def test_a_plan_with_a_grid_is_saved_loaded_and_compared(plan: Plan, tmp_path: P
             "first.weight is cut on stage 1, which does not hold it",
         ),
         (
-            lambda plan: replace(
-                plan,
-                virtual_devices=(
-                    plan.virtual_devices[0],
-                    replace(plan.virtual_devices[1], grid=Grid(3, 1, 1)),
-                ),
-            ),
+            lambda plan: edited(plan, grids=(None, Grid(3, 1, 1))),
             "grid of 3 x 1 x 1 devices and 4 ranks",
         ),
         (
-            lambda plan: replace(
+            lambda plan: edited(
                 plan,
                 shardings=(
                     replace(
@@ -272,8 +278,9 @@ def on_grid(plan: Plan, grid: Grid, layout: Layout) -> Shards:
     stored = {"second.weight": StoredLayout.of(layout)}
     shardings = (StageSharding(0, stored),)
     return Shards(
-        replace(
+        revise(
             plan,
+            device_kinds=("CPU",) * 2 * grid.num_devices,
             stages=(stage,),
             virtual_devices=(device,),
             holders={"second.weight": (0,)},

@@ -19,8 +19,18 @@ import whale as wh
 from whale import scheduling
 from whale.cluster.network import Link, Network
 from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
-from whale.plans.plan import PLAN_FORMAT, Crossing, Plan, Stage
-from whale.plans.samples import SampleMap
+from whale.plans.plan import (
+    PLAN_FORMAT,
+    Crossing,
+    Holding,
+    Plan,
+    PlannedDevice,
+    ReplicaTemplate,
+    Settings,
+    Stage,
+)
+from whale.plans.revise import replicas_on
+from whale.plans.samples import SampleMap, with_samples
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.communication import AllReduce, Links, ring_s
@@ -68,30 +78,32 @@ def plan_of(
         batch_bytes=3,
     )
     edges = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    return Plan(
-        format=PLAN_FORMAT,
-        model="none",
-        config={"bucket_bytes": 2**20},
-        num_devices=number,
-        device_kinds=("toy",) * number,
-        batch_size=num_micro_batch * num_replicas,
-        num_micro_batch=num_micro_batch,
-        task_graphs=(),
-        virtual_devices=tuple(VirtualDevice(stage, ranks[stage]) for stage in range(num_stages)),
-        num_replicas=num_replicas,
-        device_seconds=(1.0,) * number,
+    devices = tuple(VirtualDevice(stage, ranks[stage]) for stage in range(num_stages))
+    template = ReplicaTemplate(
+        grids=(None,) * num_stages,
         stages=tuple(
             Stage(stage, stage, (), 1, 1.0, 1.0, (f"w{stage}",), MODEL_BYTES)
             for stage in range(num_stages)
         ),
         stage_of_operation=(),
         crossings=tuple(Crossing("h", a, b, 50, True, True, 0.0, "") for a, b in edges),
-        holders={f"w{stage}": (stage,) for stage in range(num_stages)},
-        schedule=scheduling.build(name, graph, num_micro_batch).to_json(),
-        loss_terms=(),
-        decisions=(),
-        notes=(),
-        figures=figures,
+        tensors={f"w{stage}": Holding((stage,)) for stage in range(num_stages)},
+        schedule=scheduling.build(name, graph, num_micro_batch),
+    )
+    return with_samples(
+        Plan(
+            format=PLAN_FORMAT,
+            model="none",
+            settings=Settings(bucket_bytes=2**20),
+            batch_size=num_micro_batch * num_replicas,
+            num_micro_batch=num_micro_batch,
+            devices=(PlannedDevice("toy", 1.0),),
+            device_of_rank=(0,) * number,
+            task_graphs=(),
+            templates=(template,),
+            replicas=replicas_on(devices),
+            figures=figures,
+        )
     )
 
 
@@ -112,7 +124,7 @@ def test_one_replica_takes_the_times_of_the_schedulers_own_simulation(
         for _ in range(num_stages)
     ]
     plan = plan_of(name, num_stages, num_micro_batch, times, link=Link(1e30, latency))
-    schedule = scheduling.Schedule.from_json(plan.schedule)
+    schedule = plan.schedule
     edges = schedule.stage_graph.edges
     costs = scheduling.Costs(
         *(tuple(column) for column in zip(*times, strict=True)),
@@ -313,11 +325,11 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> wh.Plan:
 
 def test_busy_time_is_what_the_shares_were_planned_with(planned: wh.Plan) -> None:
     found = wh.simulate(planned)
-    loads = planned.loads()
+    loads = planned.loads
     samples = SampleMap(planned, 32, 4)
     for device in found.devices:
         place, replica, position = planned.place_of_rank(device.rank)
-        shares = [samples.division(m).devices[replica][place][position] for m in range(4)]
+        shares = [samples.shares(m)[replica].runs[place][position] for m in range(4)]
         assert device.compute_s == pytest.approx(
             sum(loads[device.rank].seconds(share) for share in shares)
         )
@@ -331,7 +343,7 @@ def test_memory_is_the_planners(planned: wh.Plan) -> None:
     samples = SampleMap(planned, 32, 4)
     for device, memory in zip(found.devices, planned.memory, strict=True):
         place, replica, position = planned.place_of_rank(device.rank)
-        share = samples.division(0).devices[replica][place][position]
+        share = samples.shares(0)[replica].runs[place][position]
         assert device.peak_bytes["weights"] == memory.parameter_bytes
         assert device.peak_bytes["buffers"] == memory.buffer_bytes
         assert device.peak_bytes["optimizer state"] == memory.optimizer_bytes
@@ -352,10 +364,7 @@ def test_the_trace_holds_every_action_message_and_memory(planned: wh.Plan, tmp_p
     timeline.save_trace(tmp_path / "trace.json")
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     actions = [
-        str(action)
-        for order in scheduling.Schedule.from_json(planned.schedule).orders
-        for action in order
-        if action.is_compute
+        str(action) for order in planned.schedule.orders for action in order if action.is_compute
     ]
     assert sorted(
         row["name"] for row in rows if row.get("cat") == "compute" and row["name"] != "update"

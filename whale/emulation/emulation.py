@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
+from whale.plans.revise import with_devices
 from whale.scheduling import Action, check
 from whale.scheduling.action import ENDS_BACKWARD
 from whale.simulation.communication import all_reduces_of
@@ -278,7 +279,8 @@ class EmulatedPlatform(Platform):
 
 def _on(plan: Plan, cluster: Cluster) -> Plan:
     """The plan may have been made for another cluster: what counts are the emulated devices."""
-    return replace(plan, device_kinds=tuple(device.kind.name for device in cluster.devices))
+    kinds = [device.kind.name for device in cluster.devices]
+    return with_devices(plan, {"kind": kinds})
 
 
 def _figures(

@@ -36,6 +36,7 @@ from whale.planning.split import stage_program
 from whale.planning.stages import Assignment
 from whale.plans.figures import Figures
 from whale.plans.plan import Crossing, LossTerm, Plan
+from whale.plans.revise import revise
 from whale.plans.sharding import StageSharding
 from whale.sharding.solve import solve
 
@@ -185,11 +186,12 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and stage_of[node] not in holders[str(source.target)]:
                 holders[str(source.target)].append(stage_of[node])
-    small = replace(
+    small = revise(
         plan,
         model=fingerprint(captured),
         stage_of_operation=tuple(stage_of[node] for node in captured.compute_nodes()),
         holders={name: tuple(sorted(stages)) for name, stages in holders.items()},
+        stages=tuple(replace(stage, recomputed=()) for stage in plan.stages),
         loss_terms=tuple(LossTerm(stage_of[node], "stands for a loss") for node in prepared.terms),
         notes=(
             "stub chunks: one small parameter and one small tensor per boundary stand for the "
@@ -197,7 +199,7 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         ),
     )
     assignment = apply_plan(small, captured, prepared.kinds)
-    small = replace(
+    small = revise(
         small,
         shardings=tuple(_on_grid(small, prepared, assignment, each) for each in plan.shardings),
     )

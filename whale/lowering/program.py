@@ -4,7 +4,7 @@ number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.operations.nodes import op_name
 from whale.operations.table import CASTS, FREE
 from whale.planning.planner import Assignment, fingerprint
-from whale.planning.recompute import regions_of_stage
+from whale.planning.recompute import Regions, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
@@ -281,27 +281,20 @@ def lower(
     outputs: dict[int, list[Node]] = {}
     for node in prepared.outputs:
         outputs.setdefault(assignment.result_stage[node], []).append(node)
+    is_planned = fingerprint(prepared.captured) == plan.model
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):
         stage_ranks = plan.ranks_of_stage(stage)
         group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
         device = plan.stages[stage].virtual_device
-        counts = (plan.stages[stage].num_regions, plan.stages[stage].num_recomputed)
-        operations = assignment.slices[stage].operations
-        regions = regions_of_stage(
-            prepared.captured,
-            operations,
-            assignment.gradients,
-            counts,
-            plan.config.get("recompute", False),
-        )
+        regions = _regions(plan, assignment, prepared, stage, is_planned)
         if plan.virtual_devices[device].grid is not None:
             planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
             on_grid = OnGrid(
                 weights,
                 planned,
-                fingerprint(prepared.captured) == plan.model,
+                is_planned,
                 grids.communication(device),
                 regions,
             )
@@ -322,6 +315,28 @@ def lower(
         outputs,
         ranks,
     )
+
+
+def _regions(
+    plan: Plan, assignment: Assignment, prepared: CapturedModel, stage: int, is_planned: bool
+) -> Regions:
+    """Operations of a stage that are recomputed in backward, with their regions: those that the
+    plan lists, and for another graph of the model (an evaluation, another length) as many.
+    """
+    planned = plan.stages[stage]
+    if not is_planned:
+        return regions_of_stage(
+            prepared.captured,
+            assignment.slices[stage].operations,
+            assignment.gradients,
+            (planned.num_regions, planned.num_recomputed),
+            plan.settings.recompute,
+        )
+    nodes = list(prepared.captured.compute_nodes())
+    regions: dict[Node, Hashable] = {}
+    for region, places in enumerate(planned.recomputed):
+        regions |= dict.fromkeys((nodes[place] for place in places), region)
+    return regions
 
 
 def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: CapturedModel) -> None:

@@ -21,6 +21,7 @@ from math import isfinite
 
 from whale.names import listed
 from whale.plans.plan import Decision, Plan
+from whale.plans.revise import revise
 from whale.plans.samples import SampleMap
 from whale.plans.shares import Load
 
@@ -126,28 +127,28 @@ def _with_times(plan: Plan, factors: Sequence[float]) -> Plan:
     """The plan with the times of every device corrected. A device that has samples keeps one:
     without any it could not be measured.
     """
-    fixed = plan.device_fixed_seconds or (0.0,) * plan.num_devices
     has_all = all(samples_by_rank(plan, plan.batch_size))
-    return replace(
+    loads = plan.loads
+    return revise(
         plan,
-        device_seconds=tuple(
-            time * factor for time, factor in zip(plan.device_seconds, factors, strict=True)
-        ),
-        device_fixed_seconds=tuple(
-            time * factor for time, factor in zip(fixed, factors, strict=True)
-        ),
+        device_seconds=[
+            load.sample_s * factor for load, factor in zip(loads, factors, strict=True)
+        ],
+        device_fixed_seconds=[
+            load.fixed_s * factor for load, factor in zip(loads, factors, strict=True)
+        ],
         least_samples=max(plan.least_samples, 1) if has_all else plan.least_samples,
     )
 
 
 def predicted_seconds(plan: Plan, batch_size: int) -> tuple[float, ...]:
     """By rank: forwards and backwards of one mini-batch, with the shares and times of the plan."""
-    return _seconds(plan.loads(), _samples(plan, batch_size))
+    return _seconds(plan.loads, _samples(plan, batch_size))
 
 
 def slowest_seconds(times: Plan, shares: Plan, batch_size: int) -> float:
     """Of the device that takes longest: the times of one plan, the shares of another."""
-    return max(_seconds(times.loads(), _samples(shares, batch_size)))
+    return max(_seconds(times.loads, _samples(shares, batch_size)))
 
 
 def _seconds(loads: Sequence[Load], samples: Sequence[Sequence[int]]) -> tuple[float, ...]:

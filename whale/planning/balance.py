@@ -117,13 +117,7 @@ class Situation:
 
     def samples_by_rank(self, size: int) -> list[int]:
         """Of a micro-batch of that size."""
-        division = self.divide(size)
-        found = [0] * len(self.loads)
-        for device in self.virtual_devices:
-            for replica, ranks in enumerate(device.ranks):
-                for rank, share in zip(ranks, division.runs[replica][device.index], strict=True):
-                    found[rank] = share
-        return found
+        return self.divide(size).by_rank(self.virtual_devices)
 
     def fits(self, batch_size: int, num_micro_batch: int) -> bool:
         if any(memory.most_samples() < 0 for memory in self.memory):

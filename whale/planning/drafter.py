@@ -210,7 +210,7 @@ class Drafter:
         problem = self.problem
         workload = self.workload
         kinds = [
-            [problem.cluster.devices[rank].kind for rank in _ranks(device)]
+            [problem.cluster.devices[rank].kind for rank in device.all_ranks]
             for device in self.placement.virtual_devices
         ]
         times = []
@@ -304,13 +304,12 @@ class Drafter:
         """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets
         which samples.
         """
-        division = priced.situation.without_limits().divide(self.problem.largest_micro_batch)
+        shares = priced.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
         found = []
         for device in self.placement.virtual_devices:
             ranks = []
-            for replica, members in enumerate(device.ranks):
-                for rank, share in zip(members, division.runs[replica][device.index], strict=True):
-                    ranks.append((share, self.problem.cluster.devices[rank].kind.memory_bytes))
+            for rank in device.all_ranks:
+                ranks.append((shares[rank], self.problem.cluster.devices[rank].kind.memory_bytes))
             stages = tuple(self._stages_of(device))
             order = priced.fastest.orders[device.index]
             shared = self._shared_bytes(stages) if device.grid is None else 0
@@ -383,9 +382,9 @@ class Drafter:
             needed = needed.with_shared(self._shared_bytes(tuple(stages)))
             totals = {
                 kind: workload.times(operations, kind, again).total
-                for kind in {kinds[rank] for rank in _ranks(device)}
+                for kind in {kinds[rank] for rank in device.all_ranks}
             }
-            for rank in _ranks(device):
+            for rank in device.all_ranks:
                 loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
                 memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
         ranks = range(problem.cluster.num_devices)
@@ -431,10 +430,6 @@ class Drafter:
                 for owner in owners:
                     found[owner] += state.num_bytes
         return found
-
-
-def _ranks(device: VirtualDevice) -> list[int]:
-    return [rank for replica in device.ranks for rank in replica]
 
 
 def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:

@@ -25,10 +25,7 @@ LEAST_GAIN = 0.005
 def idle_ranks(plan: Plan) -> tuple[int, ...]:
     """Ranks without samples that could be left out. The model replicas that stay must be alike: so
     whole ones, and single devices where one replica stays."""
-    has_samples = [
-        any(numbers)
-        for numbers in SampleMap(plan, plan.batch_size, plan.num_micro_batch).num_by_rank()
-    ]
+    has_samples = [any(numbers) for numbers in SampleMap.planned(plan).num_by_rank()]
     replicas = [
         [rank for device in plan.virtual_devices for rank in device.ranks[index]]
         for index in range(plan.num_replicas)

@@ -8,11 +8,12 @@ no process group, no weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.fx import Node
 
 from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
@@ -28,7 +29,7 @@ from whale.planning.idle_devices import idle_decision
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import figures_of, typical_share
 from whale.planning.problem import Problem
-from whale.planning.recompute import check_names
+from whale.planning.recompute import Regions, check_names
 from whale.planning.recompute_choice import explain
 from whale.planning.schedules import ACTION_S
 from whale.planning.split_memory import on_grids
@@ -44,7 +45,19 @@ from whale.planning.stages import (
 from whale.planning.task_graphs import TaskGraphs, from_marks
 from whale.planning.ways_out import ways_out
 from whale.planning.workload import Workload
-from whale.plans.plan import PLAN_FORMAT, Decision, LossTerm, Plan
+from whale.plans.figures import Figures
+from whale.plans.plan import (
+    PLAN_FORMAT,
+    Decision,
+    Holding,
+    LossTerm,
+    Plan,
+    PlannedDevice,
+    ReplicaTemplate,
+    Settings,
+)
+from whale.plans.revise import different_devices, replicas_on, with_boxes
+from whale.plans.samples import with_samples
 from whale.plans.shares import DoesNotFit, NoRoom, check_batch
 from whale.plans.virtual_devices import Placement, place
 from whale.simulation.simulate import simulate
@@ -251,85 +264,120 @@ def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
 
 
 def _plan(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
-    captured = problem.captured
+    """The draft as a plan, with the samples of every rank and the figures of its simulation."""
     config = problem.config
-    cluster = problem.cluster
-    assignment = draft.assignment
-    kinds = [device.kind for device in cluster.devices]
     placement = draft.placement
-    situation = draft.situation
-    held = holders(captured, assignment)
-    ranks_of = [
-        [rank for replica in device.ranks for rank in replica]
-        for device in placement.virtual_devices
-    ]
-    return Plan(
+    plan = Plan(
         format=PLAN_FORMAT,
         model=model,
-        config=config.to_dict(),
-        num_devices=cluster.num_devices,
-        device_kinds=situation.kinds,
+        settings=Settings(config.colocate, _as_stored(config.recompute), config.bucket_bytes),
         batch_size=problem.batch_size,
         num_micro_batch=config.num_micro_batch,
-        task_graphs=describe_task_graphs(captured, draft.task_graphs, placement, workload.costs),
-        virtual_devices=placement.virtual_devices,
-        num_replicas=placement.num_replicas,
-        device_seconds=tuple(load.sample_s for load in situation.loads),
-        stages=draft.stages,
-        stage_of_operation=tuple(
-            assignment.stage_of.get(node, RECOMPUTED) for node in captured.compute_nodes()
+        **different_devices(_planned_devices(problem, draft)),
+        task_graphs=describe_task_graphs(
+            problem.captured, draft.task_graphs, placement, workload.costs
         ),
-        crossings=draft.crossings,
-        holders=held,
-        schedule=draft.schedule.to_json(),
-        loss_terms=tuple(
-            LossTerm(assignment.result_stage[node], text)
-            for node, text in zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
-        ),
-        decisions=(
-            Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
-            Decision(
-                "VirtualDevices",
-                f"{len(placement.virtual_devices)} x {count(placement.num_replicas, 'replica')}",
-                placement.reason,
-            ),
-            *draft.split.decisions,
-            *_balance_decisions(problem, draft),
-            *_recompute_decisions(problem, draft),
-            *tie_decisions(captured, assignment),
-            Decision(
-                "schedule",
-                draft.schedule.name,
-                _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks,
-            ),
-            *update_decisions(config, len(draft.stages)),
-        ),
+        templates=(with_boxes(_template(problem, draft)),),
+        replicas=replicas_on(placement.virtual_devices),
+        decisions=_decisions(problem, draft),
         notes=(
-            *captured.notes,
-            *_batch_norm_notes(captured, config.num_micro_batch),
+            *problem.captured.notes,
+            *_batch_norm_notes(problem.captured, config.num_micro_batch),
             *draft.split.notes(),
         ),
-        device_fixed_seconds=tuple(load.fixed_s for load in situation.loads),
-        device_flop_per_s=tuple(kind.rate(config.dtype) for kind in kinds),
-        memory=situation.memory,
-        least_samples=situation.least,
+        least_samples=draft.situation.least,
+    )
+    return with_samples(replace(plan, figures=_figures(problem, workload, draft)))
+
+
+def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...]:
+    return tuple(recompute) if isinstance(recompute, list) else recompute
+
+
+def _planned_devices(problem: Problem, draft: Draft) -> list[PlannedDevice]:
+    """By rank."""
+    found = []
+    for rank, device in enumerate(problem.cluster.devices):
+        load = draft.situation.loads[rank]
+        found.append(
+            PlannedDevice(
+                kind=draft.situation.kinds[rank],
+                sample_s=load.sample_s,
+                fixed_s=load.fixed_s,
+                flop_per_s=device.kind.rate(problem.config.dtype),
+                memory=draft.situation.memory[rank],
+            )
+        )
+    return found
+
+
+def _template(problem: Problem, draft: Draft) -> ReplicaTemplate:
+    """What every model replica of the draft runs."""
+    captured = problem.captured
+    assignment = draft.assignment
+    place_of = {node: place for place, node in enumerate(captured.compute_nodes())}
+    stages = []
+    for stage, regions in zip(draft.stages, draft.regions, strict=True):
+        stages.append(replace(stage, recomputed=_recomputed(regions, place_of)))
+    terms = zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
+    return ReplicaTemplate(
+        grids=tuple(device.grid for device in draft.placement.virtual_devices),
+        stages=tuple(stages),
+        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in place_of),
+        crossings=draft.crossings,
+        tensors={
+            name: Holding(stages_of) for name, stages_of in holders(captured, assignment).items()
+        },
+        schedule=draft.schedule,
+        loss_terms=tuple(LossTerm(assignment.result_stage[node], text) for node, text in terms),
         shardings=draft.split.records(),
-        figures=figures_of(
-            workload,
-            assignment,
-            held,
-            cluster,
-            [ranks_of[stage.virtual_device] for stage in draft.stages],
-            draft.choice,
-            config.recompute,
-            on_grids(
-                workload,
-                draft.split,
-                held,
-                [stage.virtual_device for stage in draft.stages],
-                draft.regions,
-            ),
+    )
+
+
+def _recomputed(regions: Regions, place_of: Mapping[Node, int]) -> tuple[tuple[int, ...], ...]:
+    """The regions of a stage as places of their operations in the graph."""
+    members: dict[Hashable, list[int]] = {}
+    for node, region in regions.items():
+        members.setdefault(region, []).append(place_of[node])
+    return tuple(tuple(sorted(places)) for places in members.values())
+
+
+def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
+    """Every choice with its reason, in the order in which they were made."""
+    config = problem.config
+    placement = draft.placement
+    num_replicas = count(placement.num_replicas, "replica")
+    why_schedule = _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks
+    return (
+        Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
+        Decision(
+            "VirtualDevices",
+            f"{len(placement.virtual_devices)} x {num_replicas}",
+            placement.reason,
         ),
+        *draft.split.decisions,
+        *_balance_decisions(problem, draft),
+        *_recompute_decisions(problem, draft),
+        *tie_decisions(problem.captured, draft.assignment),
+        Decision("schedule", draft.schedule.name, why_schedule),
+        *update_decisions(config, len(draft.stages)),
+    )
+
+
+def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
+    """What the simulation computes on."""
+    held = holders(problem.captured, draft.assignment)
+    device_of_stage = [stage.virtual_device for stage in draft.stages]
+    ranks_of = [device.all_ranks for device in draft.placement.virtual_devices]
+    return figures_of(
+        workload,
+        draft.assignment,
+        held,
+        problem.cluster,
+        [ranks_of[device] for device in device_of_stage],
+        draft.choice,
+        problem.config.recompute,
+        on_grids(workload, draft.split, held, device_of_stage, draft.regions),
     )
 
 

@@ -246,7 +246,7 @@ def price(
     their layouts were chosen with them.
     """
     num_sharing = (
-        plan.num_devices if plan.config.get("colocate") else plan.num_replicas
+        plan.num_devices if plan.settings.colocate else plan.num_replicas
     )  # as the planner counts them
     share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(
@@ -255,7 +255,7 @@ def price(
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
     held = holders_of(captured, assignment)
-    wanted = plan.config.get("recompute", False)
+    wanted = plan.settings.recompute
     grids = _grids_of(plan, captured, held)
     return replace(
         plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)

@@ -174,7 +174,7 @@ def schedule_of_plan(
     """A schedule for what the plan's own does not fit: fewer micro-batches, or a graph with other
     edges. Within the same memory.
     """
-    name = str(plan.schedule["name"])
+    name = plan.schedule.name
     costs = schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch)
     room = Room.of_plan(plan, batch_size, num_micro_batch)
     if name in FIXED_ORDERS or room is None:

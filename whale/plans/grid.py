@@ -38,6 +38,10 @@ class Grid:
     def __post_init__(self) -> None:
         for name, weights in (("work", self.work), ("memory", self.memory)):
             for axis, values in weights.items():
+                if axis not in AXES:
+                    raise ValueError(
+                        f"{name} weights are given for axis {axis!r}, which is not x, y or z"
+                    )
                 if len(values) != self.size(axis) or min(values) < 0 or sum(values) <= 0:
                     raise ValueError(
                         f"{name} weights of axis {axis} are {values}: {self.size(axis)} numbers "

@@ -1,25 +1,65 @@
 """The plan: everything decided, as plain frozen data. It is printed, saved as JSON, compared, and
-executed without further thought.
+executed without further thought. docs/plan.md says what it holds and how alike replicas are stored.
+
+A **model replica** is one full copy of the model on devices of its own. Replicas that run the same
+stages name the same `ReplicaTemplate`, so a plan for 256 alike replicas holds their stages,
+operations, crossings and schedule once; each `Replica` adds its ranks and its samples.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from whale.names import count
+from whale.plans.check import contradiction, number_problem
 from whale.plans.figures import Figures
+from whale.plans.grid import Grid
 from whale.plans.sharding import StageSharding
 from whale.plans.shares import UNLIMITED, Load
 from whale.plans.virtual_devices import VirtualDevice
-from whale.scheduling import Schedule, check
+from whale.scheduling import Schedule
 
-PLAN_FORMAT = 3  # raised when the meaning of a field changes
+PLAN_FORMAT = 4
+"""raised when the meaning of a field changes; 3 was Whale 0.1.0"""
+
+DEFAULT_BUCKET_BYTES = 25 * 1024**2
+"""the config's `bucket_bytes`, for plans that are made by hand"""
+
+
+def _read_schedule(data: Any) -> Schedule:
+    """The schedule from its JSON form, or as it is; raises ValueError for anything else."""
+    if isinstance(data, Schedule):
+        return data
+    try:
+        return Schedule.from_json(data)
+    except KeyError as error:
+        raise ValueError(f"{error} is required in a schedule") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"it is no schedule: {error}") from None
+
+
+StoredSchedule = Annotated[
+    Schedule, PlainValidator(_read_schedule), PlainSerializer(Schedule.to_json)
+]
+"""a schedule that is written with actions as text, `F2.0`, which a person can read"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of the config a plan depends on and does not say elsewhere."""
+
+    colocate: bool = False
+    recompute: bool | str | tuple[str, ...] = "auto"
+    """what the user asked for; what is recomputed of the planned graph stands in each `Stage`"""
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """largest bucket in which gradients are all-reduced"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +111,10 @@ class Stage:
     that are computed again in backward
     """
     num_recomputed: int = 0
+    recomputed: tuple[tuple[int, ...], ...] = ()
+    """regions that are recomputed in backward, each as places of its operations in the graph; those
+    that the user asked for included
+    """
 
 
 @dataclass(frozen=True)
@@ -157,6 +201,105 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class PlannedDevice:
+    """One kind of device with what it has to do, by the cost model. Ranks that are alike in all of
+    it share one.
+    """
+
+    kind: str
+    sample_s: float
+    """seconds of forward and backward for one sample of a micro-batch, all stages of the device"""
+    fixed_s: float = 0.0
+    """seconds of a micro-batch that do not depend on its samples"""
+    flop_per_s: float = 0.0
+    """in the precision of the job; 0: not known"""
+    memory: DeviceMemory | None = None
+    """None: no limit"""
+
+    @property
+    def load(self) -> Load:
+        most = UNLIMITED if self.memory is None else self.memory.most_samples()
+        return Load(self.sample_s, self.fixed_s, most)
+
+
+Memory = Literal["device"]
+"""where a tensor is at home. Host memory and disk will be further values"""
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""for each dim of a tensor, the index ranges [start, stop) that are held, in order"""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Which part of a tensor each device of a VirtualDevice holds. Tensors that are cut alike share
+    one.
+    """
+
+    shape: tuple[int, ...]
+    """of the whole tensor"""
+    places: tuple[Ranges, ...]
+    """by place in the VirtualDevice: the product of its ranges, a few boxes of the tensor"""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Who holds one parameter or buffer."""
+
+    stages: tuple[int, ...]
+    """more than one: tied"""
+    boxes: tuple[int, ...] = ()
+    """for each of these stages the index into `ReplicaTemplate.boxes`, `WHOLE` where its devices
+    hold everything; empty: they all do
+    """
+    memory: Memory = "device"
+
+
+WHOLE = -1
+"""stands in `Holding.boxes` for a tensor that is not cut"""
+
+
+@dataclass(frozen=True)
+class ReplicaTemplate:
+    """What one model replica runs, whichever devices it has."""
+
+    grids: tuple[Grid | None, ...]
+    """by VirtualDevice: its devices as a block, where a `split` TaskGraph runs there"""
+    stages: tuple[Stage, ...]
+    stage_of_operation: tuple[int, ...]
+    """by place in the graph; -1: recomputed wherever it is used"""
+    crossings: tuple[Crossing, ...]
+    tensors: dict[str, Holding]
+    """every parameter and buffer"""
+    schedule: StoredSchedule
+    loss_terms: tuple[LossTerm, ...] = ()
+    boxes: tuple[Boxes, ...] = ()
+    shardings: tuple[StageSharding, ...] = ()
+    """of the stages on a grid"""
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """How many samples of one micro-batch a model replica gets, and each of its devices."""
+
+    num_samples: int
+    runs: tuple[tuple[int, ...], ...]
+    """[VirtualDevice][place]: samples that the device runs on; on a grid, all of the replica's"""
+    edges: tuple[tuple[int, ...], ...]
+    """the same for samples of what enters and leaves the device: on a grid a part of them"""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One copy of the model on its devices."""
+
+    template: int
+    ranks: tuple[tuple[int, ...], ...]
+    """[VirtualDevice][place]"""
+    shares: tuple[tuple[int, int], ...] = ()
+    """its micro-batches in order, as runs: (index into `Plan.shares`, number of micro-batches)"""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What runs where, and why."""
 
@@ -165,172 +308,169 @@ class Plan:
     """hash of the captured graph and the weights' names and shapes: a plan runs only the model that
     it was made for
     """
-    config: dict[str, Any]
-    num_devices: int
-    device_kinds: tuple[str, ...]
-    """by rank"""
+    settings: Settings
     batch_size: int
     num_micro_batch: int
+    devices: tuple[PlannedDevice, ...]
+    """every different one"""
+    device_of_rank: tuple[int, ...]
+    """by rank: index into `devices`"""
     task_graphs: tuple[TaskGraph, ...]
-    virtual_devices: tuple[VirtualDevice, ...]
-    num_replicas: int
-    device_seconds: tuple[float, ...]
-    """by rank: time of forward and backward for one sample of a micro-batch, all stages of the
-    device
-    """
-    stages: tuple[Stage, ...]
-    stage_of_operation: tuple[int, ...]
-    """by position in the graph; -1 = recomputed wherever it is used"""
-    crossings: tuple[Crossing, ...]
-    holders: dict[str, tuple[int, ...]]
-    """parameter or buffer -> stages that hold it; more than one = tied"""
-    schedule: dict[str, Any]
-    loss_terms: tuple[LossTerm, ...]
-    decisions: tuple[Decision, ...]
-    notes: tuple[str, ...]
-    device_fixed_seconds: tuple[float, ...] = ()
-    """by rank: time of a micro-batch that does not depend on its samples"""
-    device_flop_per_s: tuple[float, ...] = ()
-    """by rank, in the precision of the job"""
-    memory: tuple[DeviceMemory, ...] = ()
-    """by rank; empty: no limits"""
+    templates: tuple[ReplicaTemplate, ...]
+    replicas: tuple[Replica, ...]
+    shares: tuple[ReplicaShare, ...] = ()
+    """every different one"""
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
     least_samples: int = 1
     """0: a device may be left without samples; 1: every device must take part (batch statistics,
     values without samples)
     """
     figures: Figures | None = None
     """what the simulation needs; None: a plan made by hand"""
-    shardings: tuple[StageSharding, ...] = ()
-    """of the stages on a grid"""
 
+    # What follows reads the fields above for plans whose replicas all have the same template. Today
+    # these are all plans (`check.py`).
+
+    @property
+    def template(self) -> ReplicaTemplate:
+        return self.templates[0]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.template.stages
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        return self.template.crossings
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.template.schedule
+
+    @property
+    def shardings(self) -> tuple[StageSharding, ...]:
+        return self.template.shardings
+
+    @property
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        return self.template.loss_terms
+
+    @property
+    def stage_of_operation(self) -> tuple[int, ...]:
+        return self.template.stage_of_operation
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.device_of_rank)
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> stages that hold it; more than one: tied."""
+        return {name: holding.stages for name, holding in self.template.tensors.items()}
+
+    @cached_property
+    def virtual_devices(self) -> tuple[VirtualDevice, ...]:
+        """The ordered devices of each VirtualDevice in every replica."""
+        found = []
+        for index, grid in enumerate(self.template.grids):
+            ranks = tuple(replica.ranks[index] for replica in self.replicas)
+            found.append(VirtualDevice(index, ranks, grid))
+        return tuple(found)
+
+    @cached_property
+    def device_kinds(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(self.devices[index].kind for index in self.device_of_rank)
+
+    @cached_property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """By rank; empty where a device has no limit."""
+        known = [device.memory for device in self.devices if device.memory is not None]
+        if len(known) < len(self.devices):
+            return ()
+        return tuple(known[index] for index in self.device_of_rank)
+
+    @cached_property
     def loads(self) -> tuple[Load, ...]:
         """By rank: what samples cost there and how many fit."""
-        fixed = self.device_fixed_seconds or (0.0,) * self.num_devices
-        most = [memory.most_samples() for memory in self.memory] or [UNLIMITED] * self.num_devices
-        return tuple(Load(*values) for values in zip(self.device_seconds, fixed, most, strict=True))
+        loads = [device.load for device in self.devices]
+        return tuple(loads[index] for index in self.device_of_rank)
+
+    @cached_property
+    def shares_by_size(self) -> dict[int, tuple[ReplicaShare, ...]]:
+        """Samples in a micro-batch -> the share of every replica, for the sizes that were planned.
+        Micro-batches of one size are divided alike.
+        """
+        runs = [
+            [index for index, times in replica.shares for _ in range(times)]
+            for replica in self.replicas
+        ]
+        found: dict[int, tuple[ReplicaShare, ...]] = {}
+        for indices in dict.fromkeys(zip(*runs, strict=True)):
+            shares = tuple(self.shares[index] for index in indices)
+            found[sum(share.num_samples for share in shares)] = shares
+        return found
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return _PLAN.dump_json(self, indent=1).decode()
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Reads a plan file; every field is checked, nothing is executed."""
+        """The plan in a file. It is checked as a whole (`check.py`), and nothing is executed."""
+        content = Path(path).read_bytes()
+        data = _read_json(path, content)
+        if data["format"] != PLAN_FORMAT:
+            raise ValueError(
+                f"{path} has plan format {data['format']}, this Whale reads {PLAN_FORMAT}: make the "
+                "plan again. Try: whale plan TRAIN.PY --save plan.json"
+            )
+        if problem := number_problem(data):
+            raise ValueError(f"{path} is not a plan: {problem}")
         try:
-            content = Path(path).read_bytes()
-            plan = TypeAdapter(Plan).validate_json(content, strict=True)
-            unknown = sorted(json.loads(content).keys() - set(PLAN_FIELDS))
+            plan = _PLAN.validate_json(content, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
-            more = (
-                f" ({count(error.error_count() - 1, 'more problem')})"
-                if error.error_count() > 1
-                else ""
-            )
+            num_more = error.error_count() - 1
+            more = f" ({count(num_more, 'more problem')})" if num_more else ""
             raise ValueError(
                 f"{path} is not a plan of `whale plan --save`: {where}: {first['msg']}{more}"
             ) from None
-        if unknown:
+        if problem := contradiction(plan):
             raise ValueError(
-                f"{path} is not a plan: it has fields that a plan does not have: "
-                f"{', '.join(unknown[:5])}"
+                f"{path} contradicts itself: {problem}. Make the plan again. "
+                "Try: whale plan TRAIN.PY --save plan.json"
             )
-        if plan.format != PLAN_FORMAT:
-            raise ValueError(
-                f"{path} has plan format {plan.format}, this Whale reads {PLAN_FORMAT}: make the "
-                "plan again"
-            )
-        problem = plan.contradiction()
-        if problem:
-            raise ValueError(f"{path} contradicts itself: {problem}. Make the plan again")
         return plan
-
-    def contradiction(self) -> str | None:
-        """What does not fit together in this plan, if anything; a file may have been edited."""
-        ranks = sorted(
-            rank for device in self.virtual_devices for replica in device.ranks for rank in replica
-        )
-        if ranks != list(range(self.num_devices)):
-            return (
-                f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {self.num_devices} "
-                "devices"
-            )
-        if any(len(device.ranks) != self.num_replicas for device in self.virtual_devices):
-            return f"not every VirtualDevice has {self.num_replicas} replicas"
-        if any(not 0 <= stage.virtual_device < len(self.virtual_devices) for stage in self.stages):
-            return "a stage names a VirtualDevice that is not there"
-        places = [
-            *self.stage_of_operation,
-            *(stage for stages in self.holders.values() for stage in stages),
-        ]
-        if any(not -1 <= stage < len(self.stages) for stage in places):
-            return f"an operation or weight names a stage beyond its {len(self.stages)}"
-        if problem := self._sharding_contradiction():
-            return problem
-        by_rank = (
-            self.device_kinds,
-            self.device_seconds,
-            self.device_fixed_seconds,
-            self.device_flop_per_s,
-            self.memory,
-        )
-        if any(
-            len(values) not in ((0, self.num_devices) if place > 1 else (self.num_devices,))
-            for place, values in enumerate(by_rank)
-        ):
-            return f"it describes {len(self.device_kinds)} devices of {self.num_devices}"
-        try:
-            check(Schedule.from_json(self.schedule))
-        except (KeyError, TypeError, ValueError) as error:
-            return f"its schedule does not hold: {error}"
-        return None
-
-    def _sharding_contradiction(self) -> str | None:
-        for device in self.virtual_devices:
-            if device.grid is not None and any(
-                len(ranks) != device.grid.num_devices for ranks in device.ranks
-            ):
-                return (
-                    f"VirtualDevice {device.index} has a grid of {device.grid.name} devices and "
-                    f"{device.num_devices} ranks"
-                )
-        on_grids = {
-            stage.index
-            for stage in self.stages
-            if self.virtual_devices[stage.virtual_device].grid is not None
-        }
-        if {sharding.stage for sharding in self.shardings} != on_grids or len(
-            self.shardings
-        ) != len(on_grids):
-            said = sorted(sharding.stage for sharding in self.shardings)
-            return f"it says how stages {said} are sharded, on grids are {sorted(on_grids)}"
-        for sharding in self.shardings:
-            for name, stored in sharding.stored.items():
-                if sharding.stage not in self.holders.get(name, ()):
-                    return f"{name} is cut on stage {sharding.stage}, which does not hold it"
-                try:
-                    stored.layout()
-                except (TypeError, ValueError) as error:
-                    return f"{name} is cut in a way that cannot be: {error}"
-        return None
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """All ranks that run a stage, over all replicas."""
-        device = self.virtual_devices[self.stages[stage].virtual_device]
-        return tuple(rank for replica in device.ranks for rank in replica)
+        return self.virtual_devices[self.stages[stage].virtual_device].all_ranks
 
     def place_of_rank(self, rank: int) -> tuple[int, int, int]:
         """(VirtualDevice, replica, place inside it) of a rank."""
-        for device in self.virtual_devices:
-            for replica, ranks in enumerate(device.ranks):
-                if rank in ranks:
-                    return device.index, replica, ranks.index(rank)
-        raise ValueError(
-            f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)"
-        )
+        if rank not in self._place_of_rank:
+            raise ValueError(
+                f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)"
+            )
+        return self._place_of_rank[rank]
+
+    @cached_property
+    def _place_of_rank(self) -> dict[int, tuple[int, int, int]]:
+        found = {}
+        for number, replica in enumerate(self.replicas):
+            for device, ranks in enumerate(replica.ranks):
+                for place, rank in enumerate(ranks):
+                    found[rank] = (device, number, place)
+        return found
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         device = self.place_of_rank(rank)[0]
@@ -339,7 +479,7 @@ class Plan:
 
 def diff(a: Plan, b: Plan) -> list[str]:
     """One line for each value that differs: `stages[1].parameter_bytes: 400 -> 800`."""
-    return list(_differences("", asdict(a), asdict(b)))
+    return list(_differences("", json.loads(a.to_json()), json.loads(b.to_json())))
 
 
 def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
@@ -364,4 +504,21 @@ def _short(value: Any) -> str:
     )
 
 
-PLAN_FIELDS = tuple(field.name for field in fields(Plan))
+def _read_json(path: str | Path, content: bytes) -> dict[str, Any]:
+    """The fields of a plan file; raises ValueError where it is none, or has other fields."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError(f"{path} is not a plan of `whale plan --save`")
+    unknown = sorted(data.keys() - {field.name for field in fields(Plan)})
+    if unknown and data["format"] == PLAN_FORMAT:
+        raise ValueError(
+            f"{path} is not a plan: it has fields that a plan does not have: "
+            f"{', '.join(unknown[:5])}"
+        )
+    return data
+
+
+_PLAN = TypeAdapter(Plan)

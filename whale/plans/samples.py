@@ -7,6 +7,10 @@ Cuts are contiguous and in order, so a micro-batch is the same set of samples wh
 On a grid (docs/split.md) all devices run on the samples of their replica, so they take time and
 memory together; what enters and leaves is cut over the places by axis z, then y, then x, which is
 the order of the places. A place may get none.
+
+A plan says who gets what of its own mini-batch (`with_samples` writes it there). For micro-batches
+of other sizes `shares_of_micro_batch` divides by the plan's own data. Everybody who asks for
+samples asks a `SampleMap`, which reads the one or calls the other.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from whale.plans.grid import Grid
-from whale.plans.plan import Plan
+from whale.plans.plan import Plan, ReplicaShare
 from whale.plans.shares import (
     UNLIMITED,
     DoesNotFit,
@@ -40,13 +45,19 @@ EDGE_AXES = ("z", "y", "x")
 class Division:
     """How many samples of one micro-batch go where."""
 
-    replicas: tuple[int, ...]
-    devices: tuple[tuple[tuple[int, ...], ...], ...]
-    """[replica][VirtualDevice][place]: samples of what enters and leaves the device"""
-    runs: tuple[tuple[tuple[int, ...], ...], ...]
-    """the same for samples that the device runs on: on a grid, those of its replica"""
+    shares: tuple[ReplicaShare, ...]
+    """by replica"""
     slowest_s: float
-    """of the device that takes longest"""
+    """seconds of the device that takes longest"""
+
+    def by_rank(self, virtual_devices: Sequence[VirtualDevice]) -> list[int]:
+        """How many samples each rank runs on."""
+        found = [0] * sum(len(device.all_ranks) for device in virtual_devices)
+        for device in virtual_devices:
+            for ranks, share in zip(device.ranks, self.shares, strict=True):
+                for rank, number in zip(ranks, share.runs[device.index], strict=True):
+                    found[rank] = number
+        return found
 
 
 def divide(
@@ -56,49 +67,53 @@ def divide(
     small.
     """
     num_replicas = len(virtual_devices[0].ranks)
-    groups = [
-        [[loads[rank] for rank in device.ranks[replica]] for device in virtual_devices]
-        for replica in range(num_replicas)
-    ]
-    known: dict[tuple[tuple[Load, ...], ...], list[float]] = {}
-    series = []
-    for group in (
-        groups
-    ):  # a replica takes as long as the slowest of its VirtualDevices; many replicas are alike
-        key = tuple(map(tuple, group))
-        if key not in known:
-            times = (
+    groups = []
+    for replica in range(num_replicas):
+        groups.append(
+            tuple(
+                tuple(loads[rank] for rank in device.ranks[replica]) for device in virtual_devices
+            )
+        )
+    # A replica takes as long as the slowest of its VirtualDevices. Many replicas are alike.
+    series_of: dict[tuple[tuple[Load, ...], ...], list[float]] = {}
+    for group in groups:
+        if group not in series_of:
+            times = [
                 _times(size, device, members, least)
                 for device, members in zip(virtual_devices, group, strict=True)
-            )
-            known[key] = [max(each) for each in zip(*times, strict=True)]
-        series.append(known[key])
+            ]
+            series_of[group] = [max(each) for each in zip(*times, strict=True)]
+    series = [series_of[group] for group in groups]
     widest = max(device.num_sample_parts for device in virtual_devices)
-    replicas = shares_of_series(size, series, least * widest)
-    inside: dict[tuple[int, int, tuple[Load, ...]], tuple[int, ...]] = {}
-    devices = []
-    runs = []
-    for share, group in zip(replicas, groups, strict=True):
-        parts = []
-        run = []
-        for device, members in zip(virtual_devices, group, strict=True):
-            place = (share, device.index, tuple(members))
-            if place not in inside:
-                inside[place] = (
-                    best_shares(share, members, least)
-                    if device.grid is None
-                    else edge_shares(share, device.grid)
-                )
-            parts.append(inside[place])
-            run.append(inside[place] if device.grid is None else (share,) * device.num_devices)
-        devices.append(tuple(parts))
-        runs.append(tuple(run))
+    numbers = shares_of_series(size, series, least * widest)
+    known: dict[tuple[int, tuple[tuple[Load, ...], ...]], ReplicaShare] = {}
+    for number, group in zip(numbers, groups, strict=True):
+        if (number, group) not in known:
+            known[number, group] = _share_inside(number, virtual_devices, group, least)
     return Division(
-        replicas,
-        tuple(devices),
-        tuple(runs),
-        max(series[replica][share] for replica, share in enumerate(replicas)),
+        tuple(known[number, group] for number, group in zip(numbers, groups, strict=True)),
+        max(times[number] for times, number in zip(series, numbers, strict=True)),
     )
+
+
+def _share_inside(
+    num_samples: int,
+    virtual_devices: Sequence[VirtualDevice],
+    group: Sequence[Sequence[Load]],
+    least: int,
+) -> ReplicaShare:
+    """The samples of one replica over its devices."""
+    runs = []
+    edges = []
+    for device, members in zip(virtual_devices, group, strict=True):
+        if device.grid is None:
+            parts = best_shares(num_samples, members, least)
+            runs.append(parts)
+            edges.append(parts)
+        else:
+            runs.append((num_samples,) * device.num_devices)
+            edges.append(edge_shares(num_samples, device.grid))
+    return ReplicaShare(num_samples, tuple(runs), tuple(edges))
 
 
 def edge_shares(num_samples: int, grid: Grid) -> tuple[int, ...]:
@@ -126,6 +141,44 @@ def _times(size: int, device: VirtualDevice, loads: Sequence[Load], least: int) 
     ]
 
 
+def shares_of_micro_batch(plan: Plan, size: int) -> tuple[ReplicaShare, ...]:
+    """Who gets which part of a micro-batch of this size, by replica: what the plan says, or where
+    it was made for other sizes, the best division by the loads in the plan.
+    """
+    if size in plan.shares_by_size:
+        return plan.shares_by_size[size]
+    return _divide_by_plan(plan, size)
+
+
+def _divide_by_plan(plan: Plan, size: int) -> tuple[ReplicaShare, ...]:
+    try:
+        return divide(size, plan.virtual_devices, plan.loads, plan.least_samples).shares
+    except DoesNotFit:
+        # Larger than what was planned for: an evaluation, which saves nothing for backward, or a
+        # training step, of which `runtime/shapes.py` warns. Speed alone decides.
+        free = [replace(load, most=UNLIMITED) for load in plan.loads]
+        return divide(size, plan.virtual_devices, free, plan.least_samples).shares
+
+
+def with_samples(plan: Plan) -> Plan:
+    """The plan with the samples of every rank and micro-batch of its mini-batch, divided by the
+    loads of its devices.
+    """
+    sizes = micro_batch_sizes(plan.batch_size, plan.num_micro_batch)
+    divided = {size: _divide_by_plan(plan, size) for size in dict.fromkeys(sizes)}
+    index_of: dict[ReplicaShare, int] = {}
+    for shares in divided.values():
+        for share in shares:
+            index_of.setdefault(share, len(index_of))
+    # larger micro-batches come first, so there are at most two runs
+    runs = [(size, len(list(same))) for size, same in groupby(sizes)]
+    replicas = []
+    for number, replica in enumerate(plan.replicas):
+        own = tuple((index_of[divided[size][number]], times) for size, times in runs)
+        replicas.append(replace(replica, shares=own))
+    return replace(plan, shares=tuple(index_of), replicas=tuple(replicas))
+
+
 @dataclass(frozen=True)
 class SampleMap:
     """Sample intervals [start, stop) of one mini-batch, by micro-batch, replica, VirtualDevice and
@@ -135,6 +188,11 @@ class SampleMap:
     plan: Plan
     batch_size: int
     num_micro_batch: int
+
+    @staticmethod
+    def planned(plan: Plan) -> SampleMap:
+        """The samples of the mini-batch that the plan was made for."""
+        return SampleMap(plan, plan.batch_size, plan.num_micro_batch)
 
     def __post_init__(self) -> None:
         for device in self.plan.virtual_devices:
@@ -149,38 +207,25 @@ class SampleMap:
         return intervals(micro_batch_sizes(self.batch_size, self.num_micro_batch))
 
     @cached_property
-    def _divisions(self) -> dict[int, Division]:
+    def _shares(self) -> dict[int, tuple[ReplicaShare, ...]]:
         """By size of the micro-batch."""
-        return {
-            size: self._divide(size)
-            for size in {stop - start for start, stop in self.micro_batches}
-        }
+        sizes = {stop - start for start, stop in self.micro_batches}
+        return {size: shares_of_micro_batch(self.plan, size) for size in sizes}
 
-    def _divide(self, size: int) -> Division:
-        loads = self.plan.loads()
-        try:
-            return divide(size, self.plan.virtual_devices, loads, self.plan.least_samples)
-        except DoesNotFit:
-            # larger than what was planned for: an evaluation, which keeps nothing for backward, or
-            # a training step, of which
-            # `runtime/shapes.py` warns. Speed alone decides
-            free = [replace(load, most=UNLIMITED) for load in loads]
-            return divide(size, self.plan.virtual_devices, free, self.plan.least_samples)
-
-    def division(self, micro_batch: int) -> Division:
+    def shares(self, micro_batch: int) -> tuple[ReplicaShare, ...]:
+        """What each model replica gets of a micro-batch, in numbers of samples."""
         start, stop = self.micro_batches[micro_batch]
-        return self._divisions[stop - start]
+        return self._shares[stop - start]
 
     def replicas(self, micro_batch: int) -> tuple[Interval, ...]:
         """The part of a micro-batch that each model replica gets."""
-        return _shift(
-            intervals(self.division(micro_batch).replicas), self.micro_batches[micro_batch][0]
-        )
+        numbers = [share.num_samples for share in self.shares(micro_batch)]
+        return _shift(intervals(numbers), self.micro_batches[micro_batch][0])
 
     def devices(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
         """The part that enters and leaves each device of a VirtualDevice."""
         start = self.replicas(micro_batch)[replica][0]
-        return _shift(intervals(self.division(micro_batch).devices[replica][virtual_device]), start)
+        return _shift(intervals(self.shares(micro_batch)[replica].edges[virtual_device]), start)
 
     def runs(self, micro_batch: int, replica: int, virtual_device: int) -> tuple[Interval, ...]:
         """The part that each device of a VirtualDevice runs on."""
@@ -193,12 +238,9 @@ class SampleMap:
         """How many samples each rank runs on: [rank][micro-batch]."""
         found: list[list[int]] = [[] for _ in range(self.plan.num_devices)]
         for micro_batch in range(self.num_micro_batch):
-            division = self.division(micro_batch)
-            for device in self.plan.virtual_devices:
-                for replica, ranks in enumerate(device.ranks):
-                    for rank, number in zip(
-                        ranks, division.runs[replica][device.index], strict=True
-                    ):
+            for replica, share in zip(self.plan.replicas, self.shares(micro_batch), strict=True):
+                for ranks, numbers in zip(replica.ranks, share.runs, strict=True):
+                    for rank, number in zip(ranks, numbers, strict=True):
                         found[rank].append(number)
         return found
 

@@ -17,13 +17,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from whale.plans.plan import Plan
-from whale.plans.sharding import StoredLayout
+from whale.plans.plan import WHOLE, Holding, Plan, Ranges
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]
-Ranges = tuple[tuple[Range, ...], ...]
-"""for each dim, the index ranges that are held, in order"""
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,12 @@ class Shards:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._stored = {sharding.stage: sharding.stored for sharding in plan.shardings}
         self._of_name: dict[str, tuple[Shard, ...]] = {}
-        self._ranges: dict[tuple[int, StoredLayout], list[Ranges]] = {}
 
     @cached_property
     def is_whole(self) -> bool:
         """Nothing is cut anywhere."""
-        return not any(self._stored.values())
+        return not self.plan.template.boxes
 
     def of(self, name: str) -> tuple[Shard, ...]:
         """The different parts of a tensor, those of lower ranks first. What the graph does not use
@@ -123,26 +118,25 @@ class Shards:
         found: dict[Ranges | None, set[int]] = {}
         empty: list[Shard] = []
         shape: tuple[int, ...] = ()
-        for stage in self.plan.holders.get(name, (0,)):
-            device = self.plan.virtual_devices[self.plan.stages[stage].virtual_device]
-            stored = self._stored.get(stage, {}).get(name)
-            shape = stored.layout().shape if stored is not None else shape
+        template = self.plan.template
+        holding = template.tensors.get(name, Holding((0,)))
+        for number, stage in enumerate(holding.stages):
+            device = self.plan.virtual_devices[template.stages[stage].virtual_device]
+            index = holding.boxes[number] if holding.boxes else WHOLE
+            if index == WHOLE:
+                found.setdefault(None, set()).update(device.all_ranks)
+                continue
+            boxes = template.boxes[index]
+            shape = boxes.shape
             everything = tuple(((0, size),) for size in shape)
             for ranks in device.ranks:
-                for place, rank in enumerate(ranks):
-                    ranges = (
-                        None if stored is None else self._ranges_on(device.index, stored)[place]
-                    )
-                    if ranges == everything:
-                        ranges = None
-                    if ranges is not None and any(
-                        all(start == stop for start, stop in dim) for dim in ranges
-                    ):
-                        empty.append(
-                            Shard(name, ranges, (rank,), shape)
-                        )  # nothing to sum: no need to meet anybody
+                for rank, ranges in zip(ranks, boxes.places, strict=True):
+                    part = None if ranges == everything else ranges
+                    if part is not None and _is_empty(part):
+                        # nothing to all-reduce: it needs no group with anybody
+                        empty.append(Shard(name, ranges, (rank,), shape))
                     else:
-                        found.setdefault(ranges, set()).add(rank)
+                        found.setdefault(part, set()).add(rank)
         held = [rank for ranks in found.values() for rank in ranks]
         assert len(held) == len(set(held)), f"{name} is cut in two ways on one rank"
         shards = [
@@ -151,19 +145,9 @@ class Shards:
         ]
         return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
 
-    def _ranges_on(self, device: int, stored: StoredLayout) -> list[Ranges]:
-        """By place."""
-        key = (device, stored)
-        if key not in self._ranges:
-            grid = self.plan.virtual_devices[device].grid
-            layout = stored.layout()
-            assert grid is not None
-            dims = range(len(layout.cuts))
-            self._ranges[key] = [
-                tuple(layout.ranges(grid, place, dim) for dim in dims)
-                for place in range(grid.num_devices)
-            ]
-        return self._ranges[key]
+
+def _is_empty(ranges: Ranges) -> bool:
+    return any(all(start == stop for start, stop in dim) for dim in ranges)
 
 
 def _with_offsets(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:

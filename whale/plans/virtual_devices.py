@@ -41,6 +41,11 @@ class VirtualDevice:
         return len(self.ranks[0])
 
     @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The ranks of all model replicas, one replica after the other."""
+        return tuple(rank for members in self.ranks for rank in members)
+
+    @property
     def num_sample_parts(self) -> int:
         """Over how many devices of a replica a micro-batch must be cut. On a grid all devices run
         on the same samples.

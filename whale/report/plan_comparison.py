@@ -77,8 +77,8 @@ def _cuts(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _schedule(a: Plan, b: Plan) -> Iterator[str]:
-    if a.schedule["name"] != b.schedule["name"]:
-        yield f"schedule: {a.schedule['name']} -> {b.schedule['name']}"
+    if a.schedule.name != b.schedule.name:
+        yield f"schedule: {a.schedule.name} -> {b.schedule.name}"
 
 
 def _shares(a: Plan, b: Plan) -> Iterator[str]:

@@ -189,7 +189,7 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "batch_size": plan.batch_size,
         "num_micro_batch": plan.num_micro_batch,
         "num_replicas": plan.num_replicas,
-        "schedule": plan.schedule["name"],
+        "schedule": plan.schedule.name,
         **predicted,
         "devices": devices,
         "network": asdict(figures_in(plan).network),

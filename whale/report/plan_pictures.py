@@ -161,7 +161,7 @@ def stages_picture(plan: Plan) -> Markup:
         drawing.text(
             left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK
         )
-    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+    samples = SampleMap.planned(plan)
     size = samples.micro_batches[0][1] - samples.micro_batches[0][0]
     y = 26.0
     for device in plan.virtual_devices:

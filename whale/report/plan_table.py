@@ -48,7 +48,7 @@ def summary(plan: Plan) -> str:
         f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x "
         f"{count(plan.num_replicas, 'model replica')}, "
         f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule "
-        f"{plan.schedule['name']}"
+        f"{plan.schedule.name}"
     )
 
 
@@ -71,7 +71,7 @@ def render_plan(plan: Plan) -> Group:
     for part in (sharding_tables(plan), _crossings(plan), _tied(plan), _losses(plan)):
         if part is not None:
             parts.append(part)
-    parts += [_Picture(Schedule.from_json(plan.schedule)), _decisions(plan)]
+    parts += [_Picture(plan.schedule), _decisions(plan)]
     if plan.notes:
         parts.append(_lines("Notes", plan.notes))
     return Group(*(piece for part in parts for piece in (part, Text())))
@@ -107,7 +107,7 @@ def _devices(plan: Plan) -> Table:
     )
     words = ("VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
     table = make_table(title, words, ("FLOP", "parameters", "time"))
-    samples = SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+    samples = SampleMap.planned(plan)
     shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     for device in plan.virtual_devices:
         stages = [stage for stage in plan.stages if stage.virtual_device == device.index]

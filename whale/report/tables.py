@@ -141,7 +141,7 @@ def of_memory(device: DeviceTimeline) -> str:
 
 def samples_by_rank(plan: Plan) -> list[list[int]]:
     """Number of samples, as [rank][micro-batch]."""
-    return SampleMap(plan, plan.batch_size, plan.num_micro_batch).num_by_rank()
+    return SampleMap.planned(plan).num_by_rank()
 
 
 def forward_flop(plan: Plan, rank: int, stages: Sequence[Stage], num_samples: int) -> float:

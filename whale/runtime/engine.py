@@ -390,7 +390,10 @@ class Engine:
                     '"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run'
                 )
             return None
-        peak = sum(self.plan.device_flop_per_s) or math.inf
+        peak = (
+            sum(self.plan.devices[index].flop_per_s for index in self.plan.device_of_rank)
+            or math.inf
+        )
         return Metrics(
             Path(folder),
             self._job.ranks.rank,

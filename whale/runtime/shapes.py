@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale import scheduling
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training, tied_names
 from whale.capture.export import Loss, Task
@@ -184,7 +183,7 @@ class Shapes:
                 and lowered.edges_are(job.plan)
             )
             if is_planned:
-                schedule = scheduling.Schedule.from_json(job.plan.schedule)
+                schedule = job.plan.schedule
             else:
                 schedule = lowered.schedule(batch_size, num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
@@ -207,7 +206,7 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
     """A mini-batch to train on that is larger than the planned one may need more memory than a
     device has.
     """
-    loads = plan.loads()
+    loads = plan.loads
     most = map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank())
     full = [(rank, number) for rank, number in enumerate(most) if number > loads[rank].most]
     if full:

@@ -33,8 +33,6 @@ from whale.simulation.timeline import (
 )
 from whale.simulation.times import Times
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""for plans whose config does not say"""
 ROUNDING = 1e-12
 """a message that comes later than a rank by this fraction of the time comes with it: else stretched
 times would show other waits
@@ -102,7 +100,7 @@ class _Simulation:
         self.factor = factor
         self.plan = times.plan
         self.figures = times.figures
-        self.bucket_bytes = int(self.plan.config.get("bucket_bytes", DEFAULT_BUCKET_BYTES))
+        self.bucket_bytes = self.plan.settings.bucket_bytes
         self.links = Links(self.figures.network, factor)
         self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
         self.arrivals: dict[MessageKey, list[float]] = {}

@@ -39,7 +39,7 @@ class Times:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return Schedule.from_json(self.plan.schedule)
+        return self.plan.schedule
 
     @cached_property
     def _of_kind(self) -> list[dict[str, dict[Kind, Seconds]]]:
@@ -77,7 +77,7 @@ class Times:
 
     @cached_property
     def samples(self) -> SampleMap:
-        return SampleMap(self.plan, self.plan.batch_size, self.plan.num_micro_batch)
+        return SampleMap.planned(self.plan)
 
     @cached_property
     def _num_samples(self) -> list[list[int]]:

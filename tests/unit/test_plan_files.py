@@ -1,0 +1,182 @@
+"""Plan files that somebody changed: each loads, and then simulates and prints, or is refused with a
+sentence.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import Tensor, nn
+
+import whale as wh
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.plans.plan import Plan
+from whale.report import print_plan
+from whale.report.plan_json import plan_json
+from whale.report.timeline import print_timeline
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def pipeline() -> Plan:
+    """Two replicas of two stages on heterogeneous devices, with recomputation."""
+    kinds = ("V100-32GB", "P100", "T4", "V100-32GB")
+    devices = tuple(
+        Device(rank, f"host{rank // 2}", rank % 2, device_kind(kind))
+        for rank, kind in enumerate(kinds)
+    )
+    cluster = wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G)
+    config = {"num_task_graph": 2, "num_micro_batch": 3, "recompute": True}
+    return wh.plan(Net(), torch.randn(20, WIDTH), cluster=cluster, config=config)
+
+
+def grid() -> Plan:
+    """One stage on two devices, then one on a grid of four."""
+    model = wh.annotate(Net(), {"layers.0": wh.replicate(2), "layers.[1-3]": wh.split(4)})
+    return wh.plan(model, torch.randn(12, WIDTH), cluster=6, config={"num_micro_batch": 2})
+
+
+@pytest.fixture(scope="module")
+def contents() -> list[str]:
+    wh.init()
+    return [pipeline().to_json(), grid().to_json()]
+
+
+def paths(data: Any) -> list[tuple[Any, ...]]:
+    """Every place in JSON data, as the keys that lead there."""
+    found: list[tuple[Any, ...]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), data)]
+    while waiting:
+        path, value = waiting.pop()
+        found.append(path)
+        if isinstance(value, dict):
+            waiting += [((*path, key), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*path, place), item) for place, item in enumerate(value)]
+    return found[1:]
+
+
+def negate(value: Any) -> Any:
+    return -value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+REPLACEMENTS: tuple[Callable[[Any], Any], ...] = (
+    lambda value: None,
+    lambda value: 0,
+    lambda value: 1,
+    lambda value: 7,
+    lambda value: 10**6,
+    lambda value: 10**15,
+    lambda value: 10**400,
+    lambda value: 1e300,
+    lambda value: float("nan"),
+    lambda value: float("inf"),
+    lambda value: "",
+    lambda value: "x",
+    lambda value: [],
+    lambda value: {},
+    lambda value: [[]],
+    lambda value: value + 1 if isinstance(value, int) else value,
+    lambda value: value[::-1] if isinstance(value, (list, str)) else value,
+    negate,
+)
+
+
+def mutate(data: Any, choose: random.Random) -> None:
+    """Deletes, doubles, replaces or exchanges something somewhere."""
+    path = choose.choice(paths(data))
+    parent = data
+    for key in path[:-1]:
+        parent = parent[key]
+    last = path[-1]
+    how = choose.choice(("delete", "double", "replace", "replace", "replace", "copy"))
+    if how == "delete":
+        del parent[last]
+    elif how == "double" and isinstance(parent, list):
+        parent.insert(last, parent[last])
+    elif how == "copy":
+        other = data
+        for key in choose.choice(paths(data)):
+            other = other[key]
+        parent[last] = json.loads(json.dumps(other))
+    else:
+        parent[last] = choose.choice(REPLACEMENTS)(parent[last])
+
+
+def use(plan: Plan) -> None:
+    console = Console(width=120, file=io.StringIO())
+    print_plan(plan, console)
+    timeline = wh.simulate(plan)
+    print_timeline(plan, timeline, console)
+    json.dumps(plan_json(plan, timeline))
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(which=st.integers(0, 1), seed=st.integers(0, 10**9), number=st.sampled_from([1, 1, 1, 2]))
+def test_a_changed_plan_file_works_or_is_refused(
+    contents: list[str], tmp_path: Path, which: int, seed: int, number: int
+) -> None:
+    data = json.loads(contents[which])
+    choose = random.Random(seed)
+    for _ in range(number):
+        mutate(data, choose)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(data))
+    try:
+        plan = Plan.load(file)
+    except ValueError as refused:
+        assert "plan.json" in str(refused)
+        return
+    try:
+        use(plan)
+    except ValueError as refused:
+        assert str(refused)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_file_itself_loads(contents: list[str], tmp_path: Path, which: int) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(contents[which])
+    plan = Plan.load(file)
+    assert plan.to_json() == contents[which]
+    use(plan)
+
+
+def test_alike_replicas_are_stored_once(tmp_path: Path) -> None:
+    """64 times the replicas add a few lines each, not a copy of what they run."""
+    wh.init()
+
+    def size(num_replicas: int) -> int:
+        config = {"num_task_graph": 2, "num_micro_batch": 2}
+        batch = torch.randn(4 * num_replicas, WIDTH)
+        plan = wh.plan(Net(), batch, cluster=2 * num_replicas, config=config)
+        assert len(plan.templates) == len(plan.shares) == 1
+        return len(plan.to_json().splitlines())
+
+    lines_of_replica = (size(64) - size(1)) / 63
+    assert lines_of_replica < 40

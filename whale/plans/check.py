@@ -1,0 +1,360 @@
+"""Whether a plan file fits together: everything that readers index by or divide by is looked at
+once, when the file is loaded.
+
+A file may have been edited, cut off or made by another program. After this check lowering, runtime,
+simulation and report take a plan as it is. Each check gives one sentence for the user, or None; the
+order matters, since later checks rely on what earlier ones have seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whale.plans.shares import check_batch, micro_batch_sizes
+from whale.scheduling import check as prove_schedule
+
+if TYPE_CHECKING:
+    from whale.cluster.network import Link
+    from whale.plans.figures import Figures
+    from whale.plans.plan import Boxes, Plan, ReplicaShare, ReplicaTemplate
+    from whale.plans.sharding import StageSharding
+
+LARGEST_INTEGER = 2**62
+LARGEST_NUMBER = 1e60
+"""far more than any count, byte, FLOP or second; products of a few such numbers stay finite"""
+MOST_SEGMENTS = 4096
+"""of a fused dim: a range is stored for each, on every device"""
+MAY_BE_NEGATIVE = frozenset(
+    ("stage_of_operation", "boxes", "exchanged_fixed_bytes", "working_fixed_bytes")
+)
+"""fields with -1 for "none", and differences of bytes"""
+
+
+def number_problem(data: Any) -> str | None:
+    """What is wrong with a number somewhere in the JSON data of a plan, if anything: not finite,
+    negative, or so large that nobody could compute with it.
+    """
+    waiting: list[tuple[str, Any, bool]] = [("", data, False)]
+    while waiting:
+        path, value, may_be_negative = waiting.pop()
+        if isinstance(value, dict):
+            for key, item in value.items():
+                name = f"{path}.{key}" if path else str(key)
+                waiting.append((name, item, may_be_negative or key in MAY_BE_NEGATIVE))
+        elif isinstance(value, list):
+            for place, item in enumerate(value):
+                waiting.append((f"{path}[{place}]", item, may_be_negative))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            largest = LARGEST_INTEGER if isinstance(value, int) else LARGEST_NUMBER
+            if not -largest <= value <= largest:
+                return f"{path} is {str(value)[:20]}, which is no sensible number"
+            if value < 0 and not may_be_negative:
+                return f"{path} is {value}, which is negative"
+    return None
+
+
+def contradiction(plan: Plan) -> str | None:
+    """What does not fit together in this plan, if anything."""
+    return next(_problems(plan), None)
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    """The first of these is shown; what comes after it may rely on what it speaks of."""
+    template = plan.templates[0] if plan.templates else None
+    if template is None or not plan.replicas:
+        yield "it has no model replica"
+        return
+    if len(plan.templates) > 1 or any(replica.template != 0 for replica in plan.replicas):
+        yield "its model replicas differ, which this Whale does not run"
+        return
+    yield from _devices(plan)
+    yield from _stages(plan, template)
+    yield from _crossings(template)
+    yield from _schedule(plan, template)
+    yield from _samples(plan)
+    yield from _tensors(template)
+    yield from _shardings(template)
+    if plan.figures is not None:
+        yield from _figures(plan, plan.figures)
+
+
+def _in_range(numbers: Sequence[int], count: int, least: int = 0) -> bool:
+    return all(least <= number < count for number in numbers)
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    if not _in_range(plan.device_of_rank, len(plan.devices)):
+        yield f"a rank names a device beyond the {len(plan.devices)} that it describes"
+    ranks = sorted(
+        rank for replica in plan.replicas for members in replica.ranks for rank in members
+    )
+    if ranks != list(range(plan.num_devices)):
+        yield f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {plan.num_devices} devices"
+    counts = [len(members) for members in plan.replicas[0].ranks]
+    for number, replica in enumerate(plan.replicas):
+        if [len(members) for members in replica.ranks] != counts or 0 in counts:
+            yield f"replica {number} has other VirtualDevices than replica 0"
+    if len(counts) != len(plan.template.grids):
+        yield f"its replicas have {len(counts)} VirtualDevices of {len(plan.template.grids)}"
+    for index, grid in enumerate(plan.template.grids):
+        if grid is None:
+            continue
+        if min(grid.gx, grid.gy, grid.gz) < 1 or grid.num_devices != counts[index]:
+            yield (
+                f"VirtualDevice {index} has a grid of {grid.name} devices and {counts[index]} ranks"
+            )
+
+
+def _stages(plan: Plan, template: ReplicaTemplate) -> Iterator[str]:
+    num_stages = len(template.stages)
+    num_devices = len(template.grids)
+    used = {stage.virtual_device for stage in template.stages}
+    if not used <= set(range(num_devices)):
+        yield "a stage names a VirtualDevice that is not there"
+    if used != set(range(num_devices)):
+        yield "a VirtualDevice runs no stage"
+    if not _in_range([part.virtual_device for part in plan.task_graphs], num_devices):
+        yield "a TaskGraph names a VirtualDevice that is not there"
+    for index, stage in enumerate(template.stages):
+        if stage.index != index:
+            yield f"stage {index} says that it is stage {stage.index}"
+        if not _in_range(stage.task_graphs, max(1, len(plan.task_graphs))):
+            yield f"stage {index} names a TaskGraph that is not there"
+        if stage.num_recomputed > stage.num_regions:
+            yield (
+                f"stage {index} recomputes {stage.num_recomputed} regions of {stage.num_regions}"
+            )
+        for region in stage.recomputed:
+            if not _in_range(region, len(template.stage_of_operation)):
+                yield f"stage {index} recomputes an operation that is not there"
+            elif any(template.stage_of_operation[place] != index for place in region):
+                yield f"stage {index} recomputes an operation of another stage"
+    places = [
+        *template.stage_of_operation,
+        *(stage for holding in template.tensors.values() for stage in holding.stages),
+        *(term.stage for term in template.loss_terms),
+    ]
+    if not _in_range(places, num_stages, least=-1):
+        yield f"an operation, weight or loss names a stage beyond its {num_stages}"
+    if any(term.stage < 0 for term in template.loss_terms):
+        yield "a loss term has no stage"
+
+
+def _crossings(template: ReplicaTemplate) -> Iterator[str]:
+    graph = template.schedule.stage_graph
+    edges = {(crossing.source, crossing.destination) for crossing in template.crossings}
+    returned = {
+        (crossing.source, crossing.destination)
+        for crossing in template.crossings
+        if crossing.gradient
+    }
+    if edges != set(graph.edges) or returned != set(graph.gradient_edges):
+        yield "its schedule sends other values between stages than those that cross"
+    if graph.device_of_stage != tuple(stage.virtual_device for stage in template.stages):
+        yield "its schedule has stages on other VirtualDevices than the plan"
+
+
+def _schedule(plan: Plan, template: ReplicaTemplate) -> Iterator[str]:
+    schedule = template.schedule
+    if not schedule.num_micro_batch == plan.num_micro_batch >= 1:
+        yield (
+            f"its schedule is for {schedule.num_micro_batch} micro-batches, the plan for "
+            f"{plan.num_micro_batch}"
+        )
+    # The proof lists all actions that should be there. A file with a huge number of micro-batches
+    # and few actions would fill the memory first.
+    num_actions = sum(len(order) for order in schedule.orders)
+    if num_actions < schedule.num_micro_batch:
+        yield (
+            f"its schedule does not hold: {num_actions} actions are missing some of "
+            f"{schedule.num_micro_batch} micro-batches"
+        )
+        return
+    try:
+        prove_schedule(schedule)
+    except (IndexError, KeyError, ValueError) as error:
+        yield f"its schedule does not hold: {error}"
+
+
+def _samples(plan: Plan) -> Iterator[str]:
+    for device in plan.virtual_devices:
+        try:
+            check_batch(
+                plan.batch_size,
+                plan.num_micro_batch,
+                plan.num_replicas * device.num_sample_parts,
+            )
+        except ValueError as error:
+            yield str(error)
+    if plan.least_samples not in (0, 1):
+        yield f"least_samples is {plan.least_samples}, not 0 or 1"
+    for index, share in enumerate(plan.shares):
+        if problem := _share_problem(plan, share):
+            yield f"share {index} of its samples {problem}"
+    for number, replica in enumerate(plan.replicas):
+        if not _in_range([index for index, _ in replica.shares], len(plan.shares)):
+            yield f"replica {number} names samples that are not there"
+        times = [times for _, times in replica.shares]
+        if sum(times) != plan.num_micro_batch or 0 in times:
+            yield (
+                f"replica {number} has samples for {sum(times)} micro-batches of "
+                f"{plan.num_micro_batch}"
+            )
+    yield from _micro_batches(plan)
+
+
+def _share_problem(plan: Plan, share: ReplicaShare) -> str | None:
+    counts = [device.num_devices for device in plan.virtual_devices]
+    for name, numbers in (("runs", share.runs), ("edges", share.edges)):
+        if [len(each) for each in numbers] != counts:
+            return f"has {name} for other devices than a replica has"
+    for device, runs, edges in zip(plan.virtual_devices, share.runs, share.edges, strict=True):
+        if sum(edges) != share.num_samples:
+            return f"gives {sum(edges)} of {share.num_samples} samples to its devices"
+        if device.grid is None and runs != edges:
+            return "has devices without a grid that run on other samples than they get"
+        if device.grid is not None and set(runs) != {share.num_samples}:
+            return "has devices of a grid that do not run on all samples of their replica"
+        if min(runs) < plan.least_samples:
+            return f"leaves a device without {plan.least_samples} sample"
+    return None
+
+
+def _micro_batches(plan: Plan) -> Iterator[str]:
+    """Micro-batches have the sizes that follow from the batch, and those of one size are alike."""
+    runs = [
+        [index for index, times in replica.shares for _ in range(times)]
+        for replica in plan.replicas
+    ]
+    shares_of: dict[int, tuple[int, ...]] = {}
+    sizes = micro_batch_sizes(plan.batch_size, plan.num_micro_batch)
+    for number, (size, indices) in enumerate(zip(sizes, zip(*runs, strict=True), strict=True)):
+        found = sum(plan.shares[index].num_samples for index in indices)
+        if found != size:
+            yield f"micro-batch {number} has {size} samples, its replicas get {found}"
+        if shares_of.setdefault(size, indices) != indices:
+            yield f"micro-batch {number} is divided otherwise than others of {size} samples"
+
+
+def _tensors(template: ReplicaTemplate) -> Iterator[str]:
+    for index, boxes in enumerate(template.boxes):
+        if problem := _boxes_problem(boxes):
+            yield f"boxes {index} {problem}"
+    for name, holding in template.tensors.items():
+        if not holding.stages or list(holding.stages) != sorted(set(holding.stages)):
+            yield f"{name} is held by stages {list(holding.stages)[:8]}"
+        if min(holding.stages, default=0) < 0:
+            yield f"{name} is held by a stage that is not there"
+        if holding.boxes and len(holding.boxes) != len(holding.stages):
+            yield f"{name} has boxes for {len(holding.boxes)} of {len(holding.stages)} stages"
+        if not _in_range(holding.boxes, len(template.boxes), least=-1):
+            yield f"{name} names boxes that are not there"
+        on_device: dict[int, int] = {}
+        for stage, index in zip(holding.stages, holding.boxes):
+            device = template.stages[stage].virtual_device
+            if on_device.setdefault(device, index) != index:
+                yield f"{name} is cut in two ways on VirtualDevice {device}"
+
+
+def _boxes_problem(boxes: Boxes) -> str | None:
+    for ranges in boxes.places:
+        if len(ranges) != len(boxes.shape):
+            return f"have {len(ranges)} dims of {len(boxes.shape)}"
+        for size, parts in zip(boxes.shape, ranges, strict=True):
+            last = 0
+            for start, stop in parts:
+                if not last <= start <= stop <= size:
+                    return f"have a range [{start}, {stop}) of a dim of {size}"
+                last = stop
+    return None
+
+
+def _shardings(template: ReplicaTemplate) -> Iterator[str]:
+    on_grids = [
+        stage.index for stage in template.stages if template.grids[stage.virtual_device] is not None
+    ]
+    said = sorted(sharding.stage for sharding in template.shardings)
+    if said != on_grids:
+        yield f"it says how stages {said} are sharded, on grids are {on_grids}"
+        return
+    for sharding in template.shardings:
+        yield from _sharding(template, sharding)
+    stored_on = {sharding.stage: sharding.stored for sharding in template.shardings}
+    for name, holding in template.tensors.items():
+        for stage, index in zip(holding.stages, holding.boxes):
+            if index >= 0 and name not in stored_on.get(stage, {}):
+                yield f"{name} has boxes on stage {stage}, which does not cut it"
+
+
+def _sharding(template: ReplicaTemplate, sharding: StageSharding) -> Iterator[str]:
+    stage = sharding.stage
+    device = template.stages[stage].virtual_device
+    grid = template.grids[device]
+    assert grid is not None
+    if not _in_range([number for _, number in sharding.choices], len(sharding.options)):
+        yield f"an operation of stage {stage} names a pattern that is not there"
+    if len(sharding.work) not in (0, grid.num_devices):
+        yield f"stage {stage} has the work of {len(sharding.work)} of {grid.num_devices} devices"
+    for name, stored in sharding.stored.items():
+        holding = template.tensors.get(name)
+        if holding is None or stage not in holding.stages:
+            yield f"{name} is cut on stage {stage}, which does not hold it"
+            return
+        if any(segments > MOST_SEGMENTS for _, _, segments in stored.cuts):
+            yield f"{name} is cut in more than {MOST_SEGMENTS} segments"
+            return
+        try:
+            layout = stored.layout()
+        except (TypeError, ValueError) as error:
+            yield f"{name} is cut in a way that cannot be: {error}"
+            return
+        if unknown := (layout.sharded | layout.stored) - set("xyz"):
+            yield f"{name} is cut over axis {sorted(unknown)[0]!r}, which no grid has"
+            return
+        index = holding.boxes[holding.stages.index(stage)] if holding.boxes else -1
+        boxes = template.boxes[index] if index >= 0 else None
+        places = range(grid.num_devices)
+        dims = range(len(layout.cuts))
+        ranges = tuple(tuple(layout.ranges(grid, place, dim) for dim in dims) for place in places)
+        if boxes is None or boxes.shape != layout.shape or boxes.places != ranges:
+            yield f"the boxes of {name} on stage {stage} are not those of its layout"
+
+
+def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
+    number = plan.num_devices
+    by_rank = (figures.network.hosts, figures.update_s, figures.memory_bytes)
+    if any(len(values) != number for values in by_rank):
+        yield f"its figures describe {len(figures.network.hosts)} devices of {number}"
+        return
+    if len(figures.stages) != len(plan.stages):
+        yield f"its figures describe {len(figures.stages)} stages of {len(plan.stages)}"
+        return
+    for stage, known in enumerate(figures.stages):
+        missing = {plan.device_kinds[rank] for rank in plan.ranks_of_stage(stage)} - set(
+            known.times
+        )
+        if missing:
+            yield f"its figures have no times of stage {stage} on a {sorted(missing)[0]}"
+    links: list[Link | None] = [
+        figures.network.intra_host,
+        figures.network.inter_host,
+        figures.network.all_reduce,
+    ]
+    for own in figures.network.host_links:
+        links += [own.intra_host, own.inter_host]
+    if any(link is not None and not link.bytes_per_s > 0 for link in links):
+        yield "a link of its network carries 0 bytes per second"
+    for state in figures.states:
+        if not state.stages or not _in_range(state.stages, len(plan.stages)):
+            yield "its figures have weights of stages that are not there"
+            return
+        holders = {rank for stage in state.stages for rank in plan.ranks_of_stage(stage)}
+        ranks = [rank for part in state.parts for rank in part]
+        if not set(ranks) <= holders or len(set(ranks)) < len(ranks):
+            yield "its figures have parts of weights on ranks that do not hold them"
+        if len(state.part_bytes) != len(state.parts):
+            yield "its figures have parts of weights without their bytes"
+    if not math.isfinite(figures.optimizer_ratio):
+        yield "the optimizer's state has no size"
