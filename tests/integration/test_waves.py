@@ -166,7 +166,7 @@ def test_the_plan_holds_what_was_asked_for() -> None:
     assert [stage.virtual_device for stage in loop.stages] == [0, 1, 2, 0, 1, 2]
     split = _plan_of({"schedule": "zero-bubble", "num_task_graph": 3, "num_micro_batch": 4}, 3)
     kinds = [
-        {action[0] for action in order if action[1].isdigit()} for order in split.schedule["orders"]
+        {action.kind for action in order if action.is_compute} for order in split.schedule.orders
     ]
     assert kinds[0] == {"F", "B"}  # nobody waits for the gradients of the first stage's inputs
     assert all({"F", "I", "W"} <= each for each in kinds[1:])

@@ -18,6 +18,7 @@ from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 
+
 @pytest.fixture(autouse=True)
 def fresh_session() -> Iterator[None]:
     wh.init()

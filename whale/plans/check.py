@@ -26,9 +26,7 @@ LARGEST_NUMBER = 1e60
 """far more than any count, byte, FLOP or second; products of a few such numbers stay finite"""
 MOST_SEGMENTS = 4096
 """of a fused dim: a range is stored for each, on every device"""
-MAY_BE_NEGATIVE = frozenset(
-    ("stage_of_operation", "boxes", "exchanged_fixed_bytes", "working_fixed_bytes")
-)
+MAY_BE_NEGATIVE = frozenset(("stage_of_operation", "boxes", "workspace"))
 """fields with -1 for "none", and differences of bytes"""
 
 
