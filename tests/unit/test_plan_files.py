@@ -22,7 +22,7 @@ import whale as wh
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 from whale.plans.plan import Plan
 from whale.report import print_plan
-from whale.report.plan_json import plan_json
+from whale.report.plan_page import plan_json
 from whale.report.timeline import print_timeline
 
 WIDTH = 4
