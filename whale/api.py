@@ -16,11 +16,10 @@ import torch
 
 from whale.annotation import default_strategy, set_default_strategy
 from whale.capture.batch import BatchLayout, digest, read_batch
-from whale.capture.capture import capture_training, operation_marks, tied_names
-from whale.capture.checks import compare_parts, compare_with_eager
+from whale.capture.capture import Trust, capture_model
+from whale.capture.clean import operation_marks, tied_names
 from whale.capture.export import Loss, Task
-from whale.capture.guards import refuse
-from whale.capture.prepare import CapturedModel, prepare
+from whale.capture.prepare import CapturedModel
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
@@ -249,19 +248,15 @@ def _prepare(
     device: str,
     check: bool = False,
 ) -> CapturedModel:
-    """Capture, self-checks, loss terms."""
-    task = Task(loss, device, config.autocast)
-    capture = capture_training(model, layout, tensors, task)
+    """Captures the model, with self-checks where they are asked for and can be made."""
     if check:
-        compare_with_eager(model, layout, tensors, task, capture.captured, capture.findings)
-    elif not has_real_weights(model) or not config.check_capture:
-        refuse(capture.findings)
-    prepared = prepare(capture, config.num_micro_batch, config.loss_per_micro_batch)
-    if check and not config.loss_per_micro_batch:
-        why_not = compare_parts(prepared, model, layout, tensors)
-        if why_not:
-            prepared.captured.notes.append(why_not)
-    return prepared
+        trust = Trust.COMPARE
+    elif has_real_weights(model) and config.check_capture:
+        trust = Trust.ELSEWHERE
+    else:
+        trust = Trust.NOBODY
+    task = Task(loss, device, config.autocast)
+    return capture_model(model, layout, tensors, task, config, trust)
 
 
 def _plan(

@@ -22,22 +22,21 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "all_user_frames",
-    "attention_by_form",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "enter_autocast",
     "exit_autocast",
+    "export_patches",
     "fake_mode",
     "has_step_hooks",
     "hooks_of_tensor",
     "is_fake",
     "is_function_transform",
+    "patched",
     "pytree",
     "run_backward",
     "schema",
     "tensor_stores",
-    "without_unused_work",
 ]
 
 
@@ -137,23 +136,38 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 @contextlib.contextmanager
-def all_user_frames() -> Iterator[None]:
-    """Nodes traced inside keep every frame of the user's code in `stack_trace`; torch keeps
-    functions called `forward` only.
-
-    An option of `torch.export` for full stack traces would replace it.
-    """
-    import torch.fx.proxy as proxy
-
-    original_filter = proxy.TracerBase._filter_traceback_frames
-    original_traceback = proxy.CapturedTraceback
-    proxy.TracerBase._filter_traceback_frames = lambda self, summary: summary  # type: ignore[method-assign, assignment]
-    proxy.CapturedTraceback = _UserFrames  # type: ignore[assignment, misc, attr-defined]
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, attribute `name` of a module or class is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        proxy.TracerBase._filter_traceback_frames = original_filter  # type: ignore[method-assign]
-        proxy.CapturedTraceback = original_traceback  # type: ignore[misc, attr-defined]
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def export_patches() -> Iterator[None]:
+    """Everything that Whale changes in torch around one `torch.export`, taken back at exit: lines
+    of the user's code for every node, and no time for what Whale does not read.
+    """
+    with _all_user_frames(), _without_unused_work(), _attention_by_form():
+        yield
+
+
+@contextlib.contextmanager
+def _all_user_frames() -> Iterator[None]:
+    """Nodes traced inside keep every frame of the user's code in `stack_trace`; torch keeps
+    functions called `forward` only. An option of `torch.export` for full stack traces would replace
+    it.
+    """
+    import torch.fx.proxy as proxy
+
+    every_frame = patched(
+        proxy.TracerBase, "_filter_traceback_frames", lambda self, summary: summary
+    )
+    with every_frame, patched(proxy, "CapturedTraceback", _UserFrames):
+        yield
 
 
 class _UserFrames:
@@ -164,6 +178,7 @@ class _UserFrames:
 
     def __init__(self, frames: list[tuple[str, int, str]]) -> None:
         self.frames = frames
+        """(file, line, function), outermost first"""
 
     @staticmethod
     def extract() -> _UserFrames:
@@ -176,26 +191,22 @@ class _UserFrames:
             if code.co_name == "forward":
                 num_inside = len(stack)
             frame = frame.f_back
-        return _UserFrames(
-            [
-                (file, line, name)
-                for file, line, name in reversed(stack[:num_inside])
-                if name == "forward"
-                or not (file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH)
-            ]
-        )
+        return _UserFrames([each for each in reversed(stack[:num_inside]) if _is_wanted(*each)])
 
     def summary(self) -> _UserFrames:
         return self
 
     def format(self) -> list[str]:
-        """What torch joins to a node's `stack_trace`. A model calls the same lines in
-        every layer.
-        """
+        """What torch joins to a node's `stack_trace`."""
         return [_frame_text(*frame) for frame in self.frames]
 
 
-@lru_cache(maxsize=65536)
+def _is_wanted(file: str, line: int, name: str) -> bool:
+    of_torch = file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH
+    return name == "forward" or not of_torch
+
+
+@lru_cache(maxsize=65536)  # a model calls the same lines in every layer
 def _frame_text(file: str, line: int, name: str) -> str:
     return traceback.StackSummary.from_list(
         [traceback.FrameSummary(file, line, name, lookup_line=False)]
@@ -203,37 +214,34 @@ def _frame_text(file: str, line: int, name: str) -> str:
 
 
 @contextlib.contextmanager
-def without_unused_work() -> Iterator[None]:
+def _without_unused_work() -> Iterator[None]:
     """Inside, `torch.export` leaves out what Whale does not read: 13 % of its calls of Python
     functions for a GPT.
 
-    - Code of graph modules is written when they are called, which these never are (torch.fx has a lazy graph module; export makes others).
-    - `node.meta["tensor_meta"]`: strides and memory formats in symbols; `node.meta["val"]` holds the same.
+    - Code of graph modules is written when they are called, which these never are (torch.fx has a
+      lazy graph module; export makes others).
+    - `node.meta["tensor_meta"]`: strides and memory formats in symbols; `node.meta["val"]` holds
+      the same.
     An option of `torch.export` for the bare graph would replace it.
     """
     import torch.fx.experimental.proxy_tensor as proxy_tensor
 
-    original_metadata = proxy_tensor._extract_tensor_metadata
-    original_recompile = torch.fx.GraphModule.recompile
+    original = torch.fx.GraphModule.recompile
 
     def recompile(self: torch.fx.GraphModule) -> None:
         def forward(called: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            original_recompile(called)  # puts its own forward in the place of this one
+            original(called)  # puts its own forward in the place of this one
             return type(called).forward(called, *args, **kwargs)
 
         type(self).forward = forward  # every graph module has a class of its own
 
-    proxy_tensor._extract_tensor_metadata = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
-    try:
+    no_metadata = patched(proxy_tensor, "_extract_tensor_metadata", lambda *args, **kwargs: None)
+    with no_metadata, patched(torch.fx.GraphModule, "recompile", recompile):
         yield
-    finally:
-        proxy_tensor._extract_tensor_metadata = original_metadata
-        torch.fx.GraphModule.recompile = original_recompile  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def attention_by_form() -> Iterator[None]:
+def _attention_by_form() -> Iterator[None]:
     """Inside, the shape of an attention's result is found once for each form of its arguments.
 
     To know that shape torch runs the whole formula on fake tensors, 20 operations for each layer.

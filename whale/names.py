@@ -70,3 +70,8 @@ def listed(things: Sequence[object], most: int, separator: str = ", ") -> str:
     return separator.join(map(str, things[:shown])) + (
         f" and {len(things) - shown} more" if len(things) > shown else ""
     )
+
+
+def names_of(text: str) -> frozenset[str]:
+    """The words of a text as a set of names."""
+    return frozenset(text.split())

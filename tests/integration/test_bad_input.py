@@ -291,7 +291,7 @@ def test_a_loss_that_is_no_sum_is_exact_with_one_micro_batch_and_said() -> None:
         )
     )
     assert_says(
-        message, "test_bad_input.py", 'Set "num_micro_batch" to 1', '"loss_per_micro_batch": true'
+        message, "test_bad_input.py", 'Try: "num_micro_batch": 1', '"loss_per_micro_batch": true'
     )
     plan = wh.plan(
         model,

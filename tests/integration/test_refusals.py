@@ -321,7 +321,7 @@ def test_loss_that_is_no_sum_is_refused_with_micro_batches(name: str) -> None:
         train(None, name, MICRO_BATCHES)
     message = str(caught.value)
     assert LINES[name] in message
-    assert '"num_micro_batch" to 1' in message and '"loss_per_micro_batch": true' in message
+    assert '"num_micro_batch": 1' in message and '"loss_per_micro_batch": true' in message
 
 
 @pytest.mark.parametrize("name", ["product", "centred"])

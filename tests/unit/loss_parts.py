@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.unit.test_kinds import export_graph
 from whale.capture.kinds import value_kinds
 from whale.capture.losses import LossPlan, rewrite_loss
+from whale.capture.samples import SampleFlow
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -148,7 +149,7 @@ def check(
     expected = loss(model, batch)
     expected_gradients = gradients(model, expected)
     captured = export_graph(model, batch, loss)
-    plan = rewrite_loss(captured, value_kinds(captured), all_reduce)
+    plan = rewrite_loss(captured, SampleFlow(captured, value_kinds(captured), all_reduce))
     assert plan.not_additive is None, plan.not_additive and plan.not_additive.message
     assert len(plan.terms) == len(captured.output.args[0])
     values = state_values(model, captured)

@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "vmap": (
         lambda: of_pair(lambda o, b: torch.func.vmap(lambda row: row.square().sum())(o).mean()),
-        r"is part of a `torch.func` transform \(vmap, grad\): write it with batched operations",
+        r"is part of a `torch.func` transform \(vmap, grad\)\. Try: write it with batched operations",
     ),
     "halves of the batch": (
         lambda: of_pair(lambda o, b: F.mse_loss(*torch.cat([o, o + 1]).chunk(2))),

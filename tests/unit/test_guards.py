@@ -18,8 +18,8 @@ from torch.export import ExportedProgram
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
-from whale.capture.branches import decide, random_branches
 from whale.capture.guards import RECOMPUTE_TAG, Findings, refuse, watch
+from whale.capture.python_state import decide, random_branches
 
 BATCH = torch.export.Dim("batch", min=2, max=1 << 20)
 

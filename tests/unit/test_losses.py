@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tests.unit.loss_parts import CLASSES, TOKENS, Batch, Loss, Net, check, make_batch
 from tests.unit.test_kinds import export_graph
 from whale.capture.kinds import value_kinds
-from whale.capture.losses import NotAdditive, batch_reductions, rewrite_loss, split_loss
+from whale.capture.losses import rewrite_loss
+from whale.capture.samples import SampleFlow
 
 
 def per_token(m: nn.Module, b: Batch) -> Tensor:
@@ -263,7 +264,7 @@ def test_other_losses_are_refused_with_their_line(loss: Loss) -> None:
     line, reason = REFUSED[loss]
     captured = export_graph(Net().double(), make_batch(), loss)
     before = str(captured.graph)
-    plan = rewrite_loss(captured, value_kinds(captured))
+    plan = rewrite_loss(captured, SampleFlow(captured, value_kinds(captured)))
     assert plan.not_additive is not None
     assert plan.terms == ()
     assert line in plan.not_additive.line and "test_losses.py:" in plan.not_additive.line
@@ -271,7 +272,6 @@ def test_other_losses_are_refused_with_their_line(loss: Loss) -> None:
         reason in plan.not_additive.message and plan.not_additive.line in plan.not_additive.message
     )
     assert str(captured.graph) == before
-    assert isinstance(split_loss(captured, value_kinds(captured)), NotAdditive)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,17 @@ def test_with_all_reduced_sums_other_losses_are_exact(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", [contrastive, rolled, largest], ids=lambda loss: loss.__name__)
 def test_samples_compared_with_each_other_cannot_be_all_reduced(loss: Loss) -> None:
     captured = export_graph(Net().double(), make_batch(), loss)
-    assert isinstance(batch_reductions(captured, value_kinds(captured)), NotAdditive)
+    flow = SampleFlow(captured, value_kinds(captured), all_reduce=True)
+    assert rewrite_loss(captured, flow).not_additive is not None
 
 
-def test_batch_reductions_lists_the_sums_and_means() -> None:
+def test_sums_and_means_over_the_samples_are_what_is_all_reduced() -> None:
     captured = export_graph(Net().double(), make_batch(), product_of_means)
-    found = batch_reductions(captured, value_kinds(captured))
-    assert isinstance(found, list)
-    assert [str(node.target) for node in found] == ["aten.mean.dim", "aten.mean.dim"]
+    means = [node for node in captured.graph.nodes if str(node.target) == "aten.mean.dim"]
+    plan = rewrite_loss(captured, SampleFlow(captured, value_kinds(captured), all_reduce=True))
+    # mean / samples in all x samples here
+    assert [node.args[0].args[0] for node in plan.reductions] == means
+    assert len(means) == 2
 
 
 def test_terms_are_separate_outputs_with_their_words() -> None:
@@ -332,7 +335,7 @@ def test_whole_placeholders_follow_the_batch() -> None:
         Net().double(), make_batch(), ADDITIVE["two denominators and a penalty"]
     )
     names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
-    rewrite_loss(captured, value_kinds(captured))
+    rewrite_loss(captured, SampleFlow(captured, value_kinds(captured)))
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     assert [node.name for node in placeholders] == names + ["whole_0", "whole_1"]
     for node in placeholders[len(names) :]:
@@ -343,7 +346,7 @@ def test_whole_placeholders_follow_the_batch() -> None:
 def test_every_new_node_has_a_value_and_its_line() -> None:
     captured = export_graph(Net().double(), make_batch(), ADDITIVE["ce weights and smoothing"])
     old = set(captured.graph.nodes)
-    rewrite_loss(captured, value_kinds(captured))
+    rewrite_loss(captured, SampleFlow(captured, value_kinds(captured)))
     for node in captured.graph.nodes:
         if node not in old:
             assert "val" in node.meta, node

@@ -15,6 +15,7 @@ from tests.unit.loss_parts import SAMPLES, Batch, check
 from tests.unit.test_kinds import export_graph
 from whale.capture.kinds import value_kinds
 from whale.capture.losses import rewrite_loss
+from whale.capture.samples import SampleFlow
 
 
 class Float64(TorchFunctionMode):
@@ -161,7 +162,7 @@ def test_mixtral_router_loss_is_refused() -> None:
     captured = export_graph(
         build("MixtralForCausalLM", "MixtralConfig", MIXTRAL), head_batch("tokens"), own_loss
     )
-    plan = rewrite_loss(captured, value_kinds(captured))
+    plan = rewrite_loss(captured, SampleFlow(captured, value_kinds(captured)))
     assert plan.not_additive is not None
     assert (
         "modeling_mixtral.py" in plan.not_additive.message

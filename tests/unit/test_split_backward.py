@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from whale.capture.recomputed import Recomputed
+from whale.capture.graph import Recomputed
 from whale.runtime.code import compile_chunk
 from whale.runtime.split import Deferred, kept_bytes, run_products
 

@@ -1,24 +1,27 @@
-"""The two words of the API, `replicate` and `split`, and where they were said."""
+"""The two words of the API, `replicate` and `split`, and the marks that they leave on a model."""
 
-from whale.annotation.marks import Mark, annotate, mark_of_module, marks_by_module
 from whale.annotation.scopes import (
+    FORWARD_TAG,
+    Mark,
     Scope,
     Strategy,
+    annotate,
     collect_forward_marks,
     default_strategy,
+    marks_by_module,
     replicate,
     set_default_strategy,
     split,
 )
 
 __all__ = [
+    "FORWARD_TAG",
     "Mark",
     "Scope",
     "Strategy",
     "annotate",
     "collect_forward_marks",
     "default_strategy",
-    "mark_of_module",
     "marks_by_module",
     "replicate",
     "set_default_strategy",

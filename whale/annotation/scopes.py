@@ -4,28 +4,39 @@
 Around construction, every module built inside gets the scope's mark. In `forward`, while a capture
 runs, every operation called inside carries the mark through `torch.export`
 (`torch.fx.traceback.annotate`). Outside both, a scope does nothing. Each `with` is its own
-TaskGraph: two `with wh.replicate(1):` are two marks.
+TaskGraph (the part of the model under one annotation): two `with wh.replicate(1):` are two marks.
+`annotate` marks the modules of a model from outside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.traceback import annotate as annotate_nodes
 
-from whale.annotation.marks import FORWARD_TAG, Mark, attach_mark
+from whale.compat import patched
 from whale.names import nearest
 
 GridShape = tuple[int, int, int]
 METHODS = ("summa",)
-"""of sharding a matrix product, beside the one that is taken by itself: see docs/split.md"""
+"""algorithms for a sharded matrix product that a user can name, besides the default: docs/split.md
+"""
+FORWARD_TAG = "whale_scope"
+"""key in `node.meta["custom"]` of operations under a scope in `forward`; the value is the scope's
+index
+"""
+_ATTRIBUTE = "_whale_mark"  # of a module: its mark
+
+ModuleContainer = torch.nn.ModuleList | torch.nn.ModuleDict
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,36 @@ class Strategy:
         return f"{self.kind}({self.num_devices}{grid}{method})"
 
 
+@dataclass(frozen=True)
+class Mark:
+    """One annotation, that is one TaskGraph."""
+
+    order: tuple[str, int]
+    """(place of the annotation: `construction`, `glob` or `forward`; index among those)"""
+    strategy: Strategy
+    label: str = ""
+
+    def __deepcopy__(self, memo: Any) -> Mark:
+        return self  # a module copied inside a scope belongs to the same TaskGraph
+
+
+def marks_by_module(model: torch.nn.Module) -> dict[str, Mark]:
+    """Name -> mark for every module that carries one, under all its names. A list of modules is
+    never called: its mark is its members'.
+    """
+    found: dict[str, Mark] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # parents before children
+        parent = name.rpartition(".")[0]
+        mark = vars(module).get(_ATTRIBUTE)
+        if mark is None and name and isinstance(model.get_submodule(parent), ModuleContainer):
+            mark = found.get(parent)
+        if mark is not None:
+            found[name] = mark
+    return found
+
+
 _construction_marks = itertools.count()
+_glob_marks = itertools.count()
 _open_scopes: list[Scope] = []
 _forward_marks: list[Mark] | None = None  # a list while a capture runs
 _default: Strategy | None = None
@@ -66,14 +106,14 @@ class Scope:
     def __enter__(self) -> Scope:
         if _open_scopes:
             outer = _open_scopes[-1].strategy
-            default = (
-                f", or make the outer one the default with wh.set_default_strategy(wh.{outer})"
-                if outer.kind == "replicate"
-                else ""
-            )
+            default = ""
+            if outer.kind == "replicate":
+                default = (
+                    f", or make the outer one the default: wh.set_default_strategy(wh.{outer})"
+                )
             raise ValueError(
-                f"{self.strategy} is opened inside {outer}: scopes do not nest. Close the outer "
-                f"`with` first{default}"
+                f"{self.strategy} is opened inside {outer}: scopes do not nest. Try: close the "
+                f"outer `with` first{default}"
             )
         self._exit = contextlib.ExitStack()
         if _forward_marks is None:
@@ -174,6 +214,48 @@ def _device_count(word: str, num_devices: int) -> int:
     return num_devices
 
 
+def annotate(model: Model, strategies: Mapping[str, Scope]) -> Model:
+    """Marks modules by name, for a model whose source one cannot touch.
+
+    `strategies` maps a glob over module names (`"bert.encoder.layer.[0-5]"`; several joined by `|`)
+    to `wh.replicate(n)` or `wh.split(n)`. Each entry is one TaskGraph and includes everything below
+    the modules that match. Returns the model.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    owner: dict[int, str] = {}
+    for pattern, scope in strategies.items():
+        if not isinstance(scope, Scope):
+            raise ValueError(
+                f"wh.annotate: the value for '{pattern}' is {scope!r}; it must be "
+                "wh.replicate(n) or wh.split(n)"
+            )
+        mark = Mark(("glob", next(_glob_marks)), scope.strategy, label=pattern)
+        for name in _matching(pattern, names):
+            module = model.get_submodule(name)
+            if owner.get(id(module), pattern) != pattern:
+                raise ValueError(
+                    f"wh.annotate: module '{name}' is matched by both '{owner[id(module)]}' and "
+                    f"'{pattern}': it can be in one TaskGraph"
+                )
+            owner[id(module)] = pattern
+            vars(module)[_ATTRIBUTE] = mark
+    return model
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """Names that one of the globs of `pattern`, joined by `|`, matches; each must match one."""
+    matching: set[str] = set()
+    for glob in pattern.split("|"):
+        found = fnmatch.filter(names, glob)
+        if not found:
+            raise ValueError(
+                f"wh.annotate: '{glob}' matches none of the model's {len(names)} "
+                f"modules.{nearest(glob, names)}"
+            )
+        matching.update(found)
+    return [name for name in names if name in matching]
+
+
 def set_default_strategy(strategy: Scope | None) -> None:
     """Everything that no other annotation marks forms one TaskGraph with this strategy; `None`
     takes it back.
@@ -206,16 +288,11 @@ def collect_forward_marks() -> Iterator[list[Mark]]:
         _forward_marks = None
 
 
-@contextlib.contextmanager
-def _mark_new_modules(mark: Mark) -> Iterator[None]:
+def _mark_new_modules(mark: Mark) -> contextlib.AbstractContextManager[None]:
     original: Callable[..., None] = torch.nn.Module.__init__
 
     def marking_init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        attach_mark(self, mark)
+        vars(self)[_ATTRIBUTE] = mark
 
-    torch.nn.Module.__init__ = marking_init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Module.__init__ = original  # type: ignore[method-assign]
+    return patched(torch.nn.Module, "__init__", marking_init)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,13 @@ class BatchLayout:
         ]
         return pytree.tree_unflatten(leaves, self.structure)
 
+    def samples(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+        """Samples start to stop - 1 of these tensors; tensors without samples whole."""
+        return [
+            tensor[start:stop] if described.batched else tensor
+            for tensor, described in zip(tensors, self.tensors, strict=True)
+        ]
+
 
 def read_batch(
     batch: Any, sample: BatchLayout | None = None
@@ -67,49 +74,38 @@ def read_batch(
     """Layout and tensors of a batch. With `sample`, the tensors that are batched there are batched
     here.
     """
-    plain = (
-        dict(batch) if isinstance(batch, Mapping) else batch
-    )  # Hugging Face's BatchEncoding is a mapping, not a dict
-    with_paths, structure = pytree.tree_flatten_with_path(plain)
-    paths = tuple(pytree.keystr(path) or "the batch" for path, _ in with_paths)
-    leaves = [leaf for _, leaf in with_paths]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    constants = tuple(
-        (place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
-    )
-    for place, value in constants:
-        if not isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
-            where = "the batch" if structure.is_leaf() else f"{paths[place]} of the batch"
+    # Hugging Face's BatchEncoding is a mapping, not a dict
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    leaves, structure = pytree.tree_flatten_with_path(plain)
+    paths = tuple(pytree.keystr(path) or "the batch" for path, _ in leaves)
+    constants: list[tuple[int, Any]] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for place, (path, (_, leaf)) in enumerate(zip(paths, leaves, strict=True)):
+        if isinstance(leaf, torch.Tensor):
+            tensors[path] = leaf
+            continue
+        if not isinstance(leaf, (int, float, str, bool, type(None), torch.dtype)):
+            where = "the batch" if structure.is_leaf() else f"{path} of the batch"
             raise ValueError(
-                f"{where} is a {type(value).__name__}: a batch holds tensors, numbers, strings "
+                f"{where} is a {type(leaf).__name__}: a batch holds tensors, numbers, strings "
                 "and None"
             )
-    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim > 0)
+        constants.append((place, leaf))
+    batched_in_sample = {t.path: t.batched for t in sample.tensors} if sample is not None else {}
+    sizes = {path: tensor.shape[0] for path, tensor in tensors.items() if tensor.ndim > 0}
     if not sizes:
         raise ValueError(
             "the batch holds no tensor with a batch dimension (its leaves: "
             f"{', '.join(paths) or 'none'})"
         )
-    tensor_paths = [
-        path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
-    ]
-    known = {t.path: t.batched for t in sample.tensors} if sample is not None else {}
-    marked = [
-        t.shape[0]
-        for path, t in zip(tensor_paths, tensors, strict=True)
-        if known.get(path) and t.ndim > 0
-    ]
-    batch_size = Counter(marked or sizes.elements()).most_common(1)[0][0]
-    described = tuple(
-        BatchTensor(
-            path,
-            tuple(tensor.shape),
-            tensor.dtype,
-            tensor.ndim > 0 and tensor.shape[0] == batch_size and known.get(path, True),
-        )
-        for path, tensor in zip(tensor_paths, tensors, strict=True)
-    )
-    return BatchLayout(structure, paths, constants, described, batch_size), tensors
+    known = [size for path, size in sizes.items() if batched_in_sample.get(path)]
+    batch_size = Counter(known or sizes.values()).most_common(1)[0][0]
+    described = []
+    for path, tensor in tensors.items():
+        batched = sizes.get(path) == batch_size and batched_in_sample.get(path, True)
+        described.append(BatchTensor(path, tuple(tensor.shape), tensor.dtype, batched))
+    layout = BatchLayout(structure, paths, tuple(constants), tuple(described), batch_size)
+    return layout, list(tensors.values())
 
 
 def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
@@ -123,14 +119,13 @@ def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
         raise ValueError(
             f"the batch disagrees with the sample batch: missing {missing or 'nothing'}, not in "
             f"the sample {unknown or 'nothing'}.{hint} "
-            f"Pass a sample batch of this form to wh.parallelize"
+            "Try: pass a sample batch of this form to wh.parallelize"
         )
     for got, expected in zip(layout.tensors, sample.tensors, strict=False):
         if got.dtype != expected.dtype or len(got.shape) != len(expected.shape):
             raise ValueError(
                 f"{got.path} of the batch is {_describe(got)}, but the sample batch had "
-                f"{_describe(expected)}: "
-                f"pass a sample batch of this form to wh.parallelize"
+                f"{_describe(expected)}. Try: pass a sample batch of this form to wh.parallelize"
             )
         if expected.batched and not got.batched:
             raise ValueError(
@@ -143,10 +138,10 @@ def enlarge(layout: BatchLayout, tensors: list[torch.Tensor]) -> list[torch.Tens
     """A sample of one repeated, so that the export keeps the batch symbolic."""
     if layout.batch_size >= MIN_SAMPLES:
         return tensors
-    return [
-        torch.cat([t] * MIN_SAMPLES) if described.batched else t
-        for t, described in zip(tensors, layout.tensors, strict=True)
-    ]
+    enlarged = []
+    for tensor, described in zip(tensors, layout.tensors, strict=True):
+        enlarged.append(torch.cat([tensor] * MIN_SAMPLES) if described.batched else tensor)
+    return enlarged
 
 
 def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
@@ -157,11 +152,10 @@ def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
     for tensor in tensors:
         plain = in_memory(tensor.detach()).contiguous().cpu()
         state.update(repr((tuple(plain.shape), plain.dtype)).encode())
-        state.update(
-            plain.view(torch.uint8).numpy().tobytes()
-            if plain.numel() and plain.ndim
-            else repr(plain.tolist()).encode()
-        )
+        if plain.numel() and plain.ndim:
+            state.update(plain.view(torch.uint8).numpy().tobytes())
+        else:
+            state.update(repr(plain.tolist()).encode())
     return state.digest()
 
 

@@ -14,8 +14,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from whale.capture.graph import size_for
 from whale.compat import schema
-from whale.operations.nodes import OpOverload, argument, aten_name, written_names
+from whale.operations.nodes import argument, aten_name, written_names
 
 BATCH_SIZES = (2, 3, 5)
 """a mask whose shape depends on the batch is computed for these"""
@@ -39,17 +40,14 @@ def _has_causal_mask(attention: Node) -> bool:
     """Whether the mask depends on no data and is true up to the diagonal and false above it, the
     same for all samples and heads.
     """
-    mask, query, key = (argument(attention, name) for name in ("attn_mask", "query", "key"))
-    length = query.meta["val"].shape[-2]
-    num_keys = key.meta["val"].shape[-2]
-    if (
-        not isinstance(mask, Node)
-        or not isinstance(length, int)
-        or not isinstance(num_keys, int)
-        or length != num_keys
-    ):
+    mask = argument(attention, "attn_mask")
+    length = argument(attention, "query").meta["val"].shape[-2]
+    num_keys = argument(attention, "key").meta["val"].shape[-2]
+    # a symbolic length is never asked: a comparison would fix it
+    if not isinstance(mask, Node) or not isinstance(length, int) or not isinstance(num_keys, int):
         return False
-    if mask.meta["val"].dtype != torch.bool or mask.meta["val"].shape[-2:] != (length, length):
+    value = mask.meta["val"]
+    if length != num_keys or value.dtype != torch.bool or value.shape[-2:] != (length, length):
         return False
     needed = _made_from_numbers(mask)
     if needed is None:
@@ -71,10 +69,7 @@ def _made_from_numbers(node: Node) -> set[Node] | None:
         needed.add(source)
         if isinstance(source.meta.get("val"), torch.SymInt):
             continue
-        draws = (
-            isinstance(source.target, OpOverload)
-            and torch.Tag.nondeterministic_seeded in source.target.tags
-        )
+        draws = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
         if source.op != "call_function" or draws or written_names(source):
             return None
         waiting.extend(source.all_input_nodes)
@@ -89,10 +84,8 @@ def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
             continue
         size = source.meta.get("val")
         if isinstance(size, torch.SymInt):
-            expression = size.node.expr
-            values[source] = int(
-                expression.subs(dict.fromkeys(expression.free_symbols, batch_size))
-            )
+            symbols = size.node.expr.free_symbols
+            values[source] = size_for(size, dict.fromkeys(symbols, batch_size))
         else:
             args, kwargs = map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = source.target(*args, **kwargs)  # type: ignore[operator]
@@ -100,10 +93,7 @@ def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
 
 
 def _replace_mask(attention: Node) -> None:
-    given = {
-        declared.name: argument(attention, declared.name)
-        for declared in schema(attention.target).arguments
-    }
-    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    attention.args = (query, key, value)
+    names = [declared.name for declared in schema(attention.target).arguments]
+    given = {name: argument(attention, name) for name in names}
+    attention.args = tuple(given.pop(name) for name in ("query", "key", "value"))
     attention.kwargs = {**given, "attn_mask": None, "is_causal": True}

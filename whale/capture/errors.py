@@ -1,12 +1,13 @@
-"""Why a capture failed, in the user's words: which module, which line, what is wrong there, and the
-way out.
+"""Why a capture failed, in the user's words: which module, which line, what is wrong there, and
+what to try.
 
 `torch.export` stops with long messages about symbols and guards. `explain` turns each of them into
 one `CaptureError`. Three steps:
 
-1. where: the innermost line of the user's code and the innermost module, both read from the frames of the traceback (`locate`);
-   constraints on the batch size come without a traceback, so `size_conditions` notes the place of each while it is made;
-2. what: the first rule of `_RULES` that knows the exception says what is wrong and how to change it;
+1. where: the innermost line of the user's code and the innermost module, both read from the frames
+   of the traceback (`locate`); constraints on the batch size come without a traceback, so
+   `size_conditions` notes the place of each while it is made;
+2. what: the first rule of `_RULES` that knows the exception says what is wrong and what to try;
 3. otherwise it is an ordinary exception of the model's own code and is shown as it is.
 """
 
@@ -28,6 +29,8 @@ import sympy
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from whale.compat import patched
 
 Frames = Iterable[tuple[FrameType, int]]
 """frames, outermost first, each with the line number that was running"""
@@ -62,6 +65,11 @@ class Place:
     in_loss: bool = False
     """inside the user's loss function"""
 
+    @property
+    def inside(self) -> bool:
+        """Whether it is in the model's forward or in the loss."""
+        return self.module is not None or self.in_loss
+
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else "an unknown line"
 
@@ -72,17 +80,14 @@ class Place:
             return f"the loss function, {where}"
         if self.module is None:
             return where
-        return (
-            f"{f'`{self.module}`' if self.module else 'the model itself'} ({self.class_name}), "
-            f"{where}"
-        )
+        module = f"`{self.module}`" if self.module else "the model itself"
+        return f"{module} ({self.class_name}), {where}"
 
 
 NOWHERE = Place(file="", line=0, source="", module=None)
 
 
 # --- where
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def is_user_file(file_name: str) -> bool:
@@ -108,41 +113,34 @@ def running_module(frame: FrameType) -> nn.Module | None:
     owner = frame.f_locals.get(frame.f_code.co_varnames[0])
     # a function that merely takes a module, such as `torch.export.export(model)`, is not one of its
     # methods
-    return (
-        owner
-        if isinstance(owner, nn.Module) and hasattr(type(owner), frame.f_code.co_name)
-        else None
-    )
+    is_method = isinstance(owner, nn.Module) and hasattr(type(owner), frame.f_code.co_name)
+    return owner if is_method else None
 
 
 def locate(frames: Frames, names: dict[int, str]) -> Place:
     """Innermost user line and innermost module of the model. Frames outside the model's forward do
     not count when there is one.
     """
-    inside = False
     line = NOWHERE
     owner = None
     in_loss = False
     for frame, number in frames:
-        if frame.f_code.co_name == LOSS_CALLER and frame.f_code.co_filename.startswith(
-            _WHALE_FOLDER
-        ):
+        file_name = frame.f_code.co_filename
+        if frame.f_code.co_name == LOSS_CALLER and file_name.startswith(_WHALE_FOLDER):
             in_loss = True
             line = NOWHERE
         module = running_module(frame)
         if module is not None and id(module) in names:
-            if not inside:
-                inside = True
+            if owner is None:
                 line = NOWHERE
             owner = module
-        file_name = frame.f_code.co_filename
         if is_user_file(file_name):
             line = Place(file_name, number, linecache.getline(file_name, number).strip(), None)
     if in_loss:
         return replace(line, in_loss=True)
     if owner is None:
         return line
-    return Place(line.file, line.line, line.source, names[id(owner)], type(owner).__name__)
+    return replace(line, module=names[id(owner)], class_name=type(owner).__name__)
 
 
 def calling_place(names: dict[int, str] | None = None) -> Place:
@@ -164,13 +162,12 @@ def _error_place(error: BaseException, names: dict[int, str]) -> tuple[BaseExcep
     """The outermost exception of the chain that left the model's forward or the loss, and where."""
     for link in _chain(error):
         place = locate(traceback.walk_tb(link.__traceback__), names)
-        if place.module is not None or place.in_loss:
+        if place.inside:
             return link, place
     return error, NOWHERE
 
 
 # --- constraints on the batch size
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -185,14 +182,12 @@ class SizeConditions:
         """The first lines that put an equation on a size: these fix the batch or ask that it
         divides.
         """
-        places = [
-            place
-            for condition, place in self.conditions
-            if isinstance(condition, sympy.Eq) and place.file
-        ]
-        inside = [
-            place for place in places if place.module is not None or place.in_loss
-        ]  # others: the line that called Whale
+        places = []
+        for condition, place in self.conditions:
+            if isinstance(condition, sympy.Eq) and place.file:
+                places.append(place)
+        # places outside of the model are the line that called Whale
+        inside = [place for place in places if place.inside]
         return list(dict.fromkeys(inside or places))[:_MAX_PLACES]
 
 
@@ -222,15 +217,11 @@ def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
         original(self, *args, **kwargs)
         self.guards = _PlacedGuards(found, names)
 
-    ShapeEnv.__init__ = with_places  # type: ignore[method-assign]
-    try:
+    with patched(ShapeEnv, "__init__", with_places):
         yield found
-    finally:
-        ShapeEnv.__init__ = original  # type: ignore[method-assign]
 
 
 # --- what
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 _INSIDE_FORWARD = "inside"
@@ -247,7 +238,7 @@ class _Rule:
     kind: str
     pattern: str
     wrong: str
-    way_out: str
+    advice: str
     when: str = _INSIDE_FORWARD
     """raised while the forward ran, before or after it, or after it because of a condition that the
     forward put on a size
@@ -259,11 +250,9 @@ class _Rule:
         if self.kind not in kinds or inside != (self.when == _INSIDE_FORWARD):
             return None
         match = re.search(self.pattern, str(error), re.DOTALL)
-        return (
-            None
-            if match is None
-            else {key: _readable(value or "") for key, value in match.groupdict().items()}
-        )
+        if match is None:
+            return None
+        return {key: _readable(value or "") for key, value in match.groupdict().items()}
 
 
 _OUTSIDE = (
@@ -319,7 +308,8 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "RuntimeError",
-        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard (?P<guard>[^\n]+?)\.?\s*(Specializations|\n|$)",
+        r"Not all values of (?P<symbol>\w+).*?satisfy the generated guard "
+        r"(?P<guard>[^\n]+?)\.?\s*(Specializations|\n|$)",
         "the forward works only for batch sizes with {guard}. Whale runs it with other sizes "
         "(micro-batches)",
         "write this step so that it works for every number of samples, without a branch or a "
@@ -328,7 +318,8 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "RuntimeError",
-        r"\.numpy\(\) is not supported|Can't call numpy\(\)|Cannot copy out of meta tensor|[Cc]annot .*data pointer",
+        r"\.numpy\(\) is not supported|Can't call numpy\(\)|Cannot copy out of meta tensor|"
+        r"[Cc]annot .*data pointer",
         "the values of a tensor are read outside torch here (`.numpy()`, `.data_ptr()`, a C "
         "extension). "
         "During a capture tensors have shapes and no values",
@@ -337,8 +328,9 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "RuntimeError",
-        r"fake tensor in the exported program constant's list.*?model attribute: (?P<attribute>\S+?)\.?lifted_tensor",
-        "a tensor left the graph in `{attribute}`: `.data`, or a tensor that is kept from one "
+        r"fake tensor in the exported program constant's list.*?"
+        r"model attribute: (?P<attribute>\S+?)\.?lifted_tensor",
+        "a tensor left the graph in `{attribute}`: `.data`, or a tensor that lives from one "
         "forward to the next",
         "use `.detach()` instead of `.data`; register a tensor that lives from step to step as a "
         "buffer and update it in place",
@@ -410,37 +402,33 @@ def explain(
     if isinstance(error, CaptureError):
         return error
     raised, place = _error_place(error, module_names(model))
-    inside = place.module is not None or place.in_loss
-    places = [place] if inside else []
-    if known := _known(error, inside):
+    places = [place] if place.inside else []
+    if known := _known(error, place.inside):
         rule, words = known
         wrong = rule.wrong.format(**words)
-        way_out = rule.way_out.format(**words)
+        advice = rule.advice.format(**words)
         if rule.when == _AFTER_FORWARD and sizes is not None:
             places = sizes.equations()
     elif place.in_loss:
         wrong = f"the loss raised {type(raised).__name__}: {_message(raised)}"
-        way_out = (
+        advice = (
             "Whale calls `loss(output, batch)` with what the model gives and the whole batch: "
             '`loss=lambda output, batch: F.cross_entropy(output, batch["labels"])`'
         )
-    elif inside:
+    elif place.inside:
         wrong = f"the forward raised {type(raised).__name__}: {_message(raised)}"
-        way_out = (
+        advice = (
             "call the model on the sample batch without Whale; if it fails in the same way, the "
             "mistake is in this line"
         )
     else:
         wrong = f"torch.export raised {type(error).__name__}: {_message(error)}"
-        way_out = (
+        advice = (
             "try `torch.export.export` on the model alone with `strict=False`; if that works, "
             "please report the model to us"
         )
-    where = (
-        "".join(f"\n  at {each.describe()}" for each in places) or f"\n  in {type(model).__name__}"
-    )
-    explained = CaptureError(
-        f"The model cannot be captured.{where}\n  What is wrong: {wrong}.\n  Way out: {way_out}."
-    )
+    where = [f"  at {each.describe()}" for each in places] or [f"  in {type(model).__name__}"]
+    lines = ["The model cannot be captured.", *where, f"  What is wrong: {wrong}."]
+    explained = CaptureError("\n".join([*lines, f"  Try: {advice}."]))
     explained.__cause__ = error
     return explained

@@ -6,14 +6,13 @@ of rows with `grouped_mm` and puts the results back; another way is to copy the 
 expert for every token and to call `bmm`. Sorted rows belong to no sample any more, and copied
 weights are large. This pass gives both the same form, in the order of the tokens:
 
-    y = grouped_mm(x[order], weight, ends) ... y[inverse of order]   ->   expert_mm(x, weight, expert of each row)             (1)
-    bmm(weight[expert of each row], x)                               ->   expert_mm(x, weight, expert of each row)             (2)
-
-In (2) the numbers are read as indexing does: negative ones count from the end, others outside are
-an error.
+    y = grouped_mm(x[order], weight, ends) ... y[inverse of order]                            (1)
+    y = bmm(weight[expert of each row], x)                                                    (2)
+                                            ->   y = expert_mm(x, weight, expert of each row)
 
 In (1) whatever stands between must treat rows one by one; where something else reads sorted rows,
-the graph stays as it is.
+the graph stays as it is. In (2) the numbers are read as indexing does: negative ones count from the
+end, others outside are an error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Target, map_arg
 
+from whale.capture.graph import insert_call
 from whale.capture.ops import remove_dead
+from whale.names import names_of
 from whale.operations.nodes import argument, op_name
 
 aten = torch.ops.aten
@@ -36,24 +37,13 @@ CASTS = ("to", "_to_copy", "clone", "contiguous", "detach", "alias")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 ORDERLESS = ("histc", "bincount")
 """give the same for rows in any order"""
-ALONG_DIM = (
-    "chunk",
-    "split",
-    "split_with_sizes",
-    "unsqueeze",
-    "squeeze",
-    "softmax",
-    "sum",
-    "mean",
-    "select",
-    "slice",
-    "glu",
+ALONG_DIM = names_of(
+    "chunk split split_with_sizes unsqueeze squeeze softmax sum mean select slice glu"
 )
 """treat rows one by one unless they work along dim 0"""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the product
+# --- the product
 
 
 @torch.library.custom_op("whale::expert_mm", mutates_args=())
@@ -92,10 +82,11 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
 
 
 expert_mm.register_autograd(_backward, setup_context=_save)
+EXPERT_MM = torch.ops.whale.expert_mm.default
 
 
 def rows_by_expert(experts: Tensor, num_experts: int) -> Sequence[Tensor]:
-    """For each expert the numbers of its rows, in order."""
+    """The numbers of each expert's rows, in order."""
     order = experts.argsort(stable=True)
     starts = torch.searchsorted(
         experts[order], torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
@@ -103,12 +94,11 @@ def rows_by_expert(experts: Tensor, num_experts: int) -> Sequence[Tensor]:
     return [order[start:stop] for start, stop in zip(starts, starts[1:])]
 
 
-# ------------------------------------------------------------------------------------------------------------------------
-# the pass
+# --- the pass
 
 
 def use_expert_mm(graph: Graph) -> int:
-    """Lines (1) and (2); gives the number of products that are written as `expert_mm` now."""
+    """Rewrites (1) and (2); returns the number of products that are `expert_mm` now."""
     for node in list(graph.nodes):
         if op_name(node) in ("sort", "argsort") and _is_plain_sort(node):
             _Sorted(graph, node).take_out()
@@ -122,9 +112,8 @@ def use_expert_mm(graph: Graph) -> int:
 
 def _is_plain_sort(node: Node) -> bool:
     numbers = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return (
-        numbers.ndim == 1 and not numbers.is_floating_point() and not argument(node, "descending")
-    )
+    is_list_of_integers = numbers.ndim == 1 and not numbers.is_floating_point()
+    return is_list_of_integers and not argument(node, "descending")
 
 
 class _Sorted:
@@ -153,24 +142,20 @@ class _Sorted:
 
     def take_out(self) -> None:
         """Replaces the results, if every sorted value is understood and there is a product among
-        them.
+        them; otherwise removes the twins again.
         """
         nodes = list(self.graph.nodes)
         is_understood = all(self._understand(node) for node in nodes[nodes.index(self.sort) + 1 :])
         has_product = any(op_name(node) == "expert_mm" for node in self.made)
+        unused = set(self.made)
         if is_understood and has_product:
             for node, twin in self.results.items():
                 node.replace_all_uses_with(twin)
             for node in self.counts:
                 node.args = (self.twins[node.args[0]], *node.args[1:])  # type: ignore[index]
-        waiting = [*nodes, *self.made] if is_understood and has_product else self.made
-        places = {node: place for place, node in enumerate(self.graph.nodes)}
-        for node in sorted(
-            {*self.twins, *self.results, *self.made} & set(waiting),
-            key=places.__getitem__,
-            reverse=True,
-        ):
-            if not node.users and node is not self.experts:
+            unused |= self.twins.keys() | self.results.keys()
+        for node in reversed(list(self.graph.nodes)):
+            if node in unused and not node.users and node is not self.experts:
                 self.graph.erase_node(node)
 
     def _understand(self, node: Node) -> bool:
@@ -180,12 +165,9 @@ class _Sorted:
         if node in self.orders or node in self.twins:
             return True
         sources = node.all_input_nodes
-        of_order = [
-            source
-            for source in sources
-            if source in self.orders or source in self.repeated or source in self.inverses
-        ]
-        if not of_order and not any(source in self.twins for source in sources):
+        row_numbers = self.orders | self.repeated.keys() | self.inverses
+        of_order = [source for source in sources if source in row_numbers]
+        if not of_order and self.twins.keys().isdisjoint(sources):
             return True
         name = op_name(node)
         if name in LIKE and sources == of_order:
@@ -242,46 +224,23 @@ class _Sorted:
 
     def _understand_product(self, node: Node) -> bool:
         x, weight, ends = (*node.args, *node.kwargs.values())[:3]
-        if (
-            x not in self.twins
-            or not isinstance(weight, Node)
-            or not isinstance(ends, Node)
-            or len(weight.meta["val"].shape) != 3
-        ):
+        if x not in self.twins or not isinstance(weight, Node) or not isinstance(ends, Node):
             return False
-        if not _counts_rows(ends, {self.experts, *self.twins}):
+        if weight.meta["val"].ndim != 3 or not _counts_rows(ends, {self.experts, *self.twins}):
             return False
         source = _untransposed(weight)
-        self._make(
-            node,
-            expert_mm_op(),
-            (self.twins[x], source or weight, self.experts, source is not None),  # type: ignore[index]
-            {},
-        )
+        rows = self._twin(x)  # type: ignore[arg-type]
+        self._make(node, EXPERT_MM, (rows, source or weight, self.experts, source is not None), {})
         return True
 
     def _twin(self, node: Node) -> Node:
         return self.twins.get(node, node)
 
     def _make(self, node: Node, target: Target, args: Any, kwargs: Any) -> None:
-        """The twin of a node."""
-        self.twins[node] = _insert(self.graph, node, target, args, kwargs)
-        self.made.append(self.twins[node])
-
-
-def expert_mm_op() -> Any:
-    return torch.ops.whale.expert_mm.default
-
-
-def _insert(graph: Graph, node: Node, target: Target, args: Any, kwargs: Any | None = None) -> Node:
-    """A new operation in front of another one, at whose place in the model it stands."""
-    with graph.inserting_before(node):
-        made = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}))
-    made.meta = {key: value for key, value in node.meta.items() if key != "val"}
-    values = map_arg((made.args, made.kwargs), lambda source: source.meta["val"])
-    with torch.no_grad():
-        made.meta["val"] = target(*values[0], **values[1])  # type: ignore[operator]
-    return made
+        """Makes the twin of a node."""
+        twin = insert_call(node, target, tuple(args), dict(kwargs), like=node)
+        self.twins[node] = twin
+        self.made.append(twin)
 
 
 def _counts_rows(ends: Node, experts: set[Node]) -> bool:
@@ -299,51 +258,48 @@ def _counts_rows(ends: Node, experts: set[Node]) -> bool:
     while source not in experts and op_name(source) in CASTS:
         source = source.args[0]
     num_experts = ends.meta["val"].shape[0]
-    is_histogram = op_name(found) != "histc" or list(found.args[1:]) == [
-        num_experts,
-        0,
-        num_experts - 1,
-    ]
+    bins = [num_experts, 0, num_experts - 1]
+    is_histogram = op_name(found) != "histc" or list(found.args[1:]) == bins
     return source in experts and is_histogram
 
 
 def _untransposed(weight: Node) -> Node | None:
     """What was transposed to get these matrices."""
-    if op_name(weight) != "transpose" or {int(dim) % 3 for dim in weight.args[1:]} != {1, 2}:  # type: ignore[arg-type]
+    if op_name(weight) != "transpose":
         return None
-    return weight.args[0]  # type: ignore[return-value]
+    source, *dims = weight.args
+    is_matrix_transpose = {int(dim) % 3 for dim in dims} == {1, 2}  # type: ignore[arg-type]
+    return source if is_matrix_transpose else None  # type: ignore[return-value]
 
 
 def _is_row_by_row(node: Node, name: str, twins: dict[Node, Node]) -> bool:
     """Whether an operation treats the rows of its sorted inputs one by one, and gives rows."""
-    if (
-        node.target is operator.getitem
-        or name in CASTS
-        or (name in ("dropout", "linear") and node.args[0] in twins)
-    ):
-        return all(source in twins or name == "linear" for source in node.all_input_nodes)
     first: Any = node.args[0]
+    if name == "linear" and first in twins:
+        return True
+    if node.target is operator.getitem or name in CASTS or (name == "dropout" and first in twins):
+        return all(source in twins for source in node.all_input_nodes)
     if name in ALONG_DIM:
-        rank = len(first.meta["val"].shape) + (name == "unsqueeze")
+        rank = first.meta["val"].ndim + (name == "unsqueeze")
         dims = argument(node, "dim")
         found = dims if isinstance(dims, list | tuple) else [dims]
         return bool(found) and all(isinstance(dim, int) and dim % rank != 0 for dim in found)
     if name in ("layer_norm", "rms_norm"):
-        return first in twins and len(argument(node, "normalized_shape")) < len(
-            first.meta["val"].shape
-        )
+        return first in twins and len(argument(node, "normalized_shape")) < first.meta["val"].ndim
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
-    rank = len(node.meta["val"].shape)
-    shapes = {
-        source: source.meta["val"].shape
-        for source in node.all_input_nodes
-        if isinstance(source.meta["val"], Tensor)
-    }
-    return all(
-        len(shape) == rank if source in twins else len(shape) < rank or _is_one(shape[0])
-        for source, shape in shapes.items()
-    )
+    rank = node.meta["val"].ndim
+    for source in node.all_input_nodes:
+        value = source.meta["val"]
+        if not isinstance(value, Tensor):
+            continue
+        if source in twins:
+            fits = value.ndim == rank
+        else:  # broadcast over the rows
+            fits = value.ndim < rank or _is_one(value.shape[0])
+        if not fits:
+            return False
+    return True
 
 
 def _is_one(size: Any) -> bool:
@@ -352,45 +308,43 @@ def _is_one(size: Any) -> bool:
 
 
 def _use_no_copies(graph: Graph, node: Node, numbers: dict[tuple[Node, int], Node]) -> None:
-    """Line (2): a product of one row for each of the copied matrices. `numbers`: those of the
-    experts that products before have read.
+    """Rewrites (2): a product of one row with each of the copied matrices. `numbers`: the numbers
+    of experts that earlier products have read.
     """
-    left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else (node, node)
+    if len(node.all_input_nodes) != 2:
+        return
+    left, right = node.all_input_nodes
     for copies, x, row_dim in ((left, right, 2), (right, left, 1)):
         if not _copies_matrices(copies) or not _is_one(x.meta["val"].shape[row_dim]):
             continue
         weight = argument(copies, "self")
         (experts,) = argument(copies, "indices")
-        has_rows = op_name(x) == "unsqueeze" and argument(x, "dim") % 3 == row_dim
-        rows = x.args[0] if has_rows else _insert(graph, node, aten.squeeze.dim, (x, row_dim))
+        rows: Any = x.args[0]
+        if op_name(x) != "unsqueeze" or argument(x, "dim") % 3 != row_dim:
+            rows = insert_call(node, aten.squeeze.dim, (x, row_dim), like=node)
         read = experts, weight.meta["val"].shape[0]
         if read not in numbers:
-            numbers[read] = _read_numbers(graph, node, *read)
-        product = _insert(graph, node, expert_mm_op(), (rows, weight, numbers[read], row_dim == 2))
+            numbers[read] = _read_numbers(node, *read)
+        args = (rows, weight, numbers[read], row_dim == 2)
+        product = insert_call(node, EXPERT_MM, args, like=node)
         for user in list(node.users):
             if op_name(user) == "squeeze" and argument(user, "dim") in (row_dim, row_dim - 3):
                 user.replace_all_uses_with(product)
                 graph.erase_node(user)
         if node.users:
-            node.replace_all_uses_with(
-                _insert(graph, node, aten.unsqueeze.default, (product, row_dim))
-            )
+            result = insert_call(node, aten.unsqueeze.default, (product, row_dim), like=node)
+            node.replace_all_uses_with(result)
         graph.erase_node(node)
         return
 
 
-def _read_numbers(graph: Graph, node: Node, experts: Node, num_experts: int) -> Node:
+def _read_numbers(node: Node, experts: Node, num_experts: int) -> Node:
     """`arange(num_experts)[experts]`: from 0 on, with torch's error for those that do not exist."""
     numbers = experts.meta["val"]
+    options = {"dtype": numbers.dtype, "device": numbers.device}
     with numbers.fake_mode:
-        every = _insert(
-            graph,
-            node,
-            aten.arange.default,
-            (num_experts,),
-            {"dtype": numbers.dtype, "device": numbers.device},
-        )
-    return _insert(graph, node, aten.index.Tensor, (every, [experts]))
+        every = insert_call(node, aten.arange.default, (num_experts,), options, like=node)
+    return insert_call(node, aten.index.Tensor, (every, [experts]), like=node)
 
 
 def _copies_matrices(node: Node) -> bool:

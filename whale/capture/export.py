@@ -7,12 +7,12 @@ The traps that this module avoids are listed with figures in docs/capture.md.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -22,19 +22,15 @@ from torch.fx.traceback import preserve_node_meta
 
 from whale.annotation import Mark, collect_forward_marks
 from whale.capture.batch import BatchLayout, enlarge
-from whale.capture.branches import random_branches
 from whale.capture.errors import CaptureError, explain, size_conditions
 from whale.capture.guards import Findings, watch
-from whale.capture.kept_state import assigned_buffers_written, attributes, changed_numbers
-from whale.compat import (
-    all_user_frames,
-    attention_by_form,
-    fake_mode,
-    is_fake,
-    pytree,
-    tensor_stores,
-    without_unused_work,
+from whale.capture.python_state import (
+    assigned_buffers_written,
+    attributes,
+    changed_numbers,
+    random_branches,
 )
+from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
@@ -53,9 +49,8 @@ class Task:
     def run(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Callable[[], Any]]:
         """(output, function that gives its loss); both under autocast when that is asked for."""
         with self.precision():
-            output = call_model(
-                model, batch if self.loss is None else taken_by_forward(model, batch)
-            )
+            taken = batch if self.loss is None else taken_by_forward(model, batch)
+            output = call_model(model, taken)
 
         def loss() -> Any:
             with self.precision():
@@ -64,11 +59,25 @@ class Task:
         return output, loss
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            torch.autocast(self.device, self.autocast)
-            if self.autocast is not None
-            else contextlib.nullcontext()
-        )
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.autocast)
+
+
+@dataclass
+class Seen:
+    """What the exported forward gave besides tensors. An object of its own: export takes back what
+    forward writes on the module itself.
+    """
+
+    has_loss: bool = True
+    output_structure: Any = None
+    """pytree structure of the outputs (evaluation only)"""
+    output_is_tensor: tuple[bool, ...] = ()
+    """which leaves of that structure are tensors"""
+    dropped_outputs: tuple[str, ...] = ()
+    changed_numbers: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Python numbers of the model that its forward changed: name -> (before, after)"""
 
 
 @dataclass
@@ -78,29 +87,52 @@ class Exported:
     program: ExportedProgram
     forward_marks: list[Mark]
     findings: Findings
-    output_structure: Any
-    """pytree structure of the outputs (evaluation only), and which of its leaves are tensors"""
-    output_is_tensor: tuple[bool, ...]
-    dropped_outputs: tuple[str, ...]
-    has_loss: bool
-    changed_numbers: Mapping[str, tuple[Any, Any]]
-    """Python numbers of the model that its forward changed: name -> (before, after)"""
+    seen: Seen
     left_to_the_loss: tuple[str, ...]
     """parts of the batch that the forward has no argument for"""
 
 
-def export_loss(
-    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+def export_model(
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    tensors: list[torch.Tensor],
+    task: Task,
+    with_outputs: bool = False,
 ) -> Exported:
-    """Exports `batch -> (loss,)` in the model's present mode."""
-    return _export(_LossOf(model, layout, task, keep_outputs=False), layout, tensors, task.device)
-
-
-def export_outputs(
-    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
-) -> Exported:
-    """Exports `batch -> (loss if there is one, *output tensors)` in the model's present mode."""
-    return _export(_LossOf(model, layout, task, keep_outputs=True), layout, tensors, task.device)
+    """Exports `batch -> (loss,)` in the model's present mode; with outputs, `batch -> (loss if
+    there is one, *output tensors)`.
+    """
+    wrapper = _LossOf(model, layout, task, with_outputs)
+    device = task.device
+    mode = fake_mode()
+    samples = enlarge(layout, tensors)
+    # one fake tensor for each place: export merges two inputs that are one object
+    # (labels=input_ids)
+    with mode:
+        inputs = [torch.empty(tuple(t.shape), dtype=t.dtype, device=device) for t in samples]
+    with contextlib.ExitStack() as around:
+        # before the weights become fake: hooks sit on the tensors
+        findings = around.enter_context(watch(model))
+        around.enter_context(fake_weights(wrapper, mode, device))
+        marks = around.enter_context(collect_forward_marks())
+        sizes = around.enter_context(size_conditions(model))
+        try:
+            with (
+                _no_graph_dump(),
+                random_branches(model, findings),
+                preserve_node_meta(),
+                export_patches(),
+            ):
+                program = torch.export.export(
+                    wrapper, (inputs,), dynamic_shapes=(_symbolic_dims(layout),), strict=False
+                )
+        except Exception as error:
+            raise explain(error, model, sizes) from error
+    _refuse_lost_writes(program)
+    left = []
+    if task.loss is not None:
+        left = left_to_the_loss(model, layout.rebuild(samples))
+    return Exported(program, marks, findings, wrapper.seen, tuple(left))
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
@@ -116,19 +148,16 @@ def taken_by_forward(model: torch.nn.Module, batch: Any) -> Any:
     """The part of a batch that `forward` has arguments for, when the rest is there for
     `loss(output, batch)`: `(x, y)` for `forward(x)`.
     """
-    arguments = inspect.signature(model.forward).parameters.values()
+    arguments = signature(model.forward).parameters.values()
+    kinds = [argument.kind for argument in arguments]
     if isinstance(batch, dict):
-        if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        if Parameter.VAR_KEYWORD in kinds:
             return batch
-        names = {
-            argument.name for argument in arguments if argument.kind is not argument.POSITIONAL_ONLY
-        }
-        return {name: value for name, value in batch.items() if name in names}
-    if not isinstance(batch, (tuple, list)) or any(
-        argument.kind is argument.VAR_POSITIONAL for argument in arguments
-    ):
+        named = {each.name for each in arguments if each.kind is not Parameter.POSITIONAL_ONLY}
+        return {name: value for name, value in batch.items() if name in named}
+    if not isinstance(batch, (tuple, list)) or Parameter.VAR_POSITIONAL in kinds:
         return batch
-    return tuple(batch[: sum(argument.kind is not argument.KEYWORD_ONLY for argument in arguments)])
+    return tuple(batch[: len(kinds) - kinds.count(Parameter.KEYWORD_ONLY)])
 
 
 def left_to_the_loss(model: torch.nn.Module, batch: Any) -> list[str]:
@@ -136,11 +165,9 @@ def left_to_the_loss(model: torch.nn.Module, batch: Any) -> list[str]:
     taken = taken_by_forward(model, batch)
     if isinstance(batch, dict):
         return [f"[{key!r}]" for key in batch if key not in taken]
-    return (
-        [f"[{place}]" for place in range(len(taken), len(batch))]
-        if isinstance(batch, (tuple, list))
-        else []
-    )
+    if isinstance(batch, (tuple, list)):
+        return [f"[{place}]" for place in range(len(taken), len(batch))]
+    return []
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
@@ -154,33 +181,19 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
     return output.loss if hasattr(output, "loss") else output
 
 
-class _Seen:
-    """What the last forward returned. An object of its own: export takes back what forward writes
-    on the module itself.
-    """
-
-    has_loss = True
-    output_structure: Any = None
-    output_is_tensor: tuple[bool, ...] = ()
-    dropped: tuple[str, ...] = ()
-    changed_numbers: Mapping[str, tuple[Any, Any]] = {}
-
-
 class _LossOf(torch.nn.Module):
-    """What is exported: the model with everything but its loss (and, on request, its output
-    tensors) kept inside.
-    """
+    """What is exported: the model, of which only the loss (and, on request, output tensors) leaves."""
 
     def __init__(
-        self, model: torch.nn.Module, layout: BatchLayout, task: Task, keep_outputs: bool
+        self, model: torch.nn.Module, layout: BatchLayout, task: Task, with_outputs: bool
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         self.layout = layout
         self.task = task
-        self.keep_outputs = keep_outputs
-        self.seen = _Seen()
+        self.with_outputs = with_outputs
+        self.seen = Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batch = self.layout.rebuild(tensors)
@@ -190,7 +203,7 @@ class _LossOf(torch.nn.Module):
             value = self._value(loss)
         self.seen.changed_numbers = changed_numbers(before, attributes(self.model))
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-        if not self.keep_outputs:
+        if not self.with_outputs:
             if not has_loss:
                 raise CaptureError(_no_loss(output, value, self.task.loss))
             return (value,)
@@ -198,26 +211,24 @@ class _LossOf(torch.nn.Module):
         seen = self.seen
         seen.has_loss = has_loss
         seen.output_structure = structure
-        seen.dropped = tuple(dropped)
         seen.output_is_tensor = tuple(leaf is not None for leaf in leaves)
-        return ((value,) if has_loss else ()) + tuple(leaf for leaf in leaves if leaf is not None)
+        seen.dropped_outputs = tuple(dropped)
+        outputs = [leaf for leaf in leaves if leaf is not None]
+        return (value, *outputs) if has_loss else tuple(outputs)
 
     def _value(self, loss: Callable[[], Any]) -> Any:
         """What the loss function gives; None for the evaluation of a batch without labels."""
         try:
             return loss()
         except (AttributeError, KeyError, TypeError):
-            if not self.keep_outputs:
+            if not self.with_outputs:
                 raise
             return None
 
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
-    got = (
-        f"a tensor of shape {list(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-    )
+    is_tensor = isinstance(value, torch.Tensor)
+    got = f"a tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
     if loss is not None:
         return f"loss(output, batch) gave {got}: it must give a scalar tensor"
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
@@ -262,61 +273,12 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
     return leaves, structure, dropped
 
 
-def _export(
-    wrapper: _LossOf, layout: BatchLayout, tensors: list[torch.Tensor], device: str
-) -> Exported:
-    mode = fake_mode()
-    samples = enlarge(layout, tensors)
-    # one fake tensor for each place: export merges two inputs that are one object
-    # (labels=input_ids)
-    with mode:
-        inputs = [torch.empty(tuple(t.shape), dtype=t.dtype, device=device) for t in samples]
-    batch = Dim("batch", max=MAX_BATCH)
-    shapes = [{0: batch} if described.batched else None for described in layout.tensors]
-    with contextlib.ExitStack() as around:
-        findings = around.enter_context(
-            watch(wrapper.model)
-        )  # before the weights become fake: hooks sit on the tensors
-        around.enter_context(fake_weights(wrapper, mode, device))
-        marks = around.enter_context(collect_forward_marks())
-        sizes = around.enter_context(size_conditions(wrapper.model))
-        try:
-            with (
-                _no_graph_dump(),
-                random_branches(wrapper.model, findings),
-                preserve_node_meta(),
-                _fast_and_told(),
-            ):
-                program = torch.export.export(
-                    wrapper, (inputs,), dynamic_shapes=(shapes,), strict=False
-                )
-        except Exception as error:
-            raise explain(error, wrapper.model, sizes) from error
-    _refuse_lost_writes(program)
-    seen = wrapper.seen
-    left_out = (
-        left_to_the_loss(wrapper.model, layout.rebuild(samples))
-        if wrapper.task.loss is not None
-        else []
-    )
-    return Exported(
-        program=program,
-        forward_marks=marks,
-        findings=findings,
-        output_structure=seen.output_structure,
-        output_is_tensor=seen.output_is_tensor,
-        dropped_outputs=seen.dropped,
-        has_loss=seen.has_loss,
-        changed_numbers=seen.changed_numbers,
-        left_to_the_loss=tuple(left_out),
-    )
-
-
-@contextlib.contextmanager
-def _fast_and_told() -> Iterator[None]:
-    """Nodes know their lines of the user's code, and no time goes into what is thrown away."""
-    with all_user_frames(), without_unused_work(), attention_by_form():
-        yield
+def _symbolic_dims(layout: BatchLayout) -> list[dict[int, Any] | None]:
+    """Dims of each tensor that stay symbols in the graph: the samples. Every other dim is a number,
+    and another number is another capture.
+    """
+    samples = Dim("batch", max=MAX_BATCH)
+    return [{0: samples} if tensor.batched else None for tensor in layout.tensors]
 
 
 @contextlib.contextmanager
@@ -341,19 +303,16 @@ def _refuse_lost_writes(program: ExportedProgram) -> None:
     """A write through `.data` leaves a fake constant behind and is otherwise lost without
     a word.
     """
-    constants = [
-        spec.target
-        for spec in program.graph_signature.input_specs
-        if spec.kind == InputKind.CONSTANT_TENSOR
-    ]
-    for (
-        name
-    ) in constants:  # buffers that are not saved also stand in program.constants, and may be fake
+    for spec in program.graph_signature.input_specs:
+        # buffers that are not saved also stand in program.constants, and may be fake
+        if spec.kind != InputKind.CONSTANT_TENSOR:
+            continue
+        name = str(spec.target)
         if is_fake(program.constants[name]):
+            module = local_name(name).rpartition(".")[0] or "the model"
             raise CaptureError(
-                f"a tensor made in `{local_name(name).rpartition('.')[0] or 'the model'}` is "
-                "written through `.data` or outside the graph: "
-                "the capture would lose that. Use the out-of-place form, or `with "
+                f"a tensor made in `{module}` is written through `.data` or outside the graph: "
+                "the capture would lose that. Try: the out-of-place form, or `with "
                 "torch.no_grad():` instead of `.data`"
             )
 

@@ -1,13 +1,18 @@
 """Turns every in-place operation of a captured graph into its out-of-place twin, with the aliases
 that views make.
 
+`torch.export`'s own functionalisation (`run_decompositions`) is no substitute: it breaks backward
+through in-place operations and decomposes dropout.
+
 How it works. The nodes are visited in order, and each of them reads the *present* value of its
 arguments:
 
 - Two nodes that are one tensor object (`x` and the result of `x.add_(1)`) are one `object`.
-- A view knows its parent, and which value of the parent it was computed from; when the parent has a newer one, the view is made again.
-- A write gives the written object a new value, its parent a new value by the matching scatter or inverse view, and so on up to the
-  tensor that owns the memory. Nothing else is touched: other views notice by themselves.
+- A view knows its parent, and which value of the parent it was computed from; when the parent has a
+  newer one, the view is made again.
+- A write gives the written object a new value, its parent a new value by the matching scatter or
+  inverse view, and so on up to the tensor that owns the memory. Nothing else is touched: other
+  views notice by themselves.
 
 Who shares memory with whom is read from the storages of the fake values, which `torch.export` keeps
 as the eager model had them.
@@ -29,7 +34,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import user_line
+from whale.capture.graph import insert_call, user_line
 from whale.capture.ops import (
     BATCH_STATISTICS,
     FINAL_VALUE,
@@ -38,26 +43,17 @@ from whale.capture.ops import (
     share_memory,
     tensors,
 )
-from whale.capture.twins import refuse, twin_of
-from whale.capture.view_writes import same_form, view_inverse
+from whale.capture.out_of_place import refuse, same_form, twin_of, view_inverse
 from whale.compat import is_function_transform, schema
+from whale.names import names_of
 from whale.operations.nodes import argument, aten_name, written_names
 
 aten = torch.ops.aten
 
-METADATA_WRITES = (
-    "squeeze_",
-    "unsqueeze_",
-    "t_",
-    "transpose_",
-    "swapdims_",
-    "swapaxes_",
-    "detach_",
-)
+METADATA_WRITES = names_of("squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_ detach_")
 """in-place operations that change the tensor object and no data: the twin is a view"""
 UNDIFFERENTIABLE = (aten.bernoulli.p, aten.normal_functional.default)
 """twins that raise in backward; their derivative is zero, so they get a detached argument"""
-TRACE_KEYS = ("nn_module_stack", "stack_trace", "custom", "autocast")
 
 
 @dataclass(frozen=True)
@@ -157,9 +153,8 @@ class _Functional:
             self.object[node] = self.first(same)
         elif node.target is operator.getitem and sources[0] not in self.parents:
             pass  # one of several new tensors
-        elif (
-            aten_name(node) != "lift_fresh_copy"
-        ):  # a copy, though its fake value shares memory with the constant
+        elif aten_name(node) != "lift_fresh_copy":
+            # that one is a copy, though its fake value shares memory with the constant
             self.note_view(node, [source for source in sources if share_memory(source, node)])
 
     def note(self, node: Node) -> None:
@@ -230,9 +225,8 @@ class _Functional:
         if lost is not None:
             return lost
         if aten_name(view) == "detach" and old in self.carriers:
-            return Lost(
-                self.last_write(view)
-            )  # a gradient was written through this view, then other data behind its back
+            # a gradient was written through this view, then other data behind its back
+            return Lost(self.last_write(view))
         if view.op != "call_function":
             refuse(
                 self.at,
@@ -316,9 +310,8 @@ class _Functional:
             path.append((owner, value))
             parent = self.parents[owner][0]
             shared = self.parents[owner]
-            if (
-                owner.target is operator.getitem
-            ):  # a part of a split: its parent is a list, the memory belongs to what was split
+            if owner.target is operator.getitem:
+                # a part of a split: its parent is a list, the memory belongs to what was split
                 shared = self.parents[parent]
                 parent = shared[0]
             if len(shared) > 1:
@@ -352,11 +345,9 @@ class _Functional:
         if aten_name(view) == "detach":
             if old in self.carriers:
                 return Lost(node)
-            return (
-                self.add(aten.detach.default, (value,), like=node)
-                if value in self.carriers
-                else value
-            )
+            if value in self.carriers:
+                return self.add(aten.detach.default, (value,), like=node)
+            return value
         call = view_inverse(view, old, value, self.size_arguments)
         if call is None:
             refuse(
@@ -380,15 +371,7 @@ class _Functional:
         """A new node before the one being visited, with the tags of `like`; its fake value is
         computed when it is not given.
         """
-        with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(target, args, kwargs or {})
-        if value is None:
-            fake_args, fake_kwargs = map_arg(
-                (args, kwargs or {}), lambda source: source.meta["val"]
-            )
-            with torch.no_grad():
-                value = target(*fake_args, **fake_kwargs)
-        node.meta.update({key: like.meta[key] for key in TRACE_KEYS if key in like.meta}, val=value)
+        node = insert_call(self.at, target, args, kwargs, like=like, value=value)
         self.note(node)
         return node
 
@@ -398,9 +381,9 @@ class _Functional:
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, int):
                 sizes.append(size)
-            else:
-                known = self.sizes.get(str(size))
-                sizes.append(
-                    known or self.add(aten.sym_size.int, (node, dim), like=self.at, value=size)
-                )
+                continue
+            known = self.sizes.get(str(size))
+            if known is None:
+                known = self.add(aten.sym_size.int, (node, dim), like=self.at, value=size)
+            sizes.append(known)
         return sizes

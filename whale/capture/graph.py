@@ -4,12 +4,20 @@ inputs and weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import checkpoint
+
+TRACE_KEYS = ("nn_module_stack", "stack_trace", "custom", "autocast")
+"""keys of `node.meta` that say where an operation stands in the user's model: modules, source line,
+annotation tags, and the autocast region
+"""
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class BatchTensor:
     """One tensor of the batch, in the order of the graph's placeholders."""
 
     path: str
-    """where it stands in the user's batch, as he would write it: `['input_ids']`, `[0]`"""
+    """path in the user's batch, in Python's notation: `['input_ids']`, `[0]`"""
     shape: tuple[int, ...]
     """shape in the sample batch"""
     dtype: torch.dtype
@@ -54,7 +62,7 @@ class CapturedGraph:
     """values of the `constant` entries of `state`"""
     batch_symbol: sympy.Symbol
     batch_size: int
-    """of the sample batch, the hint behind `batch_symbol`"""
+    """number of samples of the sample batch, the hint behind `batch_symbol`"""
     buffer_updates: dict[str, Node] = field(default_factory=dict)
     """buffer name -> node that holds its value after one forward"""
     notes: list[str] = field(default_factory=list)
@@ -62,10 +70,60 @@ class CapturedGraph:
 
     @property
     def output(self) -> Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
+
+    @property
+    def results(self) -> list[Node]:
+        """What the graph returns, in order."""
+        return list(self.output.args[0])  # type: ignore[arg-type]
+
+    @property
+    def placeholders(self) -> list[Node]:
+        """The tensors of the batch, then the values of the whole mini-batch (`whole_0`, ...)."""
+        return self.graph.find_nodes(op="placeholder")  # type: ignore[return-value]
+
+    @property
+    def batched_input(self) -> Node:
+        """The first tensor of the batch whose dim 0 is the samples."""
+        for node, tensor in zip(self.placeholders, self.inputs, strict=False):
+            if tensor.batched:
+                return node
+        raise AssertionError("a batch has a batched tensor")
 
     def compute_nodes(self) -> Iterable[Node]:
         return (node for node in self.graph.nodes if node.op == "call_function")
+
+
+def insert_call(
+    before: Node,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: Node,
+    value: Any = None,
+) -> Node:
+    """Returns a new operation in front of `before` that stands where `like` stands in the user's
+    model. Its fake value is computed when `value` is not given.
+    """
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs or {})
+    if value is None:
+        fake_args, fake_kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        with torch.no_grad():
+            value = target(*fake_args, **fake_kwargs)
+    node.meta.update({key: like.meta[key] for key in TRACE_KEYS if key in like.meta}, val=value)
+    return node
+
+
+def size_for(size: Any, values: Mapping[sympy.Symbol, int]) -> int:
+    """A size, which is a number or an expression of symbols, for these values of the symbols."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression in values:  # nearly always: the number of samples itself
+        return values[expression]
+    return int(expression.subs(values))
 
 
 def user_line(node: Node) -> str:
@@ -92,3 +150,35 @@ def module_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     names = [value[0] for value in stack.values()]
     return str(names[-1]) if names else ""
+
+
+class Recomputed(torch.nn.Module):
+    """A region of a stage whose activations are recomputed in backward: only its inputs are saved.
+    `torch.utils.checkpoint` also restores the random state for dropout.
+    """
+
+    def __init__(self, body: GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: object) -> object:
+        if not torch.is_grad_enabled():
+            return self.body(*inputs)
+        return checkpoint(self.body, *inputs, use_reentrant=False)
+
+
+def cut_region(nodes: list[Node], results: set[Node]) -> tuple[Graph, list[Node], list[Node]]:
+    """Returns (graph that has one placeholder for each input, inputs, outputs) of a region of
+    operations. The caller copies the operations in.
+    """
+    own = set(nodes)
+    inputs: dict[Node, None] = {}
+    outputs = []
+    for node in nodes:
+        inputs.update(dict.fromkeys(each for each in node.all_input_nodes if each not in own))
+        if node in results or not own.issuperset(node.users):
+            outputs.append(node)
+    graph = Graph()
+    for source in inputs:
+        graph.placeholder(source.name)
+    return graph, list(inputs), outputs

@@ -22,7 +22,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -46,16 +46,24 @@ RECOMPUTE_TAG = "recompute"
 index in `Findings.checkpoints()`
 """
 
-_WAY_OUT = {
+_TRY = {
     FUNCTION: (
         "define it with `torch.library.custom_op` and `register_autograd`: that survives the "
         "capture with its own backward"
     ),
-    TENSOR_HOOK: "put the change into the forward (scale the loss, `x.detach()`, a `torch.library.custom_op` with `register_autograd`), "
-    "or change the gradients in the optimizer's `step`",
-    MODULE_HOOK: "remove the hook; put the change into the forward or the loss (a `torch.library.custom_op` with `register_autograd` "
-    "has its own backward), or change the gradients in the optimizer's `step`",
-    SAVED_TENSOR_HOOK: "leave it out; ask for recomputation with `torch.utils.checkpoint` to save memory",
+    TENSOR_HOOK: (
+        "put the change into the forward (scale the loss, `x.detach()`, a "
+        "`torch.library.custom_op` with `register_autograd`), or change the gradients in the "
+        "optimizer's `step`"
+    ),
+    MODULE_HOOK: (
+        "remove the hook; put the change into the forward or the loss (a "
+        "`torch.library.custom_op` with `register_autograd` has its own backward), or change the "
+        "gradients in the optimizer's `step`"
+    ),
+    SAVED_TENSOR_HOOK: (
+        "leave it out; ask for recomputation with `torch.utils.checkpoint` to save memory"
+    ),
     CHECKPOINT: "nothing to do: Whale recomputes this region itself",
 }
 
@@ -70,10 +78,11 @@ class Finding:
     place: str
     """`file.py:12` of the user's code: the call, or the definition of a hook that was there before
     """
-    way_out: str
+    advice: str
+    """what to do instead"""
 
     def describe(self) -> str:
-        return f"{self.kind} `{self.name}` at {self.place}: {self.way_out}"
+        return f"{self.kind} `{self.name}` at {self.place}. Try: {self.advice}"
 
 
 @dataclass
@@ -82,11 +91,11 @@ class Findings:
 
     entries: list[Finding] = field(default_factory=list)
 
-    def add(self, kind: str, name: str, place: Place | str, way_out: str = "") -> None:
-        """Note it, once: the same line called for every layer is one finding. Checkpoints count
+    def add(self, kind: str, name: str, place: Place | str, advice: str = "") -> None:
+        """Notes it once: the same line called for every layer is one finding. Checkpoints count
         each call.
         """
-        finding = Finding(kind, name, str(place), way_out or _WAY_OUT[kind])
+        finding = Finding(kind, name, str(place), advice or _TRY[kind])
         if kind == CHECKPOINT or finding not in self.entries:
             self.entries.append(finding)
 
@@ -103,8 +112,8 @@ class Findings:
 
 
 def refuse(findings: Findings) -> None:
-    """Raise when something was found that may change gradients. For callers that cannot compare the
-    gradients, or saw them differ.
+    """Raises when something was found that may change gradients. For callers that cannot compare
+    the gradients, or saw them differ.
     """
     changes = findings.gradient_changes()
     if changes:
@@ -128,47 +137,42 @@ def _listed(findings: list[Finding]) -> str:
 
 
 # --- hooks that are there before the forward
-# -----------------------------------------------------------------------------------
 
 
 def _definition(hook: Callable[..., Any]) -> tuple[str, str]:
     """(name, `file.py:12`) of where a hook was written."""
-    hook = getattr(
-        hook, "hook", hook
-    )  # torch wraps the hooks of parameters and modules in some cases
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks of parameters and modules in some cases
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
-    code = getattr(
-        function if hasattr(function, "__code__") else type(hook).__call__, "__code__", None
-    )  # or an object with __call__
+    called = function if hasattr(function, "__code__") else type(hook).__call__
+    code = getattr(called, "__code__", None)
     place = Place(code.co_filename, code.co_firstlineno, "", None) if code else NOWHERE
     return getattr(function, "__qualname__", type(hook).__qualname__), str(place)
 
 
 def note_hooks(model: nn.Module, findings: Findings) -> None:
-    """Backward hooks on the model's parameters and modules, and those for all modules. Call it
-    while the parameters are the user's own.
+    """Notes backward hooks on the model's parameters and modules, and those for all modules. Call
+    it while the parameters are the user's own.
     """
+
+    def note(kind: str, owner: str, hook: Any) -> None:
+        name, place = _definition(hook)
+        findings.add(kind, f"{owner}: {name}", place)
+
     for name, parameter in model.named_parameters():
         for hook in hooks_of_tensor(parameter):
-            if not str(getattr(hook, "__module__", "")).startswith(
-                "whale."
-            ):  # our own sends gradients off and changes none
-                findings.add(TENSOR_HOOK, f"{name}: {_definition(hook)[0]}", _definition(hook)[1])
+            # our own hook sends gradients off and changes none
+            if not str(getattr(hook, "__module__", "")).startswith("whale."):
+                note(TENSOR_HOOK, name, hook)
     for name, module in model.named_modules():
         for hook in backward_hooks_of_module(module):
-            findings.add(
-                MODULE_HOOK,
-                f"{name or type(module).__name__}: {_definition(hook)[0]}",
-                _definition(hook)[1],
-            )
+            note(MODULE_HOOK, name or type(module).__name__, hook)
     for hook in backward_hooks_of_all_modules():
-        findings.add(MODULE_HOOK, f"all modules: {_definition(hook)[0]}", _definition(hook)[1])
+        note(MODULE_HOOK, "all modules", hook)
 
 
 # --- calls during the forward
-# --------------------------------------------------------------------------------------------------
 
 
 def _plain_call(*args: Any, _whale_handler: Any, **kwargs: Any) -> Any:
@@ -216,9 +220,8 @@ class _Watch:
 
     def apply(self, original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         """`Function.apply` of any class."""
-        if issubclass(
-            cls, torch_checkpoint.CheckpointFunction
-        ):  # what a reentrant checkpoint calls, when taken by itself
+        if issubclass(cls, torch_checkpoint.CheckpointFunction):
+            # what a reentrant checkpoint calls, when taken by itself
             function, _preserve_rng_state, *inputs = args
             return self._recomputed(function, tuple(inputs), {})
         where = f"{cls.__module__}.{cls.__qualname__}"
@@ -236,9 +239,8 @@ class _Watch:
         """
         place = calling_place(self.names)
         name = place.module or place.class_name
-        if not {name, "all modules"} & {
-            entry.name.split(":")[0] for entry in self.findings.of_kind(MODULE_HOOK)
-        }:
+        known = {entry.name.split(":")[0] for entry in self.findings.of_kind(MODULE_HOOK)}
+        if known.isdisjoint({name, "all modules"}):
             self.findings.add(MODULE_HOOK, name or "a module", place)
 
     def tensor_hook(
@@ -251,29 +253,24 @@ class _Watch:
         return original(tensor, hook)
 
     def saved_tensor_hook(self, original: Callable[..., Any], hooks: Any) -> Any:
-        own = (
-            type(hooks).__module__.split(".")[0] != "torch"
-        )  # torch's own subclasses are parts of other features
-        if own or type(hooks) in (
-            torch.autograd.graph.saved_tensors_hooks,
-            torch.autograd.graph.save_on_cpu,
-        ):
-            self.findings.add(
-                SAVED_TENSOR_HOOK, type(hooks).__qualname__, calling_place(self.names)
-            )
+        cls = type(hooks)
+        public = (torch.autograd.graph.saved_tensors_hooks, torch.autograd.graph.save_on_cpu)
+        # other subclasses of torch are parts of other features
+        if cls in public or cls.__module__.split(".")[0] != "torch":
+            self.findings.add(SAVED_TENSOR_HOOK, cls.__qualname__, calling_place(self.names))
         return original(hooks)
 
     def checkpoint(
         self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """`torch.utils.checkpoint.checkpoint`, either kind: run the function, and tag its nodes."""
+        """`torch.utils.checkpoint.checkpoint`: runs the function, and tags its nodes."""
         del original
         # its own arguments out, the function's stay
         options = {name: kwargs.pop(name, None) for name in _CHECKPOINT_OPTIONS}
         context_fn = options["context_fn"]
         forward_context = context_fn()[0] if context_fn is not None else nullcontext()
         if hasattr(forward_context, "__torch_dispatch__"):
-            forward_context = nullcontext()  # selective checkpointing: it only chooses what to keep
+            forward_context = nullcontext()  # selective checkpointing: it only chooses what to save
         with forward_context:
             return self._recomputed(function, args, kwargs)
 
@@ -287,18 +284,10 @@ class _Watch:
         with _modules_called(self.names) as called, annotate({RECOMPUTE_TAG: index}):
             result = function(*args, **kwargs)
         name = _wrapped_module(function, self.names)
-        outermost = [
-            each
-            for each in called
-            if not any(each != other and _is_inside(each, other) for other in called)
-        ]
-        finding = Finding(
-            CHECKPOINT,
-            name if name is not None else ", ".join(outermost),
-            str(place),
-            _WAY_OUT[CHECKPOINT],
-        )
-        self.findings.entries[slot] = finding
+        if name is None:
+            name = ", ".join(_outermost(called))
+        # checkpoints inside of this one were noted after it: the entry keeps its place
+        self.findings.entries[slot] = replace(self.findings.entries[slot], name=name)
         return result
 
 
@@ -312,8 +301,14 @@ _CHECKPOINT_OPTIONS = (
 )
 
 
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name.startswith(other + ".")
+def _outermost(names: list[str]) -> list[str]:
+    """Names of modules that are not inside another one of them."""
+    found = []
+    for name in names:
+        others = [other for other in names if other != name]
+        if not any(not other or name.startswith(other + ".") for other in others):
+            found.append(name)
+    return found
 
 
 def _wrapped_module(function: Any, names: dict[int, str]) -> str | None:

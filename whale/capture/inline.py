@@ -18,12 +18,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.functional import METADATA_WRITES
-from whale.capture.graph import module_name, user_line
+from whale.capture.graph import TRACE_KEYS, module_name, user_line
 from whale.capture.ops import is_removable, returned_argument
 from whale.dtypes import is_differentiable
 from whale.operations.nodes import argument, aten_name, written_names
 
-TRACE_KEYS = ("custom", "nn_module_stack", "stack_trace")
 ASSERT_PREFIXES = ("_assert_", "sym_constrain_range")
 
 
@@ -74,12 +73,9 @@ def inline_regions(graph_module: GraphModule) -> None:
             user.replace_all_uses_with(results[user.args[1]].raw)
             graph.erase_node(user)
         graph.erase_node(node)
-    for node in list(graph.nodes):
-        if (
-            node.op == "get_attr"
-            and not node.users
-            and isinstance(_attribute(graph_module, str(node.target)), GraphModule)
-        ):
+    for node in graph.find_nodes(op="get_attr"):
+        body = _attribute(graph_module, str(node.target))
+        if not node.users and isinstance(body, GraphModule):
             graph.erase_node(node)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -132,7 +128,9 @@ def _inline_call(
     if inside.grad != outside.grad:
         operands = [inside.look(each.raw) for each in operands]
     results = _inline_body(body, operands, inside)
-    return [outside.look(each.raw) for each in results] if inside.grad != outside.grad else results
+    if inside.grad != outside.grad:
+        results = [outside.look(each.raw) for each in results]
+    return results
 
 
 def _inline_body(body: GraphModule, operands: list[Faces], region: Region) -> list[Faces]:
@@ -145,20 +143,15 @@ def _inline_body(body: GraphModule, operands: list[Faces], region: Region) -> li
         if node.op == "placeholder":
             faces[node] = next(waiting)
         elif node.op == "output":
-            return [
-                faces[each] if isinstance(each, Node) else Faces(each, each)
-                for each in node.args[0]
-            ]
+            return _faces_of(node.args[0], faces)
         elif node.op == "get_attr":
             assert isinstance(_attribute(body, str(node.target)), GraphModule), (
                 f"{node.target} was not lifted out of a region"
             )
             faces[node] = Faces(node, node)
         elif _is_higher_order(node):
-            arguments = [
-                faces[each] if isinstance(each, Node) else Faces(each, each) for each in node.args
-            ]
-            faces[node] = Faces(*[_inline_call(node, body, arguments, region)] * 2)
+            inner = _inline_call(node, body, _faces_of(node.args, faces), region)
+            faces[node] = Faces(inner, inner)
         elif node.target is operator.getitem and isinstance(faces[node.args[0]].raw, list):
             faces[node] = faces[node.args[0]].raw[node.args[1]]
         else:
@@ -166,26 +159,27 @@ def _inline_body(body: GraphModule, operands: list[Faces], region: Region) -> li
     raise AssertionError("a sub-graph without output")
 
 
+def _faces_of(values: Any, faces: dict[Node, Faces]) -> list[Faces]:
+    return [faces[each] if isinstance(each, Node) else Faces(each, each) for each in values]
+
+
 def _inline_node(node: Node, faces: dict[Node, Faces], region: Region) -> Faces:
     """Copies one ordinary operation into the outer graph."""
     same = returned_argument(node)
     if same is not None and faces[same].raw is not faces[same].seen:
         return faces[same]
-    written = [argument(node, name) for name in written_names(node)]
-    through = [
-        each
-        for each in written
-        if isinstance(each, Node) and faces[each].raw is not faces[each].seen
-    ]
+    through = []  # what this node writes to outside of the region
+    for name in written_names(node):
+        written = argument(node, name)
+        if isinstance(written, Node) and faces[written].raw is not faces[written].seen:
+            through.append(written)
     if through and aten_name(node) in METADATA_WRITES:
         return region.look(_copy(node, {each: face.raw for each, face in faces.items()}, region))
     copy = _copy(node, {each: face.seen for each, face in faces.items()}, region)
-    # the result of x.mul_(2) is the object x, whose gradient a no-grad block does not cut
-    return (
-        Faces(faces[through[0]].raw, copy)
-        if through and aten_name(node) != "detach_"
-        else Faces(copy, copy)
-    )
+    if through and aten_name(node) != "detach_":
+        # the result of x.mul_(2) is the object x, whose gradient a no-grad block does not cut
+        return Faces(faces[through[0]].raw, copy)
+    return Faces(copy, copy)
 
 
 def _copy(node: Node, values: dict[Node, Any], region: Region) -> Node:
@@ -218,6 +212,6 @@ def _detach(value: Any, call: Node) -> Any:
 def _refuse(node: Node, kind: str) -> NoReturn:
     raise ValueError(
         f"`{kind}` in module `{module_name(node)}` ({user_line(node)}) holds a sub-graph that "
-        "Whale cannot place on devices: "
-        f"write it without control flow on tensors, for example with torch.where"
+        "Whale cannot place on devices. Try: "
+        "write it without control flow on tensors, for example with torch.where"
     )

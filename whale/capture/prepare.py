@@ -1,5 +1,5 @@
-"""From a clean capture to a graph that can be planned: sizes, kinds of values, and the loss taken
-apart.
+"""The last step of a capture: sizes, kinds of values, and the loss taken apart, so that the graph
+can be planned.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
-from whale.capture.capture import Capture
+from whale.capture.clean import Capture
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import Kind, value_kinds
-from whale.capture.loss_rewriting import results
 from whale.capture.losses import (
     LossPlan,
     NotAdditive,
     TermInfo,
-    batch_reductions,
+    find_problem,
     rewrite_loss,
     rewrite_outputs,
     weigh_loss,
@@ -45,9 +44,9 @@ class CapturedModel:
     made of all samples together
     """
     summed_outputs: frozenset[Node] = frozenset()
-    """of these nodes, those of which every part of the mini-batch gives a part: they add up"""
+    """output nodes whose values for the parts of the mini-batch add up to the output"""
     warnings: tuple[str, ...] = ()
-    """for who asks for outputs"""
+    """about outputs, shown when outputs are asked for"""
 
     @property
     def captured(self) -> CapturedGraph:
@@ -55,7 +54,7 @@ class CapturedModel:
 
     @property
     def terms(self) -> list[Node]:
-        return results(self.captured)[: self.num_terms]
+        return self.captured.results[: self.num_terms]
 
     @property
     def outputs(self) -> list[Node]:
@@ -63,24 +62,21 @@ class CapturedModel:
         return list(dict.fromkeys(node for node in self.output_leaves if isinstance(node, Node)))
 
     def term_texts(self) -> tuple[str, ...]:
-        return tuple(
-            f"{term.what} / {' x '.join(term.denominators)}" if term.denominators else term.what
-            for term in self.loss.terms
-        )
+        return tuple(" / ".join(_words(term)) for term in self.loss.terms)
+
+
+def _words(term: TermInfo) -> list[str]:
+    return [term.what, " x ".join(term.denominators)] if term.denominators else [term.what]
 
 
 def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) -> CapturedModel:
     """Takes the loss apart, in the way that the number of micro-batches allows."""
     captured = capture.captured
-    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    batched = next(
-        node for node, tensor in zip(inputs, captured.inputs, strict=True) if tensor.batched
-    )
-    normalise_sizes(captured.graph, captured.batch_symbol, batched)
+    normalise_sizes(captured.graph, captured.batch_symbol, captured.batched_input)
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
     _mark_rows_out_of_order(flow)
-    outputs = _Outputs(captured, kinds, capture.has_loss)
+    outputs = _Outputs(captured, capture.has_loss)
     loss = outputs.rewrite(flow)
     problem = loss.not_additive
     if problem is not None and num_micro_batch == 1:
@@ -96,10 +92,10 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
             f"loss_per_micro_batch: the loss ({loss.not_additive.line}) is taken on each part of "
             "a micro-batch alone"
         )
-        loss = weigh_loss(captured, kinds)
+        loss = weigh_loss(captured, SampleFlow(captured, kinds))
     elif loss.not_additive is not None:
-        shared = batch_reductions(captured, kinds)
-        not_additive = replace(loss.not_additive, needs_all_samples=isinstance(shared, NotAdditive))
+        remaining = find_problem(captured, SampleFlow(captured, kinds, all_reduce=True))
+        not_additive = replace(loss.not_additive, needs_all_samples=remaining is not None)
         loss = LossPlan(terms=(TermInfo("the whole loss", not_additive.line, ()),))
     leaves = outputs.leaves(all_samples_in_one_place=not_additive is not None)
     return CapturedModel(
@@ -119,17 +115,16 @@ class _Outputs:
     none.
     """
 
-    def __init__(self, captured: CapturedGraph, kinds: dict[Node, Kind], has_loss: bool) -> None:
+    def __init__(self, captured: CapturedGraph, has_loss: bool) -> None:
         self.captured = captured
-        self.kinds = kinds
-        self.loss = results(captured)[:has_loss]
-        self.all = results(captured)[has_loss:]
+        self.loss = captured.results[:has_loss]
+        self.all = captured.results[has_loss:]
         self.now = {node: node for node in self.all if node not in self.loss}
         """output -> the node that holds it after rewriting"""
         self.exact: set[Node] = {
             node for node in self.now if batch_dim(node, captured.batch_symbol) is not None
         }
-        """of these, those that can be put together from parts"""
+        """outputs that can be put together from parts"""
         self.summed: set[Node] = set()
         """nodes whose parts add up to the output"""
         self.mixing: set[Node] = set()
@@ -141,67 +136,72 @@ class _Outputs:
         and means over the samples. A loss that is not additive leaves the graph as it was, without
         the outputs as results."""
         captured = self.captured
-        if not flow.all_reduce:
-            self.exact |= {node for node in self.now if isinstance(flow.states[node], Shared)}
-        self.mixing = {node for node in self.now if isinstance(flow.states[node], Mixed)}
-        together = [
-            node
-            for node in self.now
-            if node not in self.exact and not isinstance(flow.states[node], Mixed | PerSample)
-        ]
+        self.mixing = set()
+        together: list[Node] = []
+        apart: list[Node] = []
+        for node in self.now:
+            state = flow.states[node]
+            if isinstance(state, Mixed):
+                self.mixing.add(node)
+            if isinstance(state, Shared) and not flow.all_reduce:
+                self.exact.add(node)
+            if node in self.exact or isinstance(state, Mixed | PerSample):
+                apart.append(node)
+            else:
+                together.append(node)
         captured.output.args = ((*self.loss, *together),)
-        keeper = _keep(captured, [node for node in self.now if node not in together])
+        keeper = _keep(captured, apart)
         flow.live = ancestors(captured.output)
-        loss = (
-            rewrite_loss(captured, self.kinds, flow=flow)
-            if self.loss
-            else rewrite_outputs(captured, flow)
-        )
-        apart = _release(captured, keeper)
+        loss = rewrite_loss(captured, flow) if self.loss else rewrite_outputs(captured, flow)
+        rewritten_apart = _release(captured, keeper)
         if loss.not_additive is not None:
             captured.output.args = (tuple(self.loss),)
             return loss
-        new = results(captured)[len(loss.terms) :]
-        self.now |= zip((node for node in self.now if node not in together), apart, strict=True)
-        self.now |= zip(together, new, strict=True)
-        self.exact |= {
-            node for node in together if self.now[node].meta["val"].dtype == node.meta["val"].dtype
-        }
-        self.summed = {self.now[node] for node in together if isinstance(flow.states[node], Summed)}
-        captured.output.args = (tuple(results(captured)[: len(loss.terms)]),)
+        num_terms = len(loss.terms)
+        rewritten = captured.results[num_terms:]
+        self.now |= zip(apart, rewritten_apart, strict=True)
+        self.now |= zip(together, rewritten, strict=True)
+        for node in together:
+            new = self.now[node]
+            if new.meta["val"].dtype == node.meta["val"].dtype:
+                self.exact.add(node)
+            if isinstance(flow.states[node], Summed):
+                self.summed.add(new)
+        captured.output.args = (tuple(captured.results[:num_terms]),)
         return loss
 
     def leaves(self, all_samples_in_one_place: bool) -> list[Node | str]:
-        """`CapturedModel.output_leaves`; its nodes become results of the graph."""
+        """Returns `CapturedModel.output_leaves`; its nodes become results of the graph."""
         found: list[Node | str] = []
         for node in self.all:
-            is_known = node in self.exact or all_samples_in_one_place
-            found.append(LOSS if node in self.loss else self.now[node] if is_known else MIXED)
-            if found[-1] == MIXED:
+            if node in self.loss:
+                found.append(LOSS)
+            elif node in self.exact or all_samples_in_one_place:
+                found.append(self.now[node])
+                if node in self.mixing and not all_samples_in_one_place:
+                    self.warnings += (
+                        f"the output at {user_line(node)} mixes samples: it is that of each device "
+                        "and micro-batch alone",
+                    )
+            else:
+                found.append(MIXED)
                 self.warnings += (
                     f"the output at {user_line(node)} is None: parts of the samples do not add up "
                     "to it",
                 )
-            elif node in self.mixing and not all_samples_in_one_place:
-                self.warnings += (
-                    f"the output at {user_line(node)} mixes samples: it is that of each device "
-                    "and micro-batch alone",
-                )
-        terms = results(self.captured)
-        self.captured.output.args = (
-            (*terms, *dict.fromkeys(node for node in found if isinstance(node, Node))),
-        )
+        nodes = dict.fromkeys(node for node in found if isinstance(node, Node))
+        self.captured.output.args = ((*self.captured.results, *nodes),)
         return found
 
 
 def _mark_rows_out_of_order(flow: SampleFlow) -> None:
-    """`meta["rows_out_of_order"]`: values whose rows are not sample after sample, so that they can
-    be neither sliced nor put together.
+    """Sets `meta["rows_out_of_order"]` of values whose rows are not sample after sample, so that
+    they can be neither sliced nor put together.
     """
     for node, state in flow.states.items():
-        parts = state if isinstance(state, tuple) else (state,)
-        if any(isinstance(part, PerSample) and part.outer != 1 for part in parts):
-            node.meta["rows_out_of_order"] = True
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, PerSample) and part.outer != 1:
+                node.meta["rows_out_of_order"] = True
 
 
 def _keep(captured: CapturedGraph, nodes: list[Node]) -> Node:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.graph import CapturedGraph, size_for, user_line
 from whale.operations.nodes import op_name
 
 
@@ -78,7 +78,7 @@ _MASKED = (
     "`x[mask].mean()`"
 )
 _COUNTED = "count into a shape that is known: `F.one_hot(x, num_values).sum(0)`"
-_WAYS_OUT = {
+_ADVICE = {
     "nonzero": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
     "nonzero_numpy": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
     "where": "keep the mask instead of its indices: `torch.where(mask, x, 0)`",
@@ -110,7 +110,7 @@ def refuse_unknown_sizes(captured: CapturedGraph) -> None:
                 raise ValueError(
                     f"the shape of `{said}` depends on what the tensors hold ({user_line(node)}), "
                     "and a plan, with `split` or without, "
-                    f"needs every shape. Way out: {_WAYS_OUT.get(name, _MASKED)}"
+                    f"needs every shape. Try: {_ADVICE.get(name, _MASKED)}"
                 )
 
 
@@ -120,9 +120,4 @@ def shape_at(shape: Any, batch_symbol: sympy.Symbol, num_samples: int) -> tuple[
 
 
 def size_at(size: Any, batch_symbol: sympy.Symbol, num_samples: int) -> int:
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if expression == batch_symbol:
-        return num_samples
-    return int(expression.subs(batch_symbol, num_samples))
+    return size_for(size, {batch_symbol: num_samples})

@@ -1,136 +1,190 @@
-"""The values that depend on the inputs of the whole mini-batch, as a graph of their own: it holds
-no parameter and runs before a step.
+"""Values that need the inputs of the whole mini-batch: token counts, mask sums, number of samples.
+
+They are computed before a step by a graph of their own, which holds no parameter. The captured
+graph, which sees a part of the samples, gets them as further placeholders `whole_0, whole_1, ...`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.graph import CapturedGraph
-from whale.capture.sample_states import Irregular, PerSample, expression
+from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.sample_states import Irregular, PerSample, Size, expression
 from whale.capture.samples import SampleFlow
 from whale.operations.nodes import op_name
 
 aten = torch.ops.aten
 
 
-class WholeGraph:
-    """Collects the parameter-free operations that compute whole-mini-batch values."""
+class WholeBatch:
+    """Builds both sides: each public method returns the placeholder for one value, and adds the
+    operations that compute it to the graph of the whole mini-batch.
+    """
 
     def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
         self.captured = captured
         self.flow = flow
-        self.graph = Graph()
-        self.module = torch.nn.Module()
         self.buffers: dict[str, str] = {}
-        self.outputs: list[Node] = []
+        """attribute of the finished module -> buffer of the model that belongs there"""
         self.order = {node: index for index, node in enumerate(captured.graph.nodes)}
-        self.copies: dict[Node, Node] = {}
-        for node in captured.graph.nodes:
-            if node.op == "placeholder" and not node.meta.get("whole"):
-                self.copies[node] = self.graph.placeholder(node.name)
-        self.anchor = next((node for node in self.copies if _batched(node, captured)), None)
+        self._graph = Graph()
+        self._module = torch.nn.Module()
+        self._sources: list[Node] = []
+        self._placeholders: dict[Any, Node] = {}
+        self._copies: dict[Node, Node] = {}
+        for node in captured.placeholders:
+            if not node.meta.get("whole"):
+                self._copies[node] = self._graph.placeholder(node.name)
 
-    def copy(self, node: Node) -> Node:
-        """`node` and all it needs, from the captured graph."""
+    def finish(self) -> GraphModule:
+        """Module: tensors of the whole mini-batch -> values of `whole_0, whole_1, ...`."""
+        self._graph.output(tuple(self._sources))
+        return GraphModule(self._module, self._graph, "WholeMiniBatch")
+
+    # --- placeholders
+
+    def num_samples(self) -> Node:
+        return self._placeholder(
+            "samples",
+            "number of samples",
+            lambda: self._as_tensor(self._samples(), torch.int64),
+            self._fake(torch.int64),
+        )
+
+    def num_rows(self, mask: Node) -> Node:
+        """Number of rows that a mask picks."""
+        text = f"number of rows picked by `{mask.name}` ({user_line(mask)})"
+        return self._placeholder(
+            ("rows", mask), text, lambda: self._rows(mask), self._fake(torch.int64)
+        )
+
+    def class_counts(self, args: dict[str, Any]) -> Node:
+        """Number of targets (), or the number of each class (C,) where classes have weights. `args`
+        are the arguments of the class loss.
+        """
+        weight = args["weight"]
+        ignored = args["ignore_index"]
+        shape = () if weight is None else tuple(weight.meta["val"].shape)
+        what = "number of targets" if weight is None else "class weights of the targets"
+        return self._placeholder(
+            (args["target"], ignored, shape),
+            f"{what} that are not {ignored}",
+            lambda: self._targets(args["target"], ignored, shape),
+            self._fake(torch.int64, shape),
+        )
+
+    def value(self, node: Node) -> Node:
+        """The value of a node of the captured graph in the whole mini-batch. Numbers become tensors
+        of no dims.
+        """
+        value = node.meta["val"]
+        text = f"`{node.name}` ({user_line(node)})"
+        if isinstance(value, torch.Tensor):
+            return self._placeholder(node, text, lambda: self._copy(node), value)
+        is_size = isinstance(self.flow.states[node], Size)
+        if is_size and expression(value) == self.captured.batch_symbol:
+            return self.num_samples()
+        dtype = torch.float64 if isinstance(value, torch.SymFloat | float) else torch.int64
+        return self._placeholder(
+            node, text, lambda: self._as_tensor(self._copy(node), dtype), self._fake(dtype)
+        )
+
+    def _placeholder(self, key: Any, text: str, source: Callable[[], Node], value: Any) -> Node:
+        if key not in self._placeholders:
+            with self.captured.graph.inserting_after(self.captured.placeholders[-1]):
+                node = self.captured.graph.placeholder(f"whole_{len(self._sources)}")
+            node.meta.update(val=value, whole=True, whole_text=text)
+            self._sources.append(source())
+            self._placeholders[key] = node
+        return self._placeholders[key]
+
+    def _fake(self, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Any:
+        return self.captured.batched_input.meta["val"].new_empty(shape, dtype=dtype)
+
+    # --- the graph of the whole mini-batch
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self._graph.call_function(target, args, kwargs)
+
+    def _samples(self) -> Node:
+        return self._call(aten.sym_size.int, self._copies[self.captured.batched_input], 0)
+
+    def _as_tensor(self, number: Node, dtype: torch.dtype) -> Node:
+        return self._call(
+            aten.new_full.default,
+            self._copies[self.captured.batched_input],
+            [],
+            number,
+            dtype=dtype,
+        )
+
+    def _rows(self, mask: Node) -> Node:
+        return self._call(aten.sum.default, self._copy(mask))
+
+    def _targets(self, target: Node, ignored: int, shape: tuple[int, ...]) -> Node:
+        """Counts of the targets that are not ignored: in all (), or of each class (C,)."""
+        targets = self._call(aten.to.dtype, self._copy(target), torch.int64)
+        valid = self._call(aten.ne.Scalar, targets, ignored)
+        if not shape:
+            return self._call(aten.sum.default, valid)
+        zeros = self._call(aten.new_zeros.default, targets, list(shape), dtype=torch.int64)
+        # an ignored target counts 0 in class 0: it may be outside of the classes
+        classes = self._call(aten.flatten.using_ints, self._call(aten.mul.Tensor, targets, valid))
+        ones = self._call(aten.flatten.using_ints, self._call(aten.to.dtype, valid, torch.int64))
+        return self._call(aten.scatter_add.default, zeros, 0, classes, ones)
+
+    def _copy(self, node: Node) -> Node:
+        """The copy of a node of the captured graph, with copies of all that it needs."""
         needed = {node}
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if not self._is_size(current):
-                new = [
-                    operand
-                    for operand in current.all_input_nodes
-                    if operand not in needed and operand not in self.copies
-                ]
-                needed.update(new)
-                stack.extend(new)
-        for current in sorted(needed - self.copies.keys(), key=self.order.__getitem__):
-            self.copies[current] = self._copy_one(current)
-        return self.copies[node]
-
-    def _is_size(self, node: Node) -> bool:
-        """Sizes are taken from the batch, whatever tensor they were read from."""
-        return op_name(node) in ("sym_size", "sym_numel")
+        waiting = [node]
+        while waiting:
+            current = waiting.pop()
+            if _is_size(current):
+                continue  # taken from the batch, whatever tensor it was read from
+            for operand in current.all_input_nodes:
+                if operand not in needed and operand not in self._copies:
+                    needed.add(operand)
+                    waiting.append(operand)
+        for current in sorted(needed - self._copies.keys(), key=self.order.__getitem__):
+            self._copies[current] = self._copy_one(current)
+        return self._copies[node]
 
     def _copy_one(self, node: Node) -> Node:
         if node.op == "get_attr":
             return self._attribute(str(node.target))
-        if self._is_size(node):
-            times = expression(node) / self.captured.batch_symbol
-            if times.is_Integer:
-                return (
-                    self.graph.call_function(operator.mul, (self.samples(), int(times)))
-                    if times > 1
-                    else self.samples()
-                )
+        if not _is_size(node):
+            return self._graph.node_copy(node, self._copies.__getitem__)
+        times = expression(node) / self.captured.batch_symbol
+        if not times.is_Integer:
             return self._number_of_rows(node)
-        return self.graph.node_copy(node, self.copies.__getitem__)
+        return (
+            self._samples() if times == 1 else self._call(operator.mul, self._samples(), int(times))
+        )
 
     def _attribute(self, name: str) -> Node:
         attribute = name.replace(".", "_")
-        state = self.captured.state[name]
-        if name in self.captured.constants:
-            value = self.captured.constants[name]
-        else:
+        value = self.captured.constants.get(name)
+        if value is None:
+            state = self.captured.state[name]
             self.buffers[attribute] = name
             value = torch.empty(state.shape, dtype=state.dtype, device="meta")
-        self.module.register_buffer(attribute, value)
-        return self.graph.get_attr(attribute)
+        self._module.register_buffer(attribute, value)
+        return self._graph.get_attr(attribute)
 
     def _number_of_rows(self, size: Node) -> Node:
-        """The number of rows that a mask picks from the whole mini-batch, as a number."""
+        """A size that a mask decides, as a Python number."""
         state = self.flow.of(size.args[0])
-        assert (
-            isinstance(state, PerSample)
-            and isinstance(state.outer, Irregular)
-            and state.outer.mask is not None
-        )
+        assert isinstance(state, PerSample) and isinstance(state.outer, Irregular)
+        assert state.outer.mask is not None
         (symbol,) = expression(size).free_symbols
-        rows = self.graph.call_function(aten.item.default, (self.rows(state.outer.mask),))
-        return self.graph.call_function(operator.mul, (rows, int(expression(size) / symbol)))
-
-    def rows(self, mask: Node) -> Node:
-        return self.graph.call_function(aten.sum.default, (self.copy(mask),))
-
-    def samples(self) -> Node:
-        """The number of samples of the whole mini-batch."""
-        assert self.anchor is not None, "a loss over samples needs a batched input"
-        return self.graph.call_function(aten.sym_size.int, (self.copies[self.anchor], 0))
-
-    def as_tensor(self, number: Node, dtype: torch.dtype) -> Node:
-        like = self.copies[self.anchor]  # type: ignore[index]
-        return self.graph.call_function(aten.new_full.default, (like, [], number), {"dtype": dtype})
-
-    def class_counts(self, args: dict[str, Any]) -> Node:
-        """How often each class is a target (C,), without those to ignore; without class weights: in
-        all ().
-        """
-        target = self.graph.call_function(aten.to.dtype, (self.copy(args["target"]), torch.int64))
-        valid = self.graph.call_function(aten.ne.Scalar, (target, args["ignore_index"]))
-        if args["weight"] is None:
-            return self.graph.call_function(aten.sum.default, (valid,))
-        classes = args["weight"].meta["val"].shape[0]
-        zeros = self.graph.call_function(
-            aten.new_zeros.default, (target, [classes]), {"dtype": torch.int64}
-        )
-        known = self.graph.call_function(aten.mul.Tensor, (target, valid))
-        places = self.graph.call_function(aten.flatten.using_ints, (known,))
-        ones = self.graph.call_function(
-            aten.flatten.using_ints,
-            (self.graph.call_function(aten.to.dtype, (valid, torch.int64)),),
-        )
-        return self.graph.call_function(aten.scatter_add.default, (zeros, 0, places, ones))
-
-    def finish(self) -> GraphModule:
-        self.graph.output(tuple(self.outputs))
-        return GraphModule(self.module, self.graph, "WholeMiniBatch")
+        rows = self._call(aten.item.default, self._rows(state.outer.mask))
+        return self._call(operator.mul, rows, int(expression(size) / symbol))
 
 
-def _batched(node: Node, captured: CapturedGraph) -> bool:
-    value = node.meta["val"]
-    return bool(value.shape) and captured.batch_symbol in expression(value.shape[0]).free_symbols
+def _is_size(node: Node) -> bool:
+    return op_name(node) in ("sym_size", "sym_numel")

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from whale.capture.batch import BatchLayout, read_batch
-from whale.capture.capture import Capture, capture_training
+from whale.capture.capture import capture_training
+from whale.capture.clean import Capture
 from whale.capture.export import Task
 from whale.capture.graph import module_name
 from whale.capture.kinds import value_kinds

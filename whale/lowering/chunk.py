@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.graph import CapturedGraph
-from whale.capture.recomputed import Recomputed, cut_region
+from whale.capture.graph import CapturedGraph, Recomputed, cut_region
 from whale.capture.sample_states import batch_dim
 from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.recomputed import Recomputed
+from whale.capture.graph import Recomputed
 from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
 from whale.runtime.split import Deferred, replacements
 

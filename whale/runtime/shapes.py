@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from whale.capture.batch import BatchLayout
-from whale.capture.capture import capture_evaluation, capture_training, tied_names
+from whale.capture.capture import capture_evaluation, capture_training
+from whale.capture.clean import tied_names
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare

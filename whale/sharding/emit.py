@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.capture.recomputed import Recomputed, cut_region
+from whale.capture.graph import Recomputed, cut_region
 from whale.compat import enter_autocast, exit_autocast
 from whale.operations.nodes import op_name, tensor_nodes, trains_batch_norm
 from whale.operations.operation import Shapes
