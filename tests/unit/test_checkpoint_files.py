@@ -31,8 +31,8 @@ from whale.checkpoint import (
     take_snapshot,
     tensor_files,
 )
-from whale.checkpoint.boxes import byte_segments, why_not_cover
-from whale.checkpoint.json_values import decode, encode
+from whale.checkpoint.format import decode, encode
+from whale.checkpoint.pieces import byte_segments, why_not_cover
 
 # ---- round trips
 
@@ -82,7 +82,7 @@ def test_any_box_of_a_tensor_of_many_blocks(
     slicing.
     """
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr("whale.checkpoint.writer.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("whale.checkpoint.commit.BLOCK_BYTES", 4096)
     tensor = torch.arange(40 * 50 * 9, dtype=torch.float32).reshape(40, 50, 9)
     save_cut(tmp_path, {"x": tensor}, 3, 1)
     chooser = random.Random(0)

@@ -28,7 +28,7 @@ from whale.checkpoint import (
     unpack_rng,
     unpack_scheduler,
 )
-from whale.checkpoint.json_values import decode, encode
+from whale.checkpoint.format import decode, encode
 
 # ---- optimizers
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.checkpoint import CheckpointError, Reader, Target, finish, take_snapshot, write_rank
-from whale.checkpoint.shard_pieces import pieces, read_shard, read_state, state_pieces
+from whale.checkpoint.pieces import pieces, read_shard, read_state, state_pieces
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
 from whale.plans.plan import Plan, diff

@@ -12,28 +12,23 @@ How an engine uses it:
         unpack_optimizer(optimizer, names_of, reader.read, merge_values(v.get("optimizer") for v in reader.rank_values))
 """
 
+from whale.checkpoint.commit import await_outcome, finish
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.format import Entry, FileInfo, Index, Piece, Target, read_index
-from whale.checkpoint.optimizer_state import (
-    merge_values,
-    pack_optimizer,
-    pack_scheduler,
-    unpack_optimizer,
-    unpack_scheduler,
-)
+from whale.checkpoint.pieces import Part
 from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
-from whale.checkpoint.random_state import pack_rng, unpack_rng
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
 from whale.checkpoint.saver import AsyncSaver, Handle, nothing_to_save
-from whale.checkpoint.writer import (
-    Part,
-    Snapshot,
-    assign_writers,
-    await_outcome,
-    finish,
-    take_snapshot,
-    write_rank,
+from whale.checkpoint.training_state import (
+    merge_values,
+    pack_optimizer,
+    pack_rng,
+    pack_scheduler,
+    unpack_optimizer,
+    unpack_rng,
+    unpack_scheduler,
 )
+from whale.checkpoint.writer import Snapshot, assign_writers, take_snapshot, write_rank
 
 __all__ = [
     "AsyncSaver",

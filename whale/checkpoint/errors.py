@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -60,3 +62,22 @@ def _free_bytes(path: Path) -> str:
         except OSError:
             continue
     return "unknown"
+
+
+@contextlib.contextmanager
+def plain_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Errors of the system inside become `CheckpointError`, with `path` and what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:  # every folder that is written to was made just before
+        who = (
+            "Rank 0 gave up this save (its message says why), or another"
+            if doing == "writing"
+            else "Another"
+        )
+        raise CheckpointError(
+            f"{doing} {path} failed: it was removed meanwhile. {who} job works there. "
+            "Earlier checkpoints are untouched, and training can go on"
+        ) from error
+    except OSError as error:
+        raise explain(error, doing, path, num_bytes) from error

@@ -6,11 +6,16 @@
         rank_00000.safetensors       what rank 0 wrote
         rank_00001.safetensors
       .tmp_00000013_<save id>/       being written, or left over from a crash
-      step_00000012.old/             only after a crash in the moment in which a step is saved a second time: counts as step 12
+      step_00000012.old/             counts as step 12: only after a crash while that step was
+                                     saved a second time
 
 `index.json` starts with the SHA-256 of the rest of the file: an index that was edited or cut short
 is refused. Everything in it is checked for type, size and sense before it is used, and nothing in
 it can name a file outside the folder.
+
+Values are JSON. What JSON cannot hold (tuples, infinities, dicts with number keys, counters, 0-dim
+tensors) is written as `{"!tuple": [1, 2]}`: an object with one key that starts with "!". Reading
+makes only the kinds listed here, so nothing from a file is ever called or imported.
 """
 
 from __future__ import annotations
@@ -20,14 +25,17 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from whale.checkpoint.boxes import Box, volume, why_not_cover
 from whale.checkpoint.errors import CheckpointError
+from whale.checkpoint.pieces import Box, volume, why_not_cover
 from whale.checkpoint.tensor_files import (
     CHECKSUM_DIGITS,
     DTYPES,
@@ -297,3 +305,93 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part)[:80] for part in first["loc"]) or "the file"
     return f"{where}: {first['msg']} ({error.error_count()} problems)"
+
+
+# ---- values
+
+SCALAR_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` in terms of JSON. `where` names it in the refusal of what cannot be held: functions,
+    open files, whole tensors.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"!float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 0 or str(value.dtype) not in SCALAR_DTYPES:
+            raise CheckpointError(
+                f"{where} is a tensor of shape {list(value.shape)} and {value.dtype}: "
+                f"only a 0-dim tensor can stand among the values. Save it as a tensor, or drop it"
+            )
+        return {"!tensor": [str(value.dtype), encode(value.item(), where)]}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return {"!tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return _encode_dict(value, where)
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold (numbers, text, lists, dicts "
+        f"and 0-dim tensors can). Leave it out of the state, and build it again before loading"
+    )
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else ""
+    if not tag.startswith("!"):
+        return {key: decode(item) for key, item in value.items()}
+    inner = value[tag]
+    try:
+        if tag == "!tuple":
+            return tuple(decode(item) for item in inner)
+        if tag == "!float" and inner in ("inf", "-inf", "nan"):
+            return float(inner)
+        if tag == "!dict":
+            return {decode(key): decode(item) for key, item in inner}
+        if tag == "!counter":
+            return Counter({decode(key): decode(item) for key, item in inner})
+        if tag == "!tensor":
+            return torch.tensor(decode(inner[1]), dtype=SCALAR_DTYPES[inner[0]])
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        pass
+    raise CheckpointError(
+        f"a value of the checkpoint is marked {tag!r} but is not one: the file was damaged or "
+        "made by something else"
+    )
+
+
+def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    plain = not isinstance(value, Counter) and all(
+        isinstance(key, str) and not key.startswith("!") for key in value
+    )
+    if plain:
+        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [
+        [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+        for key, item in value.items()
+    ]
+    return {"!counter" if isinstance(value, Counter) else "!dict": pairs}

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from whale.checkpoint.boxes import Box, is_inside
 from whale.checkpoint.errors import CheckpointError, explain
+from whale.checkpoint.pieces import Box, is_inside
 from whale.checkpoint.tensor_files import (
     PAIRS,
     TensorFile,

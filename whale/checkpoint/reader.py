@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.checkpoint.boxes import Box, extents, intersect, is_inside, relative, slices, whole
 from whale.checkpoint.errors import CheckpointError
-from whale.checkpoint.format import CHECKPOINT_NAME, INDEX, Entry, Index, Piece, read_index
-from whale.checkpoint.json_values import decode
+from whale.checkpoint.format import CHECKPOINT_NAME, INDEX, Entry, Index, Piece, decode, read_index
+from whale.checkpoint.pieces import Box, extents, intersect, is_inside, relative, slices, whole
 from whale.checkpoint.tensor_files import (
     CHECKSUM_DIGITS,
     DTYPES,

@@ -19,19 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
+from whale.checkpoint.commit import TIMEOUT_S, await_outcome, finish, give_up
 from whale.checkpoint.errors import CheckpointError, explain
-from whale.checkpoint.format import Target
-from whale.checkpoint.json_values import encode
-from whale.checkpoint.writer import (
-    TIMEOUT_S,
-    Part,
-    Snapshot,
-    await_outcome,
-    finish,
-    give_up,
-    take_snapshot,
-    write_rank,
-)
+from whale.checkpoint.format import Target, encode
+from whale.checkpoint.pieces import Part
+from whale.checkpoint.writer import Snapshot, take_snapshot, write_rank
 
 logger = logging.getLogger("whale")
 

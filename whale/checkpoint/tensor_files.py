@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whale.checkpoint.boxes import Box, byte_segments, extents, slices
 from whale.checkpoint.errors import CheckpointError
+from whale.checkpoint.pieces import Box, byte_segments, extents, slices
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

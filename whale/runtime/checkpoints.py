@@ -33,9 +33,9 @@ from whale.checkpoint import (
     unpack_rng,
     unpack_scheduler,
 )
-from whale.checkpoint.optimizer_state import parameter_name, state_name
+from whale.checkpoint.pieces import Pieces, pieces, read_shard, read_state, state_pieces
 from whale.checkpoint.reader import CHECKPOINT_NAME
-from whale.checkpoint.shard_pieces import Pieces, pieces, read_shard, read_state, state_pieces
+from whale.checkpoint.training_state import parameter_name, state_name
 from whale.distributed.ranks import Ranks
 from whale.plans.shards import Shard, Shards
 from whale.runtime.shapes import Job
