@@ -32,9 +32,9 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from whale.cluster.cluster import Cluster, Link
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.settings import Settings
-from whale.lowering.communication import all_lines
 from whale.lowering.exchange import Groups, sent
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
+from whale.lowering.subgroups import subgroups_of_grid
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
 from whale.sharding.redistribution import plan_redistribution
@@ -130,8 +130,10 @@ def main() -> None:
 
 def measure() -> dict[str, Any]:
     """Runs on every rank."""
-    lines = sorted({line for sizes in GRIDS for line in all_lines(Grid(*sizes)) if len(line) > 1})
-    groups: Groups = {line: dist.new_group(list(line)) for line in lines}
+    subgroups = {places for sizes in GRIDS for places in subgroups_of_grid(Grid(*sizes))}
+    groups: Groups = {
+        places: dist.new_group(list(places)) for places in sorted(subgroups) if len(places) > 1
+    }
     formula = {
         sizes: (count_two_layers(Grid(*sizes), groups), bytes_of_formula(*sizes)) for sizes in GRIDS
     }

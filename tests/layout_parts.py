@@ -46,7 +46,7 @@ def meaning(parts: list[np.ndarray], layout: Layout, grid: Grid) -> np.ndarray:
     for place, part in enumerate(parts):
         assert part.shape == layout.local_shape(grid, place)
         total = sum(
-            (parts[other] for other in grid.line(place, sorted(layout.partial))),
+            (parts[other] for other in grid.subgroup(place, sorted(layout.partial))),
             np.zeros(part.shape),
         )
         where = index(layout, grid, place)

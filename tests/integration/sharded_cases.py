@@ -17,8 +17,10 @@ from torch import Tensor
 from tests.layout_parts import local_parts, meaning
 from tests.thorough import IS_THOROUGH
 from whale.lowering import exchange as exchanges
-from whale.lowering import sharded_ops as ops
 from whale.lowering.exchange import Groups, exchange, sent
+from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
+from whale.lowering.sharded_vocabulary import argmax, cross_entropy, embedding, log_softmax, softmax
+from whale.lowering.subgroups import Subgroup
 from whale.plans.grid import AXES, Grid
 from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import redistribution
@@ -34,15 +36,15 @@ GRIDS = [
 
 
 def make_groups(grids: list[Grid]) -> Groups:
-    """All lines of all grids, made by all ranks in one order."""
+    """All subgroups of all grids, made by all ranks in one order."""
     sets = [axes for count in (1, 2, 3) for axes in itertools.combinations(AXES, count)]
-    lines = {
-        grid.line(place, axes)
+    subgroups = {
+        grid.subgroup(place, axes)
         for grid in grids
         for axes in sets
         for place in range(grid.num_devices)
     }
-    return {line: dist.new_group(list(line)) for line in sorted(lines) if len(line) > 1}
+    return {places: dist.new_group(list(places)) for places in sorted(subgroups) if len(places) > 1}
 
 
 # ---- exchanges
@@ -158,7 +160,7 @@ def types_of_tensors(groups: Groups) -> str:
     same = whole([Cut(4), Cut(6)])
     rows, columns = (replace(same, axes=axes) for axes in ((("x", "y"), ()), ((), ("x",))))
     value = np.random.default_rng(3).integers(0, 2, same.shape)
-    line = ops.Line.of(grid, place, ("x",), groups)
+    subgroup = Subgroup.of(grid, place, ("x",), groups)
     for dtype in (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
         for target in (columns, same):
             parts = (
@@ -171,12 +173,12 @@ def types_of_tensors(groups: Groups) -> str:
                 found.to(torch.complex64), expected.to(torch.complex64)
             ):
                 wrong.append(f"{dtype} to {target.axes}")
-    best = ops.argmax(
+    best = argmax(
         torch.from_numpy(local_parts(value, columns, grid)[place]).to(torch.int16),
         1,
         False,
-        3 * line.index,
-        line,
+        3 * subgroup.index,
+        subgroup,
     )
     return "; ".join(wrong + ["int16: argmax"] * (best.tolist() != value.argmax(1).tolist()))
 
@@ -215,14 +217,14 @@ def same_bits(groups: Groups) -> float:
 
 
 class Cutting:
-    """One dim of size n cut over a line of a grid, with uneven and empty parts."""
+    """One dim of size n cut over a subgroup of a grid, with uneven and empty parts."""
 
     def __init__(self, number: int, grid: Grid, axes: tuple[str, ...], groups: Groups) -> None:
         self.number = number
         self.grid = grid
         self.axes = axes
         self.place = dist.get_rank()
-        self.line = ops.Line.of(grid, self.place, axes, groups)
+        self.subgroup = Subgroup.of(grid, self.place, axes, groups)
 
     def bounds(self, n: int) -> tuple[int, int]:
         return Layout((Cut(n),), (self.axes,)).granules(self.grid, self.place, 0)
@@ -277,14 +279,14 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
     pb = cutting.part(b, 0)
     yield "layer_norm", compared(
         torch.layer_norm(x, [11], w, b, 1e-5),
-        ops.layer_norm(px, 1, pw, pb, 1e-5, cutting.line),
+        layer_norm(px, 1, pw, pb, 1e-5, cutting.subgroup),
         (x, w, b), (px, pw, pb), cutting, 2, (2, 0, 0),
     )  # fmt: skip
     yield (
         "layer_norm without weight",
         compared(
             torch.layer_norm(x, [5, 11]),
-            ops.layer_norm(px, 2, None, None, 1e-5, cutting.line),
+            layer_norm(px, 2, None, None, 1e-5, cutting.subgroup),
             (x,),
             (px,),
             cutting,
@@ -296,7 +298,7 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
         "rms_norm",
         compared(
             torch.rms_norm(x, [11], w, 1e-6),
-            ops.rms_norm(px, 1, pw, 1e-6, cutting.line),
+            rms_norm(px, 1, pw, 1e-6, cutting.subgroup),
             (x, w),
             (px, pw),
             cutting,
@@ -314,7 +316,7 @@ def norms(cutting: Cutting) -> Iterator[tuple[str, float]]:
     )
     yield "batch_norm", compared(
         torch.batch_norm(samples, weight, bias, *statistics[0], True, 0.1, 1e-5, False),
-        ops.batch_norm(mine, weight, bias, *statistics[1], 0.1, 1e-5, cutting.line),
+        batch_norm(mine, weight, bias, *statistics[1], 0.1, 1e-5, cutting.subgroup),
         (samples,), (mine,), cutting, 0, (0,),
     )  # fmt: skip
     yield "running statistics", max(distance(a, b) for a, b in zip(*statistics))
@@ -327,7 +329,7 @@ def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
             "softmax",
             compared(
                 x.softmax(dim),
-                ops.softmax(part, dim, cutting.line),
+                softmax(part, dim, cutting.subgroup),
                 (x,),
                 (part,),
                 cutting,
@@ -339,7 +341,7 @@ def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
             "log_softmax",
             compared(
                 x.log_softmax(dim),
-                ops.log_softmax(part, dim, cutting.line),
+                log_softmax(part, dim, cutting.subgroup),
                 (x,),
                 (part,),
                 cutting,
@@ -350,7 +352,7 @@ def softmaxes(cutting: Cutting) -> Iterator[tuple[str, float]]:
         rounded = (x.detach() * 2).round()  # with equal ones
         first = cutting.bounds(x.shape[dim])[0]
         for keepdim in (False, True):
-            best = ops.argmax(cutting.part(rounded, dim), dim, keepdim, first, cutting.line)
+            best = argmax(cutting.part(rounded, dim), dim, keepdim, first, cutting.subgroup)
             yield "argmax", distance(best, rounded.argmax(dim, keepdim))
 
 
@@ -361,7 +363,7 @@ def embeddings(cutting: Cutting) -> Iterator[tuple[str, float]]:
     first = cutting.bounds(11)[0]
     for padding in (-1, 4):
         expected = torch.embedding(table, tokens, padding)
-        result = ops.embedding(part, tokens, first, len(table), padding)
+        result = embedding(part, tokens, first, len(table), padding)
         total = sum_of_parts(result.detach(), cutting)
         gradient = numbers(2, 5, 3, seed=3).detach()
         (wanted,) = torch.autograd.grad(expected, table, gradient)
@@ -370,10 +372,12 @@ def embeddings(cutting: Cutting) -> Iterator[tuple[str, float]]:
 
 
 def sum_of_parts(value: Tensor, cutting: Cutting) -> Tensor:
-    """Along the line, in an independent way."""
+    """Along the subgroup, in an independent way."""
     values = everyone(value.numpy())
     return torch.from_numpy(
-        np.asarray(sum(values[place] for place in cutting.grid.line(cutting.place, cutting.axes)))
+        np.asarray(
+            sum(values[place] for place in cutting.grid.subgroup(cutting.place, cutting.axes))
+        )
     )
 
 
@@ -411,8 +415,8 @@ def cross_entropies(cutting: Cutting) -> Iterator[tuple[str, float]]:
             part = cutting.part(logits, dim)
             mine = cutting.part(target, dim) if target is soft else target
             here = cutting.part(weight, 0) if weight is not None else None
-            result = ops.cross_entropy(
-                part, mine, here, reduction, -100, smoothing, num, first, cutting.line
+            result = cross_entropy(
+                part, mine, here, reduction, -100, smoothing, num, first, cutting.subgroup
             )
             gradient = (
                 numbers(*expected.shape, seed=6).detach()

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from tests.integration.sharded_cases import GRIDS, Cutting, distance, everyone, numbers
 from tests.layout_parts import index, meaning
-from whale.lowering import sharded_ops as ops
-from whale.lowering.exchange import Groups, sent
+from whale.lowering.communication import Draw, drawing
+from whale.lowering.exchange import Groups, exchange, sent
 from whale.lowering.overlap import overlap
+from whale.lowering.sharded_experts import Experts, expert_mm, grouped_mm_of_same_tokens
+from whale.lowering.sharded_linear import LinearPlan, Plane, sharded_linear, summa_linear
+from whale.lowering.subgroups import Subgroup
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
 from whale.sharding.redistribution import plan_redistribution
@@ -86,7 +89,7 @@ def one_linear(
     y_product = Layout(y_cut, (("z",), (rows,)), frozenset(columns))
     y_layout = Layout(y_cut, (("z", columns), (rows,)))
     b_layout = Layout((Cut(n),), ((rows,),))
-    plan = ops.LinearPlan(
+    plan = LinearPlan(
         plan_redistribution(x_layout, x_used, grid, place),
         plan_redistribution(w_layout, w_used, grid, place),
         plan_redistribution(y_product, y_layout, grid, place),
@@ -94,7 +97,7 @@ def one_linear(
     )
     local = part(x, x_layout, grid), part(w, w_layout, grid), part(b, b_layout, grid)
     sent.reset()
-    y = ops.sharded_linear(*local, plan, groups)
+    y = sharded_linear(*local, plan, groups)
     expected = torch.nn.functional.linear(x, w, b)
     gradient = numbers(m, n, seed=9).detach()
     got = torch.autograd.grad(y, local, part(gradient, y_layout, grid))
@@ -122,13 +125,15 @@ def summa(groups: Groups) -> Iterator[tuple[str, float]]:
         w_layout = Layout((Cut(n), Cut(k)), (("x",), ("y",)))
         b_layout = Layout((Cut(n),), (("x",),))
         y_layout = Layout((Cut(3), Cut(m), Cut(n)), ((), ("z", "y"), ("x",)))
-        panels = tuple(b - a for a, b in (x_layout.granules(grid, t, 2) for t in grid.line(0, "x")))
-        plane = ops.Plane(
-            ops.Line.of(grid, place, "x", groups), ops.Line.of(grid, place, "y", groups), panels
+        panels = tuple(
+            b - a for a, b in (x_layout.granules(grid, t, 2) for t in grid.subgroup(0, "x"))
+        )
+        plane = Plane(
+            Subgroup.of(grid, place, "x", groups), Subgroup.of(grid, place, "y", groups), panels
         )
         local = part(x, x_layout, grid), part(w, w_layout, grid), part(b, b_layout, grid)
         sent.reset()
-        y = ops.summa_linear(*local, plane)
+        y = summa_linear(*local, plane)
         expected = torch.nn.functional.linear(x, w, b)
         gradient = numbers(3, m, n, seed=9).detach()
         got = torch.autograd.grad(y, local, part(gradient, y_layout, grid))
@@ -148,11 +153,11 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     k = 3
     n = 4
     weight = numbers(num_experts, k, n)
-    places = cutting.grid.line(cutting.place, cutting.axes)
+    places = cutting.grid.subgroup(cutting.place, cutting.axes)
     layout = Layout((Cut(num_experts),), (cutting.axes,))
-    of_line = ops.Experts(
+    of_line = Experts(
         tuple(layout.granules(cutting.grid, place, 0) for place in places),
-        cutting.line,
+        cutting.subgroup,
         num_experts,
     )
     mine = cutting.part(weight, 0)
@@ -163,12 +168,12 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     tokens = [numbers(len(ids), k, seed=20 + i) for i, ids in enumerate(chosen)]
     outputs = [torch.einsum("tk,tkn->tn", x, weight[ids]) for x, ids in zip(tokens, chosen)]
     gradients = [numbers(len(ids), n, seed=40 + i).detach() for i, ids in enumerate(chosen)]
-    at = cutting.line.index
+    at = cutting.subgroup.index
     d_weight = torch.autograd.grad(outputs, weight, gradients, retain_graph=True)[0]
     d_tokens = torch.autograd.grad(outputs[at], tokens[at], gradients[at], retain_graph=True)[0]
 
     x = tokens[at].detach().clone().requires_grad_()
-    y = ops.expert_mm(x, mine, chosen[at], False, of_line)
+    y = expert_mm(x, mine, chosen[at], False, of_line)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[at])
     yield (
         "expert_mm",
@@ -180,7 +185,7 @@ def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
     )
 
     x = tokens[0].detach().clone().requires_grad_()
-    y = ops.grouped_mm_of_same_tokens(x.flip(0), mine, counts[0].cumsum(0), of_line).flip(0)
+    y = grouped_mm_of_same_tokens(x.flip(0), mine, counts[0].cumsum(0), of_line).flip(0)
     dx, dw = torch.autograd.grad(y, (x, mine), gradients[0])
     d_weight, d_tokens = torch.autograd.grad(outputs[0], (weight, tokens[0]), gradients[0])
     sums = [sum(everyone(value.detach().numpy())[place] for place in places) for value in (y, dx)]
@@ -204,14 +209,14 @@ def random_numbers() -> Iterator[tuple[str, float]]:
     torch.manual_seed(11)  # the chunk's seed, on all devices
     state = torch.get_rng_state()
     x = torch.ones(layout.local_shape(grid, place), requires_grad=True)
-    draws = [ops.Draw.of(number, layout, grid, place) for number in range(3)]
-    with ops.drawing(draws[0], x.device):
+    draws = [Draw.of(number, layout, grid, place) for number in range(3)]
+    with drawing(draws[0], x.device):
         first = F.dropout(x, 0.25)
-    with ops.drawing(draws[1], x.device):
+    with drawing(draws[1], x.device):
         second = F.dropout(x, 0.25)
     (gradient,) = torch.autograd.grad(first, x, torch.ones_like(x))
     q = torch.ones(2, 2, 6, 8)
-    with ops.drawing(draws[2], q.device):
+    with drawing(draws[2], q.device):
         attention = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     yield "draws leave the stream alone", float(not torch.equal(state, torch.get_rng_state()))
     yield "backward of dropout", float(not torch.equal(gradient, first.detach()))
@@ -240,7 +245,7 @@ class Exchanged(torch.nn.Module):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.exchange(x, self.plan, self.groups)
+        return exchange(x, self.plan, self.groups)
 
 
 def chain(grid: Grid, m: int, width: int, groups: Groups) -> torch.fx.GraphModule:

@@ -55,7 +55,7 @@ def exchange(sizes: list[int], order: list[int], pause_s: float = 0.0) -> tuple[
         right = right and torch.equal(buffer, content(number + 10 * peer, sizes[number]))
     transport.drain()
     ranks.gather(None)
-    return len(transport._lines_to), right
+    return len(transport._rings_to), right
 
 
 def test_messages_of_all_sizes_arrive_whole() -> None:
@@ -129,7 +129,7 @@ def test_ranks_of_two_hosts_have_no_line() -> None:
 def on_two_hosts() -> int:
     ranks = Ranks("cpu")
     same_host._host = lambda: f"host {ranks.rank}"
-    return len(Transport(ranks, [(0, 1), (1, 0)])._lines_to)
+    return len(Transport(ranks, [(0, 1), (1, 0)])._rings_to)
 
 
 # ---- a few numbers of every rank
@@ -189,7 +189,7 @@ def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) ->
         for size in sizes if ranks.rank in group else ():
             assert transport.reaches_through_memory(group)
             tensor = numbers(ranks.rank, size, dtype)
-            transport.collectives.add_up(tensor, group)
+            transport.collectives.all_reduce(tensor, group)
             right.append(
                 torch.equal(
                     tensor,
@@ -220,7 +220,7 @@ def test_sums_are_those_of_all_ranks(dtype: torch.dtype) -> None:
 def same_bits() -> bytes:
     ranks = Ranks("cpu")
     tensor = torch.randn(10_000, generator=torch.Generator().manual_seed(ranks.rank))
-    Transport(ranks, []).collectives.add_up(tensor, (0, 1, 2))
+    Transport(ranks, []).collectives.all_reduce(tensor, (0, 1, 2))
     ranks.gather(None)
     return tensor.numpy().tobytes()
 
@@ -270,9 +270,9 @@ def sums_with_full_rings() -> list[bool]:
     message = Message(1 - ranks.rank, 0, ())
     transport.begin()
     transport.send(content(ranks.rank, 80_000), message)
-    told = transport.collectives.tell(content(ranks.rank, 20_000), None)
+    told = transport.collectives.all_gather(content(ranks.rank, 20_000), None)
     tensor = numbers(ranks.rank, 50_000, torch.float32)
-    transport.collectives.add_up(tensor, (0, 1))
+    transport.collectives.all_reduce(tensor, (0, 1))
     buffer = torch.zeros(80_000, dtype=torch.uint8)
     transport.wait(transport.post(buffer, message, "a message"))
     ranks.gather(None)
@@ -296,9 +296,9 @@ def after_a_failed_pass() -> list[list[float]]:
     transport = Transport(ranks, [])
     transport.begin()
     with pytest.raises(RuntimeError, match="do not run the same program"):
-        transport.collectives.tell(torch.zeros(1 + ranks.rank), None)
+        transport.collectives.all_gather(torch.zeros(1 + ranks.rank), None)
     transport.begin()
-    found = transport.collectives.tell(torch.tensor([1.0 + ranks.rank]), None)
+    found = transport.collectives.all_gather(torch.tensor([1.0 + ranks.rank]), None)
     ranks.gather(None)
     assert found is not None
     return found.tolist()
@@ -310,7 +310,7 @@ def test_what_a_failed_pass_left_behind_is_no_part_of_a_later_sum() -> None:
 
 def conjugated() -> list[complex]:
     ranks = Ranks("cpu")
-    found = Transport(ranks, []).collectives.tell(
+    found = Transport(ranks, []).collectives.all_gather(
         torch.tensor([complex(1, 1 + ranks.rank)]).conj(), None
     )
     ranks.gather(None)
@@ -327,7 +327,7 @@ def dies_before_a_sum() -> None:
     transport = Transport(ranks, [])
     if ranks.rank == 1:
         os._exit(3)
-    transport.collectives.add_up(torch.zeros(10), (0, 1))
+    transport.collectives.all_reduce(torch.zeros(10), (0, 1))
 
 
 def test_a_peer_that_dies_before_a_sum_is_named() -> None:
@@ -347,7 +347,7 @@ def told(sizes: list[int]) -> list[bool]:
     for size in sizes:
         for members, own in (((0, 1, 2), None), ((2, 0), group)):
             if ranks.rank in members:
-                found = transport.collectives.tell(
+                found = transport.collectives.all_gather(
                     content(ranks.rank, size).view(1, -1).expand(2, -1), own
                 )
                 assert found is not None

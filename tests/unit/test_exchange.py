@@ -266,7 +266,7 @@ def test_equal_holders_on_the_own_line_send() -> None:
         (step,) = plan_redistribution(
             Layout(cuts, (("x",),)), whole(cuts), grid, place, backward=False
         ).forward
-        assert step.places == grid.line(place, ["x"]) and step.num_sent == 4
+        assert step.places == grid.subgroup(place, ["x"]) and step.num_sent == 4
 
 
 def test_gathers_and_scatters_along_dim_0_need_no_copy() -> None:

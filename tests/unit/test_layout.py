@@ -66,6 +66,6 @@ def test_places_count_x_fastest() -> None:
     grid = Grid(2, 3, 4)
     assert [grid.coordinate(1, axis) for axis in "xyz"] == [1, 0, 0]
     assert [grid.coordinate(2 * 3, axis) for axis in "xyz"] == [0, 0, 1]
-    assert grid.line(0, ["y"]) == (0, 2, 4) and whole([Cut(5)]).same_places(grid, 7) == tuple(
+    assert grid.subgroup(0, ["y"]) == (0, 2, 4) and whole([Cut(5)]).same_places(grid, 7) == tuple(
         range(24)
     )

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from whale.compat import fake_mode
+from whale.devices import GLOO
 from whale.lowering.communication import RealCommunication
-from whale.lowering.lines import Line
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
+from whale.lowering.subgroups import GridGroups, Subgroup
 from whale.operations.operation import Shapes
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, whole
@@ -26,7 +27,7 @@ from whale.sharding.emit import Special
 from whale.sharding.local import local_call
 from whale.sharding.redistribution_steps import Redistribution
 
-ALONE = Line(1, 0, None)
+ALONE = Subgroup(1, 0, None)
 FIRST = 2
 HERE = 3
 NUM_CLASSES = 7
@@ -106,7 +107,7 @@ def test_norms_and_softmax_have_the_type_that_autocast_gives_there(name: str, de
         torch.set_autocast_dtype(device, before[1])
     layout = whole([Cut(5), Cut(NUM_CLASSES)])
     special = Special("softmax" if "softmax" in name else "norm", node, (), (layout,), (layout,), 0)
-    found = RealCommunication(Grid(1, 1, 1), 0, {}, {}, "gloo").operation(special)(x)
+    found = RealCommunication(GridGroups(Grid(1, 1, 1), 0, {}, {}), GLOO).operation(special)(x)
     assert (
         found.dtype
         == node.meta["val"].dtype

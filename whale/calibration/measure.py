@@ -188,7 +188,10 @@ def _sum(transport: Transport, num_bytes: int) -> Subject:
     is_short = num_bytes <= SMALL_BYTES
     if transport.reaches_through_memory(everyone):
         return once(
-            lambda: transport.collectives.add_up(tensor, everyone), transport.ranks, True, is_short
+            lambda: transport.collectives.all_reduce(tensor, everyone),
+            transport.ranks,
+            True,
+            is_short,
         )
     return once(lambda: dist.all_reduce(tensor), transport.ranks, True, is_short)
 

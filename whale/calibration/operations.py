@@ -29,8 +29,8 @@ from whale.calibration.turns import Subject, loop
 from whale.cluster.kinds import OperationPoint
 from whale.costs.measured import BATCH_NORM_OVER_DEVICES
 from whale.distributed.ranks import Ranks
-from whale.lowering.lines import Line
 from whale.lowering.sharded_norms import batch_norm
+from whale.lowering.subgroups import Subgroup
 
 OF_CONVOLUTIONS = frozenset(
     {"conv2d", "batch_norm", BATCH_NORM_OVER_DEVICES, "max_pool2d", "relu", "sum"}
@@ -155,7 +155,9 @@ class Operations:
 
 def _norm_over_devices(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """What each device computes itself; the sums in between are measured as sums."""
-    return batch_norm(x, scale, shift, None, None, momentum=0.1, eps=1e-5, line=Line(1, 0, None))
+    return batch_norm(
+        x, scale, shift, None, None, momentum=0.1, eps=1e-5, subgroup=Subgroup(1, 0, None)
+    )
 
 
 def operations_of(ranks: Ranks) -> list[Operations]:

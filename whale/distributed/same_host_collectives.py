@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 * 1024**2
 """smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""
-MOST_TOLD_BYTES = 4 * 1024**2
+MOST_GATHERED_BYTES = 4 * 1024**2
 """of one rank; more is left to the group"""
 NUM_AHEAD = 5
 """parts for which a ring must have room before it begins again: four are on their way, of sizes
@@ -73,7 +73,7 @@ class SameHostCollectives:
         """Whether a part with this tag belongs to a pass before."""
         return FIRST_TAG <= tag < self._first_tag
 
-    def tell(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
+    def all_gather(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
         """Everyone's value, [members, *shape], in the order of the group, whose members all call
         it; None where memory does not reach.
         """
@@ -89,7 +89,7 @@ class SameHostCollectives:
             )
         members = self._members[group]
         own_rank = self._transport.ranks.rank
-        if not members or value.nbytes > MOST_TOLD_BYTES:
+        if not members or value.nbytes > MOST_GATHERED_BYTES:
             return None
         value = value.resolve_conj().resolve_neg().contiguous()
         peers = [rank for rank in members if rank != own_rank]
@@ -98,12 +98,12 @@ class SameHostCollectives:
             self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
             room[place].copy_(value) if rank == own_rank else self._take(
-                room[place], rank, "what it tells everyone"
+                room[place], rank, "its part of an all-gather"
             )
-        self._transport.push_lines(peers)
+        self._transport.push_rings(peers)
         return room
 
-    def add_up(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when
         this returns.
         """
@@ -127,14 +127,14 @@ class SameHostCollectives:
             if number < len(blocks):
                 own = blocks[number][own_rank]
                 for peer in peers:
-                    own += self._take(arrived[: own.numel()], peer, "its part of a sum")
+                    own += self._take(arrived[: own.numel()], peer, "its part of an all-reduce")
                 for peer in peers:
                     self._send(own, peer, enough_bytes)
                 offer(number + 2)
             if number > 0:
                 for peer in peers:
-                    self._take(blocks[number - 1][peer], peer, "its part of a sum")
-        self._transport.push_lines(peers)
+                    self._take(blocks[number - 1][peer], peer, "its part of an all-reduce")
+        self._transport.push_rings(peers)
 
     def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
         self._transport.send_through_memory(

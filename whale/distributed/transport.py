@@ -78,7 +78,7 @@ class Transport:
             if ranks.num_ranks <= MOST_EXCHANGING
             else ()
         )
-        self._lines_to, self._lines_from = connect(ranks, [*pairs, *everyone], share_memory)
+        self._rings_to, self._rings_from = connect(ranks, [*pairs, *everyone], share_memory)
         self.collectives = SameHostCollectives(self)
         for source, destination in pairs:
             group = self._channel(source, destination)
@@ -111,8 +111,8 @@ class Transport:
         self._num_passes += 1
         self.epoch = self._num_passes % NUM_EPOCHS
         self.collectives.begin(self._num_passes)
-        for line in self._lines_from.values():
-            line.forget(
+        for ring in self._rings_from.values():
+            ring.forget(
                 lambda tag: (
                     self.collectives.is_old(tag)
                     or (tag < FIRST_EXCHANGE and tag % NUM_EPOCHS != self.epoch)
@@ -124,9 +124,9 @@ class Transport:
         self._issue(tensor, message.peer, message.tag + self.epoch)
 
     def _issue(self, tensor: Tensor, peer: int, tag: int) -> None:
-        line = self._lines_to.get(peer)
-        if line is not None:
-            line.send(tensor, tag)
+        ring = self._rings_to.get(peer)
+        if ring is not None:
+            ring.send(tensor, tag)
             return
         group, place = _route(self._to, peer)
         self._outgoing[peer, tag] = (group.send([_as_real(tensor)], place, tag), tensor)
@@ -134,7 +134,7 @@ class Transport:
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
         tag = message.tag + self.epoch
         work = None
-        if message.peer not in self._lines_from:
+        if message.peer not in self._rings_from:
             group, place = _route(self._from, message.peer)
             work = group.recv([_as_real(buffer)], place, tag)
         return Arrival(work, buffer, message.peer, tag, description)
@@ -143,13 +143,13 @@ class Transport:
         """Whether messages of that rank are read when they are waited for, so that nothing is
         gained by posting them.
         """
-        return peer in self._lines_from
+        return peer in self._rings_from
 
     def wait(self, arrival: Arrival) -> None:
         start = time.perf_counter()
         try:
             if arrival.work is None:
-                self._lines_from[arrival.peer].wait(arrival.buffer, arrival.tag)
+                self._rings_from[arrival.peer].wait(arrival.buffer, arrival.tag)
             else:
                 arrival.work.wait()
         except (RuntimeError, OSError) as error:
@@ -167,18 +167,18 @@ class Transport:
         None where some rank cannot be reached through memory. The last exchange is over before the
         next begins, so that nothing piles up.
         """
-        if len(self._lines_from) < self.ranks.num_ranks - 1:
+        if len(self._rings_from) < self.ranks.num_ranks - 1:
             return None
         if self._exchange is not None:
             self._exchange()
         everyone = numbers.repeat(self.ranks.num_ranks, 1)
         tag = FIRST_EXCHANGE + self._num_passes
-        for line in self._lines_to.values():
-            line.send(numbers, tag)
-        self.push_lines(self._lines_to)
+        for ring in self._rings_to.values():
+            ring.send(numbers, tag)
+        self.push_rings(self._rings_to)
         left = [
             Arrival(None, everyone[peer], peer, tag, "loss and gradient norm")
-            for peer in self._lines_from
+            for peer in self._rings_from
         ]
 
         def finish() -> Tensor:
@@ -197,8 +197,8 @@ class Transport:
         others = set(ranks) - {self.ranks.rank}
         return (
             self.ranks.num_ranks <= MOST_EXCHANGING
-            and others <= self._lines_to.keys()
-            and others <= self._lines_from.keys()
+            and others <= self._rings_to.keys()
+            and others <= self._rings_from.keys()
         )
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
@@ -206,8 +206,8 @@ class Transport:
         send: they may wait for room, too.
         """
         start = time.perf_counter()
-        while not self._lines_to[peer].send_if_room(tensor, tag, enough_bytes):
-            gone = [other for other, line in self._lines_from.items() if not line.take_in()]
+        while not self._rings_to[peer].send_if_room(tensor, tag, enough_bytes):
+            gone = [other for other, ring in self._rings_from.items() if not ring.take_in()]
             waited_s = time.perf_counter() - start
             if peer in gone or waited_s > self.ranks.timeout.total_seconds():
                 raise RuntimeError(
@@ -215,18 +215,18 @@ class Transport:
                     f"it shares with rank {peer}: "
                     f"that rank is gone or stuck"
                 )
-            for line in self._lines_to.values():
-                line.flush()
+            for ring in self._rings_to.values():
+                ring.flush()
             time.sleep(ROOM_S)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
         """The message of this tag."""
         self.wait(Arrival(None, buffer, peer, tag, description))
 
-    def push_lines(self, peers: Iterable[int]) -> None:
+    def push_rings(self, peers: Iterable[int]) -> None:
         """All packets to these have left; this rank may not come back for long."""
         for peer in peers:
-            self._lines_to[peer].push()
+            self._rings_to[peer].push()
 
     def retire(self, message: Message) -> None:
         """Lets go of a message of this pass that has arrived. Nothing is waited for: gloo cannot be
@@ -238,8 +238,8 @@ class Transport:
 
     def drain(self) -> None:
         """End of a pass: everything must have left."""
-        for line in self._lines_to.values():
-            line.drain()
+        for ring in self._rings_to.values():
+            ring.drain()
         for work, _ in self._outgoing.values():
             work.wait()
         self._outgoing.clear()

@@ -11,20 +11,20 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, Recomputed, cut_region
 from whale.capture.sample_states import batch_dim
 from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast
-from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
+from whale.lowering.sharded_norms import batch_norm
+from whale.lowering.subgroups import Subgroup, sum_over_subgroup
 from whale.operations.table import is_random
 from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions
 
 aten = torch.ops.aten
-_GROUP = "devices_of_stage"  # attribute of the chunk that holds its process group
+_GROUP = "devices_of_stage"  # attribute of the chunk that holds its subgroup
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Surroundings:
     """What a chunk needs to know of the rank it runs on."""
 
     weights: Mapping[str, torch.Tensor]
-    group: dist.ProcessGroup | None
-    """all ranks that run this stage; None = only this one"""
+    subgroup: Subgroup | None
+    """all devices that run this stage; None: only this one"""
     regions: Regions = field(default_factory=dict)
     """operations that are computed again in backward"""
 
@@ -133,7 +133,7 @@ def build_chunk(
     _copy_state(graph, part.state, set(updates), copies)
     for name in sorted(set(updates) - {str(node.target) for node in part.state}):
         graph.create_node("get_attr", name)  # written and never read
-    group_node = graph.create_node("get_attr", _GROUP) if around.group is not None else None
+    group_node = graph.create_node("get_attr", _GROUP) if around.subgroup is not None else None
     wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
     regions = _copy_operations(graph, part.operations, around.regions, copies, group_node, wanted)
     results = [copies[node] for node in (*sent, *outputs)]
@@ -151,7 +151,7 @@ def build_chunk(
         _relax_views([graph, *(region.body.graph for region in regions.values())])
     names = dict.fromkeys([*(str(node.target) for node in part.state), *updates])
     attributes = {name: _tensor(name, captured, around) for name in names}
-    module = GraphModule(_root(attributes, regions, around.group), graph)
+    module = GraphModule(_root(attributes, regions, around.subgroup), graph)
     return Chunk(
         stage=stage,
         module_for=lambda num_samples: module,  # a symbolic batch: the same for all
@@ -176,7 +176,7 @@ def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.T
 def _root(
     attributes: Mapping[str, Any],
     regions: Mapping[str, Recomputed],
-    group: dist.ProcessGroup | None,
+    subgroup: Subgroup | None,
 ) -> torch.nn.Module:
     """Nested modules that hold the tensors under their original names, and the recomputed
     regions.
@@ -195,8 +195,8 @@ def _root(
             owner.register_parameter(leaf, tensor)
         else:
             owner.register_buffer(leaf, tensor)
-    if group is not None:
-        setattr(root, _GROUP, group)
+    if subgroup is not None:
+        setattr(root, _GROUP, subgroup)
     return root
 
 
@@ -292,14 +292,13 @@ def _copy_operation(graph: Graph, node: Node, copies: dict[Node, Node], group: N
             copies.get(a, a) if isinstance(a, Node) else a for a in node.args[:8]
         )
         return graph.call_function(
-            batch_norm_over_devices, (x, weight, bias, mean, variance, momentum, eps, group)
+            batch_norm, (x, weight, bias, mean, variance, momentum, eps, group)
         )
     copy = graph.node_copy(node, copies.__getitem__)
     if group is None or "all_reduce" not in node.meta:
         return copy
-    return graph.call_function(
-        sum_over_devices, (copy, group)
-    )  # a loss that is not additive: its batch sums are taken over all devices
+    # a loss that is not additive: its batch sums are taken over all devices
+    return graph.call_function(sum_over_subgroup, (copy, group))
 
 
 def _relax_views(graphs: Sequence[Graph]) -> None:

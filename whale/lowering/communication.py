@@ -1,28 +1,33 @@
 """What the graph of a device on a grid calls to talk to the others: exchanges, and operations that
 need more than their own part.
 
-`GridGroups` makes the process groups, all at once and on all ranks in one order.
-`RealCommunication` gives the modules that `sharding/emit.py` puts into a device's graph.
+`RealCommunication` gives the modules that `sharding/emit.py` puts into a device's graph. What they
+do stands in `exchange.py` (a tensor takes another layout) and `sharded_*.py` (operations that need
+a few numbers of other devices, by `subgroups.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from whale.capture.graph import user_line
 from whale.compat import schema
-from whale.lowering import sharded_ops
-from whale.lowering.lines import Line
-from whale.lowering.sharded_random import Draw, drawing
+from whale.devices import Backend, device_of
+from whale.lowering.exchange import Groups, exchange
+from whale.lowering.sharded_experts import ExpertProduct, Experts, grouped_mm_of_same_tokens
+from whale.lowering.sharded_linear import Plane, summa_linear
+from whale.lowering.sharded_norms import batch_norm, layer_norm, rms_norm
+from whale.lowering.sharded_vocabulary import argmax, cross_entropy, embedding, log_softmax, softmax
+from whale.lowering.subgroups import GridGroups, Subgroup, sum_over_subgroup
 from whale.operations.nodes import named_args, op_name
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
@@ -30,83 +35,29 @@ from whale.sharding.emit import Special
 from whale.sharding.redistribution import plan_redistribution
 from whale.sharding.redistribution_steps import Redistribution
 
-if TYPE_CHECKING:
-    from whale.distributed.ranks import Ranks
-    from whale.plans.plan import Plan
-
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
-PURPOSE = "exchange"
-"""these groups are apart from those that sum gradients: both have messages under way during a
-backward, in no common order
-"""
-
-
-class GridGroups:
-    """Process groups of all lines of all grids of a plan. Made on every rank, in the same order."""
-
-    def __init__(self, plan: Plan, ranks: Ranks, has_statistics: bool) -> None:
-        """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such
-        sums go over all replicas.
-        """
-        self._plan = plan
-        self._ranks = ranks
-        self._lines: dict[tuple[int, int], dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
-        self._statistics: dict[tuple[int, tuple[int, ...]], Line] = {}
-        for device in plan.virtual_devices:
-            if device.grid is None:
-                continue
-            lines = all_lines(device.grid)
-            for replica, members in enumerate(device.ranks):
-                self._lines[device.index, replica] = {
-                    line: ranks.group(tuple(members[place] for place in line), PURPOSE)
-                    for line in lines
-                    if len(line) > 1
-                }
-            for line in lines if has_statistics and plan.num_replicas > 1 else ():
-                everyone = tuple(
-                    sorted(members[place] for members in device.ranks for place in line)
-                )
-                group = ranks.group(everyone, PURPOSE)
-                index = everyone.index(ranks.rank) if ranks.rank in everyone else -1
-                self._statistics[device.index, line] = Line(len(everyone), index, group)
-
-    def communication(self, device: int) -> RealCommunication:
-        """For this rank, which is in this VirtualDevice."""
-        grid = self._plan.virtual_devices[device].grid
-        assert grid is not None
-        _, replica, place = self._plan.place_of_rank(self._ranks.rank)
-        statistics = {
-            line: found for (index, line), found in self._statistics.items() if index == device
-        }
-        backend = self._ranks.device.backend.name
-        return RealCommunication(grid, place, self._lines[device, replica], statistics, backend)
-
-
-def all_lines(grid: Grid) -> list[tuple[int, ...]]:
-    """Places that differ along some axes only, for every set of axes; single places first."""
-    found = {
-        grid.line(place, axes)
-        for number in range(4)
-        for axes in combinations(grid.axes, number)
-        for place in range(grid.num_devices)
-    }
-    return sorted(found, key=lambda line: (len(line), line))
-
 
 @dataclass(frozen=True)
 class RealCommunication:
     """Modules for one place of a grid."""
 
-    grid: Grid
-    place: int
-    groups: Groups
-    statistics: Mapping[tuple[int, ...], Line]
-    """line of this grid -> the same line in all replicas; empty where there is one"""
-    backend: str
+    own: GridGroups
+    backend: Backend
+
+    @property
+    def grid(self) -> Grid:
+        return self.own.grid
+
+    @property
+    def place(self) -> int:
+        return self.own.place
+
+    @property
+    def groups(self) -> Groups:
+        return self.own.groups
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
         plan = plan_redistribution(
-            source, target, self.grid, place, backend=self.backend, backward=gradient
+            source, target, self.grid, place, backend=self.backend.name, backward=gradient
         )
         places = range(self.grid.num_devices)
         grows = all(
@@ -119,8 +70,9 @@ class RealCommunication:
         made = OPERATIONS[special.kind](special, self)
         return made if isinstance(made, nn.Module) else Called(made)
 
-    def line(self, special: Special) -> Line:
-        return Line.of(self.grid, self.place, special.axes, self.groups)
+    def subgroup(self, special: Special) -> Subgroup:
+        """The devices that hold the cut dims of an operation together."""
+        return self.own.along(special.axes)
 
     def first_of(self, special: Special, slot: int, dim: int) -> int:
         """Index in the whole tensor of the first entry of a dim that this place has."""
@@ -144,7 +96,7 @@ class Exchange(nn.Module):
         self.is_gather = is_gather
 
     def forward(self, x: Tensor) -> Tensor:
-        return sharded_ops.exchange(x, self.plan, self.groups)
+        return exchange(x, self.plan, self.groups)
 
 
 class Called(nn.Module):
@@ -185,17 +137,15 @@ def _dtype(special: Special) -> torch.dtype:
 
 
 def _norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line = around.line(special)
+    subgroup = around.subgroup(special)
     is_layer = op_name(special.node) == "layer_norm"
 
     def run(given: dict[str, Any]) -> Tensor:
         num_dims = len(given["normalized_shape"])
         x = given["input"].to(_dtype(special))
         if is_layer:
-            return sharded_ops.layer_norm(
-                x, num_dims, given["weight"], given["bias"], given["eps"], line
-            )
-        return sharded_ops.rms_norm(x, num_dims, given["weight"], given["eps"], line)
+            return layer_norm(x, num_dims, given["weight"], given["bias"], given["eps"], subgroup)
+        return rms_norm(x, num_dims, given["weight"], given["eps"], subgroup)
 
     return _by_name(special.node, run)
 
@@ -204,44 +154,42 @@ def _summa(special: Special, around: RealCommunication) -> Callable[..., Any]:
     weight = special.inputs[1]
     panels = [
         sum(b - a for a, b in weight.ranges(around.grid, place, 1))
-        for place in around.grid.line(around.place, "y")
+        for place in around.grid.subgroup(around.place, "y")
     ]
-    lines = (Line.of(around.grid, around.place, axis, around.groups) for axis in "xy")
-    plane = sharded_ops.Plane(next(lines), next(lines), tuple(panels))
+    plane = Plane(around.own.along("x"), around.own.along("y"), tuple(panels))
     return _by_name(
         special.node,
-        lambda given: sharded_ops.summa_linear(
-            given["input"], given["weight"], given["bias"], plane
-        ),
+        lambda given: summa_linear(given["input"], given["weight"], given["bias"], plane),
     )
 
 
 def _softmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line = around.line(special)
-    function = sharded_ops.log_softmax if "log" in op_name(special.node) else sharded_ops.softmax
+    subgroup = around.subgroup(special)
+    function = log_softmax if "log" in op_name(special.node) else softmax
     return _by_name(
-        special.node, lambda given: function(given["self"].to(_dtype(special)), given["dim"], line)
+        special.node,
+        lambda given: function(given["self"].to(_dtype(special)), given["dim"], subgroup),
     )
 
 
 def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line = around.line(special)
+    subgroup = around.subgroup(special)
     rank = len(special.inputs[0].cuts)
     dim = int(named_args(special.node)["dim"]) % rank
     first = around.first_of(special, 0, dim)
     return _by_name(
         special.node,
-        lambda given: sharded_ops.argmax(given["self"], dim, bool(given["keepdim"]), first, line),
+        lambda given: argmax(given["self"], dim, bool(given["keepdim"]), first, subgroup),
     )
 
 
 def _class_loss(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line = around.line(special)
+    subgroup = around.subgroup(special)
     first = around.first_of(special, 0, 1)
     num_classes = special.inputs[0].shape[1]
 
     def run(given: dict[str, Any]) -> Tensor:
-        return sharded_ops.cross_entropy(
+        return cross_entropy(
             given["self"],
             given["target"],
             given["weight"],
@@ -250,7 +198,7 @@ def _class_loss(special: Special, around: RealCommunication) -> Callable[..., An
             given["label_smoothing"],
             num_classes,
             first,
-            line,
+            subgroup,
         )
 
     return _by_name(special.node, run)
@@ -261,7 +209,7 @@ def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any
     num_rows = special.inputs[0].shape[0]
     return _by_name(
         special.node,
-        lambda given: sharded_ops.embedding(
+        lambda given: embedding(
             given["weight"], given["indices"], first, num_rows, int(given["padding_idx"])
         ),
     )
@@ -272,40 +220,77 @@ def _experts(special: Special, around: RealCommunication) -> Callable[..., Any]:
     rows = special.inputs[0]
     weight = special.inputs[1]
     axes = tuple(axis for axis in weight.axes[0] if axis in rows.axes[0])
-    places = around.grid.line(around.place, axes)
+    places = around.grid.subgroup(around.place, axes)
     bounds = tuple((weight.ranges(around.grid, place, 0) or [(0, 0)])[0] for place in places)
-    experts = sharded_ops.Experts(
-        bounds, Line.of(around.grid, around.place, axes, around.groups), weight.shape[0]
-    )
+    experts = Experts(bounds, around.own.along(axes), weight.shape[0])
     if op_name(special.node) != "expert_mm":
-        return lambda x, weight, ends: sharded_ops.grouped_mm_of_same_tokens(
-            x, weight, ends, experts
-        )
-    return sharded_ops.ExpertProduct(experts, bool(named_args(special.node)["transposed"]))
+        return lambda x, weight, ends: grouped_mm_of_same_tokens(x, weight, ends, experts)
+    return ExpertProduct(experts, bool(named_args(special.node)["transposed"]))
 
 
 def _batch_norm(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    places = around.grid.line(around.place, special.axes)
-    line = around.statistics.get(places) or around.line(special)
+    places = around.grid.subgroup(around.place, special.axes)
+    subgroup = around.own.statistics.get(places) or around.subgroup(special)
 
     def run(given: dict[str, Any]) -> Tensor:
         statistics = given["running_mean"], given["running_var"]
-        return sharded_ops.batch_norm(
+        return batch_norm(
             given["input"],
             given["weight"],
             given["bias"],
             *statistics,
             given["momentum"],
             given["eps"],
-            line,
+            subgroup,
         )
 
     return _by_name(special.node, run)
 
 
 def _replicas(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    line = around.statistics.get((around.place,))
-    return lambda value: value if line is None else sharded_ops.sum_over_line(value, line)
+    subgroup = around.own.statistics.get((around.place,))
+    return lambda value: value if subgroup is None else sum_over_subgroup(value, subgroup)
+
+
+# ---- random numbers
+#
+# Devices that hold the same values must draw the same numbers, and other ones where the tensor is
+# cut. The chunk's seed is the same on all devices of the grid; a random operation draws from
+#
+#     hash(chunk's seed, number of the operation, coordinates on the axes that cut its result)
+#
+# and leaves the stream of the chunk as it was, so that operations do not depend on each other.
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The seed without the chunk's seed, which is known when it runs."""
+
+    number: int
+    """of the operation in its TaskGraph"""
+    coordinates: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(number: int, layout: Layout, grid: Grid, place: int) -> Draw:
+        """`layout`: of the operation's result."""
+        return Draw(
+            number,
+            tuple(
+                (axis, grid.coordinate(place, axis)) for axis in grid.axes if axis in layout.sharded
+            ),
+        )
+
+    def seed(self, chunk_seed: int) -> int:
+        text = f"{chunk_seed}|{self.number}|{self.coordinates}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@contextlib.contextmanager
+def drawing(draw: Draw, device: torch.device) -> Iterator[None]:
+    """Operations inside draw from the seed of `draw`. `torch.manual_seed` has set the chunk's seed."""
+    with device_of(device).fork_random():
+        torch.manual_seed(draw.seed(torch.initial_seed()))
+        yield
 
 
 def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.devices import backend_of
 from whale.dtypes import in_memory, is_differentiable
 from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step, in_order
 
@@ -119,7 +120,7 @@ def start(x: Tensor, step: Step, groups: Groups) -> Pending:
     group = groups[step.places]
     sent.num_bytes += step.num_sent * x.element_size()
     sent.num_messages += 1
-    if dist.get_backend(group) == "nccl":
+    if backend_of(group).has_even_collectives:
         return (
             _start_all_to_all(x, step, group)
             if step.pattern == "all-to-all"
@@ -130,7 +131,7 @@ def start(x: Tensor, step: Step, groups: Groups) -> Pending:
 
 
 def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
-    """One even collective (NCCL)."""
+    """One even collective, where the backend has fast ones."""
     if step.pattern == "all-reduce":
         total = x.clone(memory_format=torch.contiguous_format)
         return Pending(

@@ -2,11 +2,13 @@
 
 An exchange is taken apart into its beginning and its end:
 
-    weights        begin when the weight before is taken, one ahead, so that a gather travels under the product before it        (1)
+    weights        begin when the weight before is taken, one ahead, so that a gather travels
+                   under the product before it                                                   (1)
     activations    begin where they are, end in front of their first reader
-    linear layers  whose input is gathered for them alone become one function: the reduce-scatter of dX travels under
-                   the product of dW (`sharded_linear`)                                                                         (2)
-    gathers        are noted where the plan says that their results are not kept for backward (`gather_again.py`)                (3)
+    linear layers  whose input is gathered for them alone become one function: the reduce-scatter
+                   of dX travels under the product of dW (`sharded_linear`)                       (2)
+    gathers        whose results the plan does not save for backward are watched, and gathered
+                   again there                                                                   (3)
 
 Autograd goes through the two halves in reverse, so in backward a gradient leaves at the end's place
 and is waited for at the beginning's: what was early in forward is late in backward. All devices
@@ -15,15 +17,17 @@ have the same nodes in the same order, hence the same messages.
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 
-from whale.lowering.exchange import Groups
-from whale.lowering.gather_again import Gathered, begin_watching, end_watching, note_gathered
+from whale.devices import backend_of
+from whale.lowering.exchange import Groups, run
 from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
 from whale.sharding.redistribution import plan_nothing
 from whale.sharding.redistribution_steps import Redistribution
@@ -31,8 +35,8 @@ from whale.sharding.redistribution_steps import Redistribution
 aten = torch.ops.aten
 
 CHUNKS = 4
-"""in which a linear layer gathers its input on NCCL. On gloo, which computes and sends on the same
-core, chunks do not pay (docs/log.md)
+"""in which a linear layer gathers its input where collectives run beside compute. On gloo, which
+computes and sends on the same core, chunks do not pay (docs/log.md)
 """
 
 
@@ -125,8 +129,105 @@ class ShardedLinear(nn.Module):
         return sharded_linear(x, weight, bias, self.plan, self.groups)
 
 
+# ---- gathered tensors that are gathered again in backward: less memory for more messages
+#
+# Between `begin_watching` and `end_watching` autograd asks about every tensor that it wants to keep.
+# One that lies in the memory of a gathered tensor is not kept; a note of its place in it is. The
+# first backward that reads such a note sends the messages of the gather once more, and all who read
+# the same tensor share the result, which goes with the last of them.
+#
+# All devices run the same operations in the same order, so they also gather again in the same order.
+
+
+class Gathered:
+    """One gather that can be repeated."""
+
+    def __init__(self, source: Tensor, plan: Redistribution, groups: Groups) -> None:
+        self.source = source.detach()
+        self.plan = plan
+        self.groups = groups
+        self.num_readers = 0
+        self._value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The gathered tensor, for one of its readers."""
+        value = (
+            run(self.source, self.plan.forward, self.groups).contiguous()
+            if self._value is None
+            else self._value
+        )
+        self.num_readers -= 1
+        self._value = value if self.num_readers > 0 else None
+        return value
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A part of a gathered tensor, as a view of its memory."""
+
+    gathered: Gathered
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """from the first number of the gathered tensor"""
+
+    def tensor(self) -> Tensor:
+        whole = self.gathered.take()
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class Watch:
+    """What was gathered in one forward of a chunk, by address."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], Gathered]] = {}
+        self.hooks = saved_tensors_hooks(self._keep, self._bring_back)
+
+    def add(self, result: Tensor, gathered: Gathered) -> None:
+        self._found[result.untyped_storage().data_ptr()] = weakref.ref(result), gathered
+
+    def _keep(self, tensor: Tensor) -> Any:
+        found = self._found.get(tensor.untyped_storage().data_ptr())
+        whole = found[0]() if found is not None else None
+        if (
+            found is None or whole is None or tensor.dtype != whole.dtype
+        ):  # another tensor, perhaps where a gathered one was
+            return tensor
+        found[1].num_readers += 1
+        return _Note(
+            found[1],
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset() - whole.storage_offset()),
+        )
+
+    @staticmethod
+    def _bring_back(kept: Any) -> Tensor:
+        return kept.tensor() if isinstance(kept, _Note) else kept
+
+
+_open: list[Watch] = []
+
+
+def begin_watching() -> Watch:
+    watch = Watch()
+    watch.hooks.__enter__()
+    _open.append(watch)
+    return watch
+
+
+def end_watching(watch: Watch) -> None:
+    _open.pop()
+    watch.hooks.__exit__()
+
+
+def note_gathered(result: Tensor, gathered: Gathered) -> None:
+    """Called with what a gather gave, while it is watched."""
+    if _open:
+        _open[-1].add(result, gathered)
+
+
 # ---- the pass
-# -----------------------------------------------------------------------------------------------------------
 
 
 def overlap(module: GraphModule, keep: bool = True) -> None:
@@ -172,7 +273,7 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
     fuses_weight = plan_w is not None and len(weight.users) == 1  # type: ignore[union-attr]
     groups = module.get_submodule(str(x.target)).groups  # type: ignore[union-attr]
     own: list[Any] = [groups[step.places] for step in plan_x.forward if step.places]  # type: ignore[index]
-    num_chunks = CHUNKS if own and dist.get_backend(own[0]) == "nccl" else 1
+    num_chunks = CHUNKS if own and backend_of(own[0]).runs_beside_compute else 1
     plan = LinearPlan(
         plan_x,
         plan_w if fuses_weight and plan_w is not None else plan_nothing(),

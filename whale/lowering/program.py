@@ -19,10 +19,11 @@ from whale.capture.graph import user_line
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
-from whale.lowering.communication import GridGroups
+from whale.lowering.communication import RealCommunication
 from whale.lowering.exchange import as_bytes
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
+from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import op_name
 from whale.operations.table import CASTS, FREE
 from whale.planning.planner import Assignment, fingerprint
@@ -273,7 +274,7 @@ def lower(
     prepared: CapturedModel,
     weights: Mapping[str, Tensor],
     ranks: Ranks,
-    grids: GridGroups,
+    groups: StageGroups,
 ) -> Lowered:
     """Builds the chunks of this rank."""
     _refuse_rows_out_of_order(plan, assignment, prepared)
@@ -284,8 +285,6 @@ def lower(
     is_planned = fingerprint(prepared.captured) == plan.model
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):
-        stage_ranks = plan.ranks_of_stage(stage)
-        group = ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
         device = plan.stages[stage].virtual_device
         regions = _regions(plan, assignment, prepared, stage, is_planned)
@@ -295,14 +294,14 @@ def lower(
                 weights,
                 planned,
                 is_planned,
-                grids.communication(device),
+                RealCommunication(groups.grid(device), ranks.device.backend),
                 regions,
             )
             chunks[stage] = build_sharded_chunk(
                 prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid
             )
             continue
-        around = Surroundings(weights, group, regions)
+        around = Surroundings(weights, groups.stage(stage), regions)
         chunks[stage] = build_chunk(
             prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around
         )

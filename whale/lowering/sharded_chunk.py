@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from whale.capture.prepare import CapturedModel
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
-from whale.lowering.expert_routes import stay_at_experts
 from whale.lowering.overlap import overlap
+from whale.lowering.sharded_experts import stay_at_experts
 from whale.operations.table import is_random
 from whale.planning.recompute import Regions
 from whale.planning.split import stage_program

@@ -1,4 +1,4 @@
-"""Norms whose normalised entries lie on several devices: a line of devices tells each other two
+"""Norms whose normalised entries lie on several devices: a subgroup of devices exchanges two
 numbers per row, or per channel.
 
 With n_i entries, mean m_i and sum of squared distances M_i on device i, and n = sum n_i:
@@ -18,27 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.lowering.lines import Line, gathered, summed, wide
+from whale.lowering.subgroups import Subgroup, all_gather, all_reduce, wide
 
 
 def layer_norm(
-    x: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line
+    x: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    subgroup: Subgroup,
 ) -> Tensor:
-    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the line have a part
+    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the subgroup have a part
     each; weight and bias are cut alike.
     """
-    result: Tensor = _LayerNorm.apply(x, num_dims, weight, bias, eps, line)  # type: ignore[no-untyped-call]
+    result: Tensor = _LayerNorm.apply(x, num_dims, weight, bias, eps, subgroup)  # type: ignore[no-untyped-call]
     return result
 
 
 def rms_norm(
-    x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, line: Line
+    x: Tensor, num_dims: int, weight: Tensor | None, eps: float | None, subgroup: Subgroup
 ) -> Tensor:
     """`aten.rms_norm`, cut in the same way. Without `eps` it is that of the dtype in which sums are
     made, as in torch.
     """
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, line)  # type: ignore[no-untyped-call]
+    result: Tensor = _RMSNorm.apply(x, num_dims, weight, eps, subgroup)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -50,13 +55,13 @@ def batch_norm(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
-    line: Line,
+    subgroup: Subgroup,
 ) -> Tensor:
-    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the line; running
+    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the subgroup; running
     statistics are updated in place.
     """
     result: Tensor
-    result, mean, variance, count = _BatchNorm.apply(x, weight, bias, eps, line)  # type: ignore[no-untyped-call]
+    result, mean, variance, count = _BatchNorm.apply(x, weight, bias, eps, subgroup)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -65,7 +70,7 @@ def batch_norm(
     return result
 
 
-def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor, float]:
+def _statistics(x: Tensor, dims: list[int], subgroup: Subgroup) -> tuple[Tensor, Tensor, float]:
     """Mean and variance of every row and n: line (1). x: at least float32."""
     shape = [*x.shape[: x.ndim - len(dims)], *[1] * len(dims)]
     count = _entries(x, dims)
@@ -74,9 +79,9 @@ def _statistics(x: Tensor, dims: list[int], line: Line) -> tuple[Tensor, Tensor,
     else:
         variance = mean = x.new_zeros(shape)
     rows = mean.numel()
-    everyone = gathered(
+    everyone = all_gather(
         torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]),
-        line,
+        subgroup,
     )
     means = everyone[:, :rows]
     squares = everyone[:, rows : 2 * rows]
@@ -104,15 +109,15 @@ class _LayerNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        line: Line,
+        subgroup: Subgroup,
     ) -> Tensor:
         dims = list(range(x.ndim - num_dims, x.ndim))
         values = wide(x)
-        mean, variance, total = _statistics(values, dims, line)
+        mean, variance, total = _statistics(values, dims, subgroup)
         scale = torch.rsqrt(variance + eps)
         normal = (values - mean).mul_(scale)
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.line = line
+        ctx.subgroup = subgroup
         ctx.dims = dims
         ctx.total = total
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -140,15 +145,15 @@ class _LayerNorm(torch.autograd.Function):
             if ctx.bias_dtype is not None and ctx.needs_input_grad[3]
             else None
         )
-        if not ctx.needs_input_grad[0]:  # the same on all devices of the line
+        if not ctx.needs_input_grad[0]:  # the same on all devices of the subgroup
             return None, None, d_weight, d_bias, None, None
         g = dy if weight is None else dy * weight
         sums = (
-            summed(
+            all_reduce(
                 torch.stack(
                     [g.sum(ctx.dims, keepdim=True), (g * normal).sum(ctx.dims, keepdim=True)]
                 ),
-                ctx.line,
+                ctx.subgroup,
             )
             / ctx.total
         )
@@ -159,18 +164,19 @@ class _LayerNorm(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, eps: float, line: Line
+        ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None, eps: float, subgroup: Subgroup
     ) -> Tensor:
         dims = list(range(x.ndim - num_dims, x.ndim))
         values = wide(x)
         squares = values.square().sum(dims, keepdim=True)
-        sums = summed(
-            torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]), line
+        sums = all_reduce(
+            torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]),
+            subgroup,
         )
         total = float(sums[-1])
         scale = torch.rsqrt(sums[:-1].view(squares.shape) / total + eps)
         ctx.save_for_backward(x, weight, scale)
-        ctx.line = line
+        ctx.subgroup = subgroup
         ctx.dims = dims
         ctx.total = total
         normal = values * scale
@@ -190,7 +196,7 @@ class _RMSNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, d_weight, None, None
         g = dy if weight is None else dy * weight
-        sums = summed((g * normal).sum(ctx.dims, keepdim=True), ctx.line) / ctx.total
+        sums = all_reduce((g * normal).sum(ctx.dims, keepdim=True), ctx.subgroup) / ctx.total
         return (
             torch.addcmul(g, normal, sums, value=-1).mul_(scale).to(x.dtype),
             None,
@@ -207,23 +213,28 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, line: Line
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        subgroup: Subgroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(result, mean, variance, number of values), of all devices."""
         dims, shape = _around_channels(x)
         values = wide(x)
         num_here = float(x.numel() // max(1, x.shape[1]))
-        sums = summed(torch.cat([values.sum(dims), values.new_tensor([num_here])]), line)
+        sums = all_reduce(torch.cat([values.sum(dims), values.new_tensor([num_here])]), subgroup)
         count = sums[-1].clone()
         mean = sums[:-1] / count
-        variance = summed((values - mean.view(shape)).square_().sum(dims), line) / count
+        variance = all_reduce((values - mean.view(shape)).square_().sum(dims), subgroup) / count
         rate = torch.rsqrt(variance + eps)
         scale = rate if weight is None else rate * weight
         result = (values - mean.view(shape)).mul_(scale.view(shape))
         if bias is not None:
             result += bias.view(shape)
         ctx.save_for_backward(x, weight, mean, rate, count)
-        ctx.line = line
+        ctx.subgroup = subgroup
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return result.to(x.dtype), mean, variance, count
@@ -237,9 +248,9 @@ class _BatchNorm(torch.autograd.Function):
         own = torch.stack([dy.sum(dims), (dy * centred).sum(dims)])
         d_weight = (own[1] * rate).to(weight.dtype) if weight is not None else None
         d_bias = own[0].to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
-        if not ctx.needs_input_grad[0]:  # the same on all devices of the line
+        if not ctx.needs_input_grad[0]:  # the same on all devices of the subgroup
             return None, d_weight, d_bias, None, None
-        sums = summed(own, ctx.line) / count
+        sums = all_reduce(own, ctx.subgroup) / count
         scale = rate if weight is None else rate * weight
         slope = -scale * rate.square() * sums[1]
         dx = (

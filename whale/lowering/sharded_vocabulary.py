@@ -1,4 +1,4 @@
-"""Operations on a dim of classes that is cut over a line of devices: nobody ever gathers the
+"""Operations on a dim of classes that is cut over a subgroup of devices: nobody ever gathers the
 classes.
 
 Cross entropy. With logits l, the largest one M and s = sum exp(l - M), a row's loss is, for
@@ -7,7 +7,7 @@ coefficients a_c of the classes,
     loss = sum_c a_c (log s - (l_c - M)),     a_c = (1 - e) w_t [c = t] + (e / C) w_c                                   (1)
 
 (target t, class weights w, label smoothing e; a_c = w_c p_c for targets p that are probabilities).
-Each device gives the part of its own classes: the result is a partial sum over the line, its
+Each device gives the part of its own classes: the result is a partial sum over the subgroup, its
 gradient is therefore the same on all of it, and backward needs no message:
 
     d l_c = (softmax_c sum a - a_c) d loss                                                                              (2)
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.lowering.lines import Line, gathered, summed, wide
+from whale.lowering.subgroups import Subgroup, all_gather, all_reduce, wide
 
 NONE = 0
 MEAN = 1
@@ -34,7 +34,7 @@ def embedding(
     weight: Tensor, indices: Tensor, first: int, num_embeddings: int, padding_idx: int = -1
 ) -> Tensor:
     """Rows of a table of which this device has those from `first` on; zero for all others: a
-    partial sum over the line. Numbers outside the whole table are an error, as in one device's
+    partial sum over the subgroup. Numbers outside the whole table are an error, as in one device's
     table."""
     num_rows = weight.shape[0]
     here = (indices >= first) & (indices < first + num_rows)
@@ -58,10 +58,10 @@ def cross_entropy(
     label_smoothing: float,
     num_classes: int,
     first: int,
-    line: Line,
+    subgroup: Subgroup,
 ) -> Tensor:
     """`aten.cross_entropy_loss`, this device having the classes from `first` on: its part of the
-    loss (partial over the line).
+    loss (partial over the subgroup).
 
     `weight`, and `target` where it is probabilities, are cut like the classes. A mean is over the
     rows that are here.
@@ -76,7 +76,7 @@ def cross_entropy(
     rows = by_class.reshape(prod(by_class.shape[:-1]), by_class.shape[-1])
     is_index = not target.is_floating_point()
     labels = target.reshape(-1) if is_index else target.movedim(1, -1).reshape(rows.shape)
-    classes = _Classes(first, num_classes, ignore_index, label_smoothing, line)
+    classes = _Classes(first, num_classes, ignore_index, label_smoothing, subgroup)
     losses, weights = _CrossEntropy.apply(rows, labels, weight, classes)  # type: ignore[no-untyped-call]
     if reduction == NONE:
         return losses.view(() if is_single else by_class.shape[:-1])
@@ -92,7 +92,7 @@ class _Classes:
     num_classes: int
     ignore_index: int
     label_smoothing: float
-    line: Line
+    subgroup: Subgroup
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
         known = [largest, exponentials.sum(1)] + (
             [] if rows.own is None else [rows.own, rows.weight_sum.expand(1)]
         )
-        everyone = gathered(torch.cat(known), classes.line)
+        everyone = all_gather(torch.cat(known), classes.subgroup)
         n = len(largest)
         largest_of_all, total = _combine(everyone[:, :n], everyone[:, n : 2 * n])
         own, weight_sum = (
@@ -159,7 +159,7 @@ class _Rows:
         )
         self.probabilities: Tensor | None = None
         self.own: Tensor | None = None
-        """a sum over the classes here that the whole line needs: of the target's weight, or of a"""
+        """a sum over the classes here that the whole subgroup needs: of the target's weight, or of a"""
         if labels.is_floating_point():
             share = labels * (1 - self.smoothing) + self.smoothing / self.num_classes
             self.probabilities = share.to(values.dtype) if weight is None else share * weight
@@ -189,7 +189,7 @@ class _Rows:
         self, own: Tensor | None, weight_sum: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(sum of a over all classes by row, what a mean divides by); `own`, `weight_sum`: those of
-        the whole line.
+        the whole subgroup.
         """
         if self.probabilities is not None:
             assert own is not None
@@ -272,24 +272,24 @@ def _combine(largest: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def softmax(x: Tensor, dim: int, line: Line) -> Tensor:
-    """`aten.softmax` over a dim of which the devices of the line have a part each."""
-    result: Tensor = _Softmax.apply(x, dim, line, False)  # type: ignore[no-untyped-call]
+def softmax(x: Tensor, dim: int, subgroup: Subgroup) -> Tensor:
+    """`aten.softmax` over a dim of which the devices of the subgroup have a part each."""
+    result: Tensor = _Softmax.apply(x, dim, subgroup, False)  # type: ignore[no-untyped-call]
     return result
 
 
-def log_softmax(x: Tensor, dim: int, line: Line) -> Tensor:
+def log_softmax(x: Tensor, dim: int, subgroup: Subgroup) -> Tensor:
     """`aten.log_softmax`, cut in the same way."""
-    result: Tensor = _Softmax.apply(x, dim, line, True)  # type: ignore[no-untyped-call]
+    result: Tensor = _Softmax.apply(x, dim, subgroup, True)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, line: Line, is_log: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, subgroup: Subgroup, is_log: bool) -> Tensor:
         values = wide(x).movedim(dim, -1)
         largest, exponentials = _exponentials(values)
-        everyone = gathered(torch.stack([largest, exponentials.sum(-1)]), line)
+        everyone = all_gather(torch.stack([largest, exponentials.sum(-1)]), subgroup)
         of_all, total = _combine(everyone[:, 0], everyone[:, 1])
         if is_log:
             result = values - (of_all + total.log()).unsqueeze(-1)
@@ -297,7 +297,7 @@ class _Softmax(torch.autograd.Function):
             result = (values - of_all.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         result = result.movedim(-1, dim).to(x.dtype).contiguous()
         ctx.save_for_backward(result)
-        ctx.line = line
+        ctx.subgroup = subgroup
         ctx.dim = dim
         ctx.is_log = is_log
         return result
@@ -308,13 +308,13 @@ class _Softmax(torch.autograd.Function):
         dy = wide(gradients[0])
         y = wide(result)
         if ctx.is_log:
-            dx = dy - y.exp() * summed(dy.sum(ctx.dim, keepdim=True), ctx.line)
+            dx = dy - y.exp() * all_reduce(dy.sum(ctx.dim, keepdim=True), ctx.subgroup)
         else:
-            dx = y * (dy - summed((dy * y).sum(ctx.dim, keepdim=True), ctx.line))
+            dx = y * (dy - all_reduce((dy * y).sum(ctx.dim, keepdim=True), ctx.subgroup))
         return dx.to(result.dtype), None, None, None
 
 
-def argmax(x: Tensor, dim: int, keepdim: bool, first: int, line: Line) -> Tensor:
+def argmax(x: Tensor, dim: int, keepdim: bool, first: int, subgroup: Subgroup) -> Tensor:
     """`aten.argmax` over a cut dim, the first of several equal ones: the same on all devices.
     `first`: number of the first entry here.
     """
@@ -326,8 +326,8 @@ def argmax(x: Tensor, dim: int, keepdim: bool, first: int, line: Line) -> Tensor
         lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
         value = x.new_full(shape, lowest)
         index = torch.full(shape, torch.iinfo(torch.int64).max, device=x.device)
-    values = gathered(value, line)
-    indices = gathered(index, line)
+    values = all_gather(value, subgroup)
+    indices = all_gather(index, subgroup)
     is_best = (values == values.amax(0)) | (values != values)
     best = torch.where(is_best, indices, torch.iinfo(torch.int64).max).amin(0)
     return best.unsqueeze(dim) if keepdim else best

@@ -401,7 +401,7 @@ class GridProblem:
         """
         firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
         found: dict[tuple[str, str], Link] = {}
-        for first, *others in (grid.line(place, [axis]) for place in firsts):
+        for first, *others in (grid.subgroup(place, [axis]) for place in firsts):
             for members in device.ranks:
                 for other in others:
                     pair = (

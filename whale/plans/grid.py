@@ -73,7 +73,7 @@ class Grid:
         """Line (1), backwards."""
         return place // self._strides[axis] % self._sizes[axis]
 
-    def line(self, place: int, axes: Sequence[str]) -> tuple[int, ...]:
+    def subgroup(self, place: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The places that differ from this one on these axes only, this one included, in order."""
         places = [place]
         for axis in dict.fromkeys(axes):

@@ -117,7 +117,7 @@ class Layout:
 
     def same_places(self, grid: Grid, place: int) -> tuple[int, ...]:
         """The places that hold the very same part: the holders of a shard."""
-        return grid.line(place, self.same_on(grid))
+        return grid.subgroup(place, self.same_on(grid))
 
     def text(self) -> str:
         """`[samples zy, ., heads x] partial y`, say."""

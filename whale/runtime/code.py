@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import Recomputed
-from whale.lowering.collectives import batch_norm_over_devices, sum_over_devices
+from whale.lowering.sharded_norms import batch_norm
+from whale.lowering.subgroups import sum_over_subgroup
 from whale.runtime.split import Deferred, replacements
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ def compile_chunk(
         }
         instead |= {
             function: torch.compiler.disable(function)
-            for function in (batch_norm_over_devices, sum_over_devices)
+            for function in (batch_norm, sum_over_subgroup)
         }
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -19,7 +19,6 @@ from torch import Tensor
 from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport
 from whale.distributed.watch import Watch
-from whale.lowering.lines import shortcut
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
 from whale.runtime.boundaries import boundary_slots
@@ -174,7 +173,6 @@ class Executor:
         pace = self.pace
         if transport is not None:
             transport.begin()
-            shortcut.tell = transport.collectives.tell
         held: list[Tensor | None] = [None] * self.slots.count
         this = Pass(
             given, outcome, gradients, updates, transport, self._receives, self.window, held
@@ -204,7 +202,6 @@ class Executor:
             if transport is not None:
                 transport.drain()
         finally:
-            shortcut.tell = None  # each engine of a process has its own
             if random_states is not None:
                 device.set_random_states(random_states)
         return outcome

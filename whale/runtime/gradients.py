@@ -149,7 +149,7 @@ class GradientSynchroniser:
         for ranks, group in sorted(self._groups.items()):
             for bucket in group.buckets:
                 if bucket.is_full and self._transport is not None:
-                    self._transport.collectives.add_up(bucket.buffer, ranks)
+                    self._transport.collectives.all_reduce(bucket.buffer, ranks)
                 elif bucket.work is not None:
                     bucket.work.wait()
         self._platform.wait_for_all_reduces()

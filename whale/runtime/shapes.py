@@ -24,8 +24,8 @@ from whale.config import Config
 from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
-from whale.lowering.communication import GridGroups
 from whale.lowering.program import Lowered, lower
+from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
 from whale.plans.plan import Plan
@@ -103,12 +103,13 @@ class Shapes:
             trains_batch_norm(node) or "all_reduce" in node.meta
             for node in job.prepared.captured.compute_nodes()
         )
-        self._grids = GridGroups(job.plan, job.ranks, has_statistics)
+        shortcut = self.transport.collectives.all_gather if self.transport is not None else None
+        self._groups = StageGroups(job.plan, job.ranks, has_statistics, shortcut)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
         self._executors: dict[tuple[int, int, int], Executor] = {}
         assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
-        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks, self._grids)
+        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks, self._groups)
         self._training[job.sample.key] = self.first
 
     def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
@@ -129,7 +130,7 @@ class Shapes:
                 "All ranks must run the same script on the same versions",
             )
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._groups)
 
         return self._find(self._training, layout.key, capture)
 
@@ -146,7 +147,7 @@ class Shapes:
             ):
                 raise ValueError(prepared.not_additive.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._grids)
+            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._groups)
 
         return self._find(self._evaluation, layout.key, capture)
 

@@ -198,14 +198,14 @@ class _Hop:
     def step(self, place: int) -> Step:
         sends = []
         terms: dict[tuple[int, ...], list[Block]] = {}
-        for other in self.grid.line(place, self.moving):  # line (2): to agree is mutual
+        for other in self.grid.subgroup(place, self.moving):  # line (2): to agree is mutual
             leaving = self.parts(place, other)
             if leaving is not None:
                 sends.append(Block(other, leaving[0]))
             arriving = self.parts(other, place)
             if arriving is not None:
                 terms.setdefault(self._term(other), []).append(Block(other, arriving[1]))
-        group = self.grid.line(place, self.moving) if self.moving else ()
+        group = self.grid.subgroup(place, self.moving) if self.moving else ()
         if not any(self.num_sent(member) for member in group):
             group = ()
         counts = [self._count(self.source, member) for member in group]
@@ -246,7 +246,7 @@ class _Hop:
         )
         key = (dim, self._at(self.source, place, dim), fixed)
         if key not in self._counts:
-            receivers = self.grid.line(
+            receivers = self.grid.subgroup(
                 place, [axis for axis in self.target.axes[dim] if axis in self.moving]
             )
             self._counts[key] = sum(self._num_for(place, other, dim) for other in receivers)
@@ -327,7 +327,7 @@ def _leaves(source: Layout, target: Layout, grid: Grid, dim: int, axis: str) -> 
     outer = before[: before.index(axis) + 1]
     if after[: len(outer)] != outer:
         return True
-    places = grid.line(0, outer)
+    places = grid.subgroup(0, outer)
     held, wanted = (
         [
             Layout((layout.cuts[dim],), (tuple(outer),), stored=layout.stored).ranges(
