@@ -44,8 +44,7 @@ from models.drawings import Drawings
 from models.m6 import M6, M6Config
 from models.resnet import ResNet, ResNetConfig
 from whale.calibration.measure import measure
-from whale.calibration.speed import NEARLY, Speed
-from whale.calibration.turns import NUM_FASTEST
+from whale.calibration.turns import NEARLY, NUM_FASTEST, Speed
 from whale.distributed.ranks import Ranks
 
 STEPS_S = 190.0
@@ -53,7 +52,7 @@ STEPS_S = 190.0
 TURN_S = 1.0
 NUM_FAST = 8
 FEWEST_STEPS = 20
-"""steps of a case at fast moments (`whale/calibration/speed.py`), and steps in all, that are enough
+"""steps of a case at fast moments (`whale/calibration/turns.py`), and steps in all, that are enough
 """
 STEP_WITHIN = 0.10
 LEAST_MEMORY = 1.00

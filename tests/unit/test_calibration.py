@@ -13,7 +13,7 @@ from torch import nn
 
 import whale as wh
 from whale.calibration import operations, turns
-from whale.calibration.speed import Speed
+from whale.calibration.turns import Speed
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
 from whale.capture.export import Task

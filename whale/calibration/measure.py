@@ -5,9 +5,12 @@ a power limit see each other. Links are measured one after the other, each with 
 
     rate of a product    2 n^3 / time; the rate of a dtype is that of the largest size
     bandwidth            a copy reads and writes every byte
-    operations           forward and backward of each at several sizes (`operations.py`), and updates (`updates.py`)
-    sum over all ranks   as gradients are summed; each of k devices sends 2 (k - 1) / k times the bytes
-    link                 time(n) = latency + n / rate, from a small and a large message there and back, as a pipeline sends them
+    operations           forward and backward of each at several sizes, and updates of optimizers
+                         (`operations.py`)
+    all-reduce           over all ranks, as of gradients; each of k devices sends 2 (k - 1) / k
+                         times the bytes
+    link                 time(n) = latency + n / rate, from a small and a large message there and
+                         back, as a pipeline sends them
 
 All but links take turns in several passes (`turns.py`).
 """
@@ -22,9 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from whale.calibration.operations import operations_of
+from whale.calibration.operations import operations_of, updates_of
 from whale.calibration.turns import Subject, Turn, loop, once, take_turns
-from whale.calibration.updates import updates_of
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Link
 from whale.cluster.discovery import this_kind
 from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
@@ -68,8 +70,8 @@ class Figures:
     place: Place
     kind: DeviceKind
     """name of the table or of the driver, with the measured figures"""
-    small_sum_s: float = 0.0
-    large_sum_s: float = 0.0
+    small_all_reduce_s: float = 0.0
+    large_all_reduce_s: float = 0.0
 
 
 def measure(ranks: Ranks, progress: Progress) -> Cluster:
@@ -87,11 +89,10 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
         links[same_host].append(ranks.gather(_link(transport, a, b))[a])
     all_reduce = None
     if ranks.is_distributed:
-        small_s, large_s = (
-            max(seconds)
-            for seconds in zip(*((each.small_sum_s, each.large_sum_s) for each in figures))
-        )
-        all_reduce = _line(
+        # an all-reduce is over when its slowest rank is
+        small_s = max(each.small_all_reduce_s for each in figures)
+        large_s = max(each.large_all_reduce_s for each in figures)
+        all_reduce = _fit_link(
             small_s, large_s, LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks
         )
     return _cluster(
@@ -103,7 +104,9 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
 
 
 def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
-    """Of this rank, while all ranks do the same: what a busy neighbour takes away belongs to it."""
+    """Figures of this rank, while all ranks do the same: what a busy neighbour takes away belongs
+    to it.
+    """
     on_accelerator = ranks.device.is_accelerator
     free_bytes = ranks.device.free_memory_bytes()  # before what is measured takes some
     progress("making ready")
@@ -114,16 +117,15 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     subjects |= {number: each.subject for number, each in enumerate(operations)}
     if transport is not None:
         subjects |= {
-            "small sum": _sum(transport, SMALL_BYTES),
-            "large sum": _sum(transport, LARGE_BYTES),
+            "small all-reduce": _all_reduce(transport, SMALL_BYTES),
+            "large all-reduce": _all_reduce(transport, LARGE_BYTES),
         }
     seconds = take_turns(subjects, ranks, progress)
     points = [
         MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products
     ]
-    rates = {
-        point.dtype: point.flop_per_s for point in points
-    }  # the last, which is the largest size
+    # sizes ascend, so the last rate of a dtype is that of the largest size
+    rates = {point.dtype: point.flop_per_s for point in points}
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
     kind = replace(
         this_kind(ranks.device, local),
@@ -140,14 +142,16 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
             for point in each.points(seconds[number])
         ),
     )
-    sums = (
-        (seconds["small sum"][0], seconds["large sum"][0]) if transport is not None else (0.0, 0.0)
-    )
-    return Figures(this_place(), kind, *sums)
+    small_s = 0.0
+    large_s = 0.0
+    if transport is not None:
+        (small_s,) = seconds["small all-reduce"]
+        (large_s,) = seconds["large all-reduce"]
+    return Figures(this_place(), kind, small_s, large_s)
 
 
 def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
-    """By dtype and size, smaller ones first."""
+    """Matrix products to time, by (dtype, rows), smaller ones first."""
     found = {}
     on_accelerator = ranks.device.is_accelerator
     for dtype in MEASURED_DTYPES[on_accelerator]:
@@ -156,9 +160,8 @@ def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
             if 2.0 * size**3 / rate > LONGEST_CALL_S:
                 break
             found[dtype, size] = _product(ranks, dtype, size)
-            rate = (
-                2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))
-            )  # of the slowest, so that all go on or none
+            # the rate of the slowest rank, so that all continue or none
+            rate = 2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))
     return found
 
 
@@ -181,8 +184,8 @@ def _copy(ranks: Ranks, num_bytes: int) -> Subject:
     return loop(lambda: target.copy_(source), ranks)
 
 
-def _sum(transport: Transport, num_bytes: int) -> Subject:
-    """Over all ranks, as gradients are summed."""
+def _all_reduce(transport: Transport, num_bytes: int) -> Subject:
+    """An all-reduce over all ranks, as of gradients."""
     tensor = torch.zeros(num_bytes // 4, device=transport.ranks.device.name)
     everyone = tuple(range(transport.ranks.num_ranks))
     is_short = num_bytes <= SMALL_BYTES
@@ -220,7 +223,7 @@ def _link(transport: Transport, a: int, b: int) -> Link | None:
     large = _round_trip(
         transport, rank == a, peer, LARGE_BYTES, range(NUM_SMALL + 1, NUM_SMALL + NUM_LARGE + 2)
     )
-    return _line(small / 2, large / 2, LARGE_BYTES)
+    return _fit_link(small / 2, large / 2, LARGE_BYTES)
 
 
 def _round_trip(
@@ -248,7 +251,7 @@ def _round_trip(
     return sorted(found[1:])[len(found) // 4]  # the first opens the connection
 
 
-def _line(small_s: float, large_s: float, num_bytes: float) -> Link:
+def _fit_link(small_s: float, large_s: float, num_bytes: float) -> Link:
     """The link whose small message takes `small_s` and whose large one `large_s`."""
     return Link(num_bytes / max(large_s - small_s, large_s / 2), max(small_s, LEAST_LATENCY_S))
 

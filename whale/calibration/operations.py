@@ -12,6 +12,10 @@ lies between two calls than does there. Alone in a loop an operation finds its d
 code in the caches, and is up to four times faster than in a model. What the autograd engine itself
 takes to start is measured with backwards that do nothing, and taken off; what it takes for each
 node belongs to the operation.
+
+An optimizer's update is timed too: torch's SGD, which has no state, and AdamW, which has two
+averages, at two sizes. Many parameters at once, as in a model: more bytes than the caches hold, so
+that an update finds nothing there of the step before.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whale.calibration.turns import Subject, loop
+from whale.calibration.turns import Subject, loop, once
 from whale.cluster.kinds import OperationPoint
-from whale.costs.measured import BATCH_NORM_OVER_DEVICES
+from whale.costs.measured import BATCH_NORM_OVER_DEVICES, WITH_TWO_STATES, WITHOUT_STATE
 from whale.distributed.ranks import Ranks
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup
@@ -42,6 +46,10 @@ LEAST_S = 1e-7
 """of a backward, after the engine's own time is taken off"""
 WIDTHS = {False: (16, 128, 384, 1024), True: (64, 512, 2048, 4096)}
 """rows of square matrices, by whether the device is an accelerator"""
+UPDATE_WIDTHS = {False: ((16, 32), (1024, 8)), True: ((64, 32), (4096, 4))}
+"""(rows and columns of a parameter, number of parameters), by whether the device is an
+accelerator
+"""
 MANY_VIEWS = 11
 HEADS = 8
 HEAD_WIDTH = 64
@@ -221,7 +229,7 @@ def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
     end, as in a step.
     """
     results = []
-    kept = []
+    gradients_held = []  # freed after the clock stops
     now = time.perf_counter
     forward = [0.0] * len(chosen)
     backward = [0.0] * len(chosen)
@@ -231,7 +239,9 @@ def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
         forward[place] = now() - start
     for place in reversed(range(len(chosen))):
         start = now()
-        kept.append(torch.autograd.grad(results[place], chosen[place].inputs, gradients[place]))
+        gradients_held.append(
+            torch.autograd.grad(results[place], chosen[place].inputs, gradients[place])
+        )
         backward[place] = now() - start
         results.pop()
     return forward + backward
@@ -254,3 +264,37 @@ def _backward(trial: Trial, gradient: Tensor) -> Callable[[], object]:
     """The backward of one forward, as often as one likes."""
     result = trial.run()
     return lambda: torch.autograd.grad(result, trial.inputs, gradient, retain_graph=True)
+
+
+# ---- updates
+
+
+def updates_of(ranks: Ranks) -> list[Operations]:
+    """Updates of both optimizers at both sizes."""
+    return [
+        _update(name, make, width, number, ranks)
+        for name, make in ((WITHOUT_STATE, torch.optim.SGD), (WITH_TWO_STATES, torch.optim.AdamW))
+        for width, number in UPDATE_WIDTHS[ranks.device.is_accelerator]
+    ]
+
+
+def _update(
+    name: str,
+    make: type[torch.optim.SGD] | type[torch.optim.AdamW],
+    width: int,
+    number: int,
+    ranks: Ranks,
+) -> Operations:
+    parameters = [
+        torch.nn.Parameter(torch.randn(width, width, device=ranks.device.name))
+        for _ in range(number)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+
+    def points(seconds: Sequence[float]) -> list[OperationPoint]:
+        """Seconds for one parameter."""
+        (one,) = (each / number for each in seconds)
+        return [OperationPoint(name, 4.0 * width * width, one, one)]
+
+    return Operations(once(make(parameters, lr=1e-4).step, ranks), points)

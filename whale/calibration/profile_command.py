@@ -52,7 +52,7 @@ def describe(cluster: Cluster) -> str:
         [("inside a host", cluster.intra_host)] if len(cluster.hosts) < cluster.num_devices else []
     )
     named += [("between hosts", cluster.inter_host)] if len(cluster.hosts) > 1 else []
-    named += [("sum over all", cluster.all_reduce)] if cluster.all_reduce is not None else []
+    named += [("all-reduce", cluster.all_reduce)] if cluster.all_reduce is not None else []
     for name, link in named:
         assert link is not None
         lines.append(
