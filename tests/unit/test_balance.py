@@ -180,7 +180,7 @@ def test_a_device_without_samples_is_said() -> None:
     plan = plan_of(devices(10**9, full))
     assert [sum(s) for s in samples_by_rank(plan)] == [16, 0]
     assert any(
-        "rank 1 gets nothing: memory has no room for a sample there" in decision.why
+        "rank 1 gets nothing: not even one sample fits into its memory" in decision.why
         for decision in plan.decisions
     )
 
@@ -245,7 +245,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert "rank 0 (k0) has 100 KB and needs 135 KB before the first sample" in text
     assert "25.3 KB parameters" in text and "50.7 KB optimizer state" in text
     assert text.endswith(
-        'What would fit: "num_task_graph": 2 instead of 1: 2 stages x 1 model replica on the same devices'
+        'Try: "num_task_graph": 2 instead of 1: 2 stages x 1 model replica on the same devices'
     )
     plan_of(devices(10**5, 10**5), num_task_graph=2)
     needed = 1e-3 * plan_of(devices(10**9, 10**9)).memory[0].static_bytes
@@ -261,7 +261,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers() -> None:
 def test_a_model_that_does_not_fit_on_one_device_is_offered_a_second_one() -> None:
     memory = int(0.7 * plan_of(devices(10**9)).memory[0].least_bytes)
     with pytest.raises(
-        DoesNotFit, match=r'What would fit: 1 more device like rank 0 .k0. and "num_task_graph": 2$'
+        DoesNotFit, match=r'Try: 1 more device like rank 0 .k0. and "num_task_graph": 2$'
     ):
         plan_of(devices(memory))
     plan_of(devices(memory, memory), num_task_graph=2)
@@ -280,7 +280,7 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
     free = plan_of(devices(10**9, 10**9)).memory[0]
     memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
     with pytest.raises(
-        DoesNotFit, match=r"a micro-batch of 16 samples does not fit: rank 0 .k0. has room for 5"
+        DoesNotFit, match=r"a micro-batch of 16 samples does not fit: rank 0 .k0. has memory for 5"
     ) as error:
         plan_of(devices(memory, memory))
     text = str(error.value)
@@ -322,7 +322,7 @@ def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, re
     shape = {"num_micro_batch": 2, "num_task_graph": 2}
     free = plan_of(devices(*[10**9] * 4), 512, **shape).memory[0]
     memory = int(free.static_bytes + room * 128 * free.sample_bytes)
-    with pytest.raises(DoesNotFit, match=f"{refusal}.* What would fit: ") as error:
+    with pytest.raises(DoesNotFit, match=f"{refusal}.* Try: ") as error:
         plan_of(devices(*[memory] * 4), 512, **shape)
     text = str(error.value)
     micro_batches = re.search(r'"num_micro_batch": (\d+) instead of 2', text)

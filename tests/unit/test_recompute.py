@@ -93,7 +93,7 @@ def test_nothing_is_computed_again_where_memory_suffices() -> None:
 
 def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> None:
     tight = devices(room_for(0.5 * BATCH_SIZE))
-    with pytest.raises(ValueError, match=r'does not fit.*What would fit: "recompute": "auto"'):
+    with pytest.raises(ValueError, match=r'does not fit.*Try: "recompute": "auto"'):
         plan_of(tight, recompute=False)
     plan = plan_of(tight)
     free = plan_of(devices(room_for(BATCH_SIZE)))
@@ -121,7 +121,7 @@ def test_as_little_as_memory_asks_for_is_computed_again() -> None:
 def test_what_fits_with_nothing_is_refused_with_numbers() -> None:
     with pytest.raises(
         ValueError,
-        match=r"fit, even with all activations computed again in backward: rank 0 \(k0\) has room for \d+ ",
+        match=r"fit, even with all activations recomputed in backward: rank 0 \(k0\) has memory for \d+ ",
     ):
         plan_of(devices(room_for(0.1)))
 

@@ -11,7 +11,7 @@ from whale import scheduling
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
 from whale.operations.nodes import trains_batch_norm
-from whale.planning.balance import Situation, refuse_unless_it_fits
+from whale.planning.balance import DeviceLoads, refuse_unless_it_fits
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.pricing import stage_seconds
@@ -45,7 +45,7 @@ class Priced:
 
     stages: tuple[Stage, ...]
     schedule: scheduling.Schedule
-    situation: Situation
+    situation: DeviceLoads
     fastest: scheduling.Schedule
     """whatever the memory"""
 
@@ -275,7 +275,7 @@ class Drafter:
         config = self.problem.config
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
 
-        def situation_with(num_micro_batch: int) -> Situation:
+        def situation_with(num_micro_batch: int) -> DeviceLoads:
             name = (
                 config.schedule if config.schedule in FIXED_ORDERS else "1f1b"
             )  # what others come to where memory is short
@@ -287,7 +287,7 @@ class Drafter:
             )
 
         again = (
-            ", even with all activations computed again in backward"
+            ", even with all activations recomputed in backward"
             if any(number for _, number in choice)
             else ""
         )
@@ -347,7 +347,7 @@ class Drafter:
         regions = {stage: self.kept.regions(stage, choice[stage]) for stage in stages}
         return grid_memory(self.workload, self.split, stages, whole, flying, regions)
 
-    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> Situation:
+    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> DeviceLoads:
         """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
         devices do together.
         """
@@ -388,7 +388,7 @@ class Drafter:
                 loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
                 memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
         ranks = range(problem.cluster.num_devices)
-        return Situation(
+        return DeviceLoads(
             self.placement.virtual_devices,
             tuple(loads[rank] for rank in ranks),
             tuple(memory[rank] for rank in ranks),

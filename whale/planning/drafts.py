@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch.fx import Node
 
 from whale import scheduling
 from whale.costs.costs import value_bytes
-from whale.planning.balance import Order, Situation
+from whale.planning.balance import DeviceLoads, Order
 from whale.planning.drafter import Drafter, Priced
 from whale.planning.grids import GridProblem
 from whale.planning.problem import Problem
@@ -21,7 +21,7 @@ from whale.planning.stages import Assignment, assign_stages, make_assignment, mo
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, Stage
-from whale.plans.shares import DoesNotFit
+from whale.plans.shares import those_that_fit
 from whale.plans.virtual_devices import Placement
 
 
@@ -39,10 +39,10 @@ class Draft:
     schedule: scheduling.Schedule
     costs: scheduling.Costs
     """that the schedule was made for"""
-    situation: Situation
+    situation: DeviceLoads
     slowest_s: float
     """of the device that takes longest for the largest micro-batch"""
-    without_recompute: Situation
+    without_recompute: DeviceLoads
     """what it would be if the planner had nothing computed again"""
     lost_s: float
     """how much longer the slowest device takes because memory keeps samples from faster ones"""
@@ -130,17 +130,16 @@ def _choose(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
     if again is None:
         return drafter, *drafter.choose()
     found: list[tuple[Drafter, Priced, Priced]] = []
-    refused: list[DoesNotFit] = []
-    for each in (drafter, again):
-        try:
-            found.append((each, *each.choose()))
-        except DoesNotFit as error:
-            refused.append(error)
-        if found and not found[0][0].is_short(found[0][1]):
-            return found[0]
-    if not found:
-        raise refused[-1]
+    for chosen in those_that_fit(partial(_chosen, each) for each in (drafter, again)):
+        found.append(chosen)
+        nothing_recomputed = chosen[1]
+        if not chosen[0].is_short(nothing_recomputed):
+            break  # memory is no reason to gather again
     return min(found, key=lambda each: each[0].step_seconds(each[2]))
+
+
+def _chosen(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
+    return drafter, *drafter.choose()
 
 
 def _split(

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -45,7 +45,7 @@ from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import state_behind
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.workload import Workload
-from whale.plans.shares import NoRoom
+from whale.plans.shares import NoRoom, those_that_fit
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,13 @@ class PipelineCuts:
             yield self.annotated, self.annotated.reason
             return
         found: list[TaskGraphs] = []
-        refused: list[NoRoom] = []
-        for most_in_flight, recompute, why in self._memories():
-            try:
-                cut = self._cut(most_in_flight, recompute)
-            except NoRoom as error:
-                refused.append(error)
-                continue
+        for cut, why in those_that_fit(partial(self._cut_for, *each) for each in self._memories()):
             if all(cut.of_operation != other.of_operation for other in found):
                 found.append(cut)
                 yield cut, f'"num_task_graph": {len(cut.strategies)}; {cut.reason}{why}'
-        if not found:
-            raise refused[-1]
+
+    def _cut_for(self, most_in_flight: int, recompute: bool, why: str) -> tuple[TaskGraphs, str]:
+        return self._cut(most_in_flight, recompute), why
 
     def _memories(self) -> Iterator[tuple[int, bool, str]]:
         """Gives (most micro-batches in flight on a stage, whether everything is recomputed, what

@@ -58,7 +58,7 @@ from whale.plans.plan import (
 )
 from whale.plans.revise import different_devices, replicas_on, with_boxes
 from whale.plans.samples import with_samples
-from whale.plans.shares import DoesNotFit, NoRoom, check_batch
+from whale.plans.shares import DoesNotFit, NoRoom, check_batch, those_that_fit
 from whale.plans.virtual_devices import Placement, place
 from whale.simulation.simulate import simulate
 from whale.units import human_seconds
@@ -249,17 +249,10 @@ def _fastest(drafts: Iterable[Callable[[], Draft]], number: int) -> Draft:
     what the last one lacks if none fits.
     """
     found: list[Draft] = []
-    refused: list[DoesNotFit] = []
-    for make in drafts:
-        try:
-            found.append(make())
-        except DoesNotFit as error:
-            refused.append(error)
-            continue
-        if len(found) == number or not found[-1].is_short_of_memory:
+    for draft in those_that_fit(drafts):
+        found.append(draft)
+        if len(found) == number or not draft.is_short_of_memory:
             break
-    if not found:
-        raise refused[-1]
     return min(found, key=lambda draft: draft.predicted_s) if len(found) > 1 else found[0]
 
 

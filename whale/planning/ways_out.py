@@ -52,7 +52,7 @@ def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
         found += [way] if way is not None else []
         tried += [name] if changes.is_tried else []
     if found:
-        return f"What would fit: {'; '.join(found)}"
+        return f"Try: {'; '.join(found)}"
     if not tried:
         return (
             "It takes devices with more memory, or scopes that give each of them a smaller part "
@@ -79,9 +79,7 @@ class _Changes:
         config = self.problem.config
         if config.recompute in ("auto", True) or not self._try(config={"recompute": "auto"}):
             return None
-        return (
-            '"recompute": "auto", so that activations are computed again in backward and not kept'
-        )
+        return '"recompute": "auto", so that activations are recomputed in backward and not saved'
 
     def micro_batches(self) -> str | None:
         now = self.problem.config.num_micro_batch

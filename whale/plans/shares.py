@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 UNLIMITED = 2**62
 """samples: more than any mini-batch has"""
@@ -48,6 +49,9 @@ class Load:
         return self.fixed_s + num_samples * self.sample_s if num_samples else 0.0
 
 
+Made = TypeVar("Made")
+
+
 class DoesNotFit(ValueError):
     """Memory is too small for all samples."""
 
@@ -61,6 +65,24 @@ class NoRoom(DoesNotFit):
         """`is_over_full`: a device is, before the first sample."""
         super().__init__(text)
         self.is_over_full = is_over_full
+
+
+def those_that_fit(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
+    """Gives what each call makes, without those that raise `DoesNotFit`; raises the last of these
+    errors where nothing was made.
+    """
+    refused: DoesNotFit | None = None
+    is_any_made = False
+    for make in makers:
+        try:
+            made = make()
+        except DoesNotFit as error:
+            refused = error
+            continue
+        is_any_made = True
+        yield made
+    if refused is not None and not is_any_made:
+        raise refused
 
 
 def even_shares(total: int, count: int) -> tuple[int, ...]:
