@@ -33,6 +33,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
 from whale.compat import backward_hooks_of_all_modules, backward_hooks_of_module, hooks_of_tensor
+from whale.names import names_of
 
 FUNCTION = "function"
 TENSOR_HOOK = "tensor hook"
@@ -291,13 +292,8 @@ class _Watch:
         return result
 
 
-_CHECKPOINT_OPTIONS = (
-    "use_reentrant",
-    "context_fn",
-    "determinism_check",
-    "debug",
-    "early_stop",
-    "preserve_rng_state",
+_CHECKPOINT_OPTIONS = names_of(
+    "use_reentrant context_fn determinism_check debug early_stop preserve_rng_state"
 )
 
 
