@@ -191,7 +191,12 @@ class _UserFrames:
             if code.co_name == "forward":
                 num_inside = len(stack)
             frame = frame.f_back
-        return _UserFrames([each for each in reversed(stack[:num_inside]) if _is_wanted(*each)])
+        frames = []
+        for file, line, name in reversed(stack[:num_inside]):
+            of_torch = name in _UserFrames.DISPATCH or file.startswith(_TORCH_FOLDER)
+            if name == "forward" or not of_torch:
+                frames.append((file, line, name))
+        return _UserFrames(frames)
 
     def summary(self) -> _UserFrames:
         return self
@@ -199,11 +204,6 @@ class _UserFrames:
     def format(self) -> list[str]:
         """What torch joins to a node's `stack_trace`."""
         return [_frame_text(*frame) for frame in self.frames]
-
-
-def _is_wanted(file: str, line: int, name: str) -> bool:
-    of_torch = file.startswith(_TORCH_FOLDER) or name in _UserFrames.DISPATCH
-    return name == "forward" or not of_torch
 
 
 @lru_cache(maxsize=65536)  # a model calls the same lines in every layer

@@ -5,6 +5,7 @@ after an error.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ import whale as wh
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
 from whale.capture.export import Task
+from whale.capture.guards import watch
+from whale.capture.python_state import random_branches
 from whale.compat import export_patches, patched
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -112,3 +115,30 @@ def test_a_patch_is_taken_back_after_an_error() -> None:
         assert Owner.value == 2
         raise KeyError
     assert Owner.value == 1
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_calls_of_other_threads_are_no_part_of_a_capture() -> None:
+    results: list[Any] = []
+
+    def work() -> None:
+        results.append(Double.apply(torch.ones(1, requires_grad=True)).item())  # type: ignore[no-untyped-call]
+        results.append(type(random.random()))
+
+    with watch(nn.Linear(1, 1)) as findings, random_branches(None, findings):
+        state = random.getstate()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        random.setstate(state)
+    assert results == [2.0, float]
+    assert findings.entries == []

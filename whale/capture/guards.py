@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -190,8 +191,8 @@ class _WithClassCell:
 
 @contextmanager
 def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
-    """While on, every call of `function` calls `handler(original, *args)`, also through names that
-    were bound before.
+    """While on, every call of `function` by this thread calls `handler(original, *args)`, also
+    through names that were bound before. Calls by other threads are no part of the capture.
     """
     code = function.__code__
     keyword_defaults = function.__kwdefaults__
@@ -200,9 +201,16 @@ def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = keyword_defaults
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return handler(original, *args, **kwargs)
+
     try:
         # the new code runs with torch's globals, so it gets its handler as the default of a keyword
-        function.__kwdefaults__ = {"_whale_handler": functools.partial(handler, original)}
+        function.__kwdefaults__ = {"_whale_handler": call}
         function.__code__ = template.__code__
         yield
     finally:

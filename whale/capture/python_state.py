@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -217,11 +218,14 @@ def _python_draws_noted(findings: Findings, names: dict[int, str]) -> Iterator[N
     were imported under another name before.
     """
     draws: list[tuple[str, Place, Any]] = []
+    thread = threading.get_ident()
 
     def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
+            if threading.get_ident() != thread:
+                return result  # a data loader, not the model
             is_unit = name in _UNIT_DRAWS or (
                 name.endswith(".uniform") and not kwargs and args in ((0, 1), ())
             )
