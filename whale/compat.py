@@ -109,8 +109,9 @@ def run_backward(
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [hook for kind in kinds for hook in (getattr(tensor, kind, None) or {}).values()]
+    before_accumulation = getattr(tensor, "_backward_hooks", None) or {}
+    after_accumulation = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return [*before_accumulation.values(), *after_accumulation.values()]
 
 
 def backward_hooks_of_module(module: torch.nn.Module) -> list[Any]:
@@ -118,8 +119,11 @@ def backward_hooks_of_module(module: torch.nn.Module) -> list[Any]:
 
 
 def backward_hooks_of_all_modules() -> list[Any]:
-    kinds = ("_global_backward_hooks", "_global_backward_pre_hooks")
-    return [hook for kind in kinds for hook in getattr(torch.nn.modules.module, kind).values()]
+    module = torch.nn.modules.module
+    return [
+        *module._global_backward_hooks.values(),
+        *module._global_backward_pre_hooks.values(),
+    ]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -116,6 +116,8 @@ class Scope:
                 f"outer `with` first{default}"
             )
         self._exit = contextlib.ExitStack()
+        # outside of a capture a scope marks modules: in a plain forward none is built, so it does
+        # nothing there
         if _forward_marks is None:
             mark = Mark(("construction", next(_construction_marks)), self.strategy)
             self._exit.enter_context(_mark_new_modules(mark))

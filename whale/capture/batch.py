@@ -91,6 +91,7 @@ def read_batch(
                 "and None"
             )
         constants.append((place, leaf))
+    # the sample decides what is batched: in a later batch another dim 0 may happen to be equal
     batched_in_sample = {t.path: t.batched for t in sample.tensors} if sample is not None else {}
     sizes = {path: tensor.shape[0] for path, tensor in tensors.items() if tensor.ndim > 0}
     if not sizes:

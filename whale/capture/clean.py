@@ -49,12 +49,15 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
     """The passes over the exported graph, in their order."""
     program = exported.program
     graph = program.graph_module.graph
+    # first, so that all later passes see one flat graph
     inline_regions(program.graph_module)
+    # assertions would tie their inputs to one stage, and hold for every batch that export accepts
     drop_asserts(graph)
     state, constants = _lower_state(program, graph, model)
     attributes = graph.find_nodes(op="get_attr")
     parameters = [node for node in attributes if state[str(node.target)].kind == "parameter"]
     updates = make_functional(graph, parameters)
+    # only now: in a graph with writes an alias or a detach is not superfluous
     simplify(graph)
     num_products = use_expert_mm(graph)
     _strip_names(graph)
@@ -133,7 +136,7 @@ def _lower_state(
             constants[name] = program.constants[target]
         else:
             name = ties.get(name, name)
-        if name not in nodes:
+        if name not in nodes:  # a tied tensor has one node, under its first name
             with graph.inserting_before(placeholders[first_input]):
                 nodes[name] = graph.create_node("get_attr", name)
             nodes[name].meta["val"] = fake

@@ -123,6 +123,7 @@ def export_model(
                 preserve_node_meta(),
                 export_patches(),
             ):
+                # not strict: dynamo refuses more models, and loses hooks and Functions all the same
                 program = torch.export.export(
                     wrapper, (inputs,), dynamic_shapes=(_symbolic_dims(layout),), strict=False
                 )
@@ -182,7 +183,7 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
 
 
 class _LossOf(torch.nn.Module):
-    """What is exported: the model, of which only the loss (and, on request, output tensors) leaves."""
+    """The model as it is exported: its loss leaves, on request also its output tensors."""
 
     def __init__(
         self, model: torch.nn.Module, layout: BatchLayout, task: Task, with_outputs: bool

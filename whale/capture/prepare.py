@@ -72,6 +72,7 @@ def _words(term: TermInfo) -> list[str]:
 def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) -> CapturedModel:
     """Takes the loss apart, in the way that the number of micro-batches allows."""
     captured = capture.captured
+    # sizes first: read from the batch, they are known on every stage and tie nothing to a tensor
     normalise_sizes(captured.graph, captured.batch_symbol, captured.batched_input)
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
@@ -79,6 +80,7 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     outputs = _Outputs(captured, capture.has_loss)
     loss = outputs.rewrite(flow)
     problem = loss.not_additive
+    # with one micro-batch all parts run at the same time, so that devices can share batch sums
     if problem is not None and num_micro_batch == 1:
         loss = outputs.rewrite(SampleFlow(captured, kinds, all_reduce=True))
         if loss.not_additive is None:
@@ -100,7 +102,7 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     leaves = outputs.leaves(all_samples_in_one_place=not_additive is not None)
     return CapturedModel(
         capture,
-        value_kinds(captured),
+        value_kinds(captured),  # again: rewriting has added operations and placeholders
         loss,
         len(loss.terms),
         not_additive,
