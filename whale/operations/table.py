@@ -33,6 +33,7 @@ DROPOUTS = names_of_kind("dropout")
 POOLINGS = names_of_kind("pool")
 POINTWISE_LOSSES = names_of_kind("loss")
 CLASS_LOSSES = names_of_kind("class loss")
+LAYERS = frozenset(name for name, each in TABLE.items() if each.layer)
 FREE = frozenset(name for name, each in TABLE.items() if each.free)
 
 

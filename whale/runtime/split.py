@@ -1,10 +1,11 @@
-"""The backward of a chunk in two parts: gradients of its inputs at once, gradients of its weights
+"""The split backward of a chunk: the gradients of its inputs at once, the gradients of its weights
 when the schedule says.
 
 The products that make weight gradients (linear layers, convolutions) are nearly half of a backward,
 and no other stage waits for them. In a chunk that is split, those layers are called through the
-functions below. Their backward gives the gradient of the layer's input and puts the other product
-off, into the list of its micro-batch; `run_products` does it later and adds it straight to `.grad`.
+functions below, one for each row of the table of operations that is a `layer`. Their backward gives
+the gradient of the layer's input and puts the other product off, into the list of its micro-batch;
+`run_products` does it later and adds it straight to `.grad`.
 Everything else in the chunk (norms, attention, embeddings) is differentiated as always. No walk
 over the autograd graph: what is put off was known when the chunk was compiled.
 
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whale.operations.table import LAYERS
+
 aten = torch.ops.aten
 
 Settings = tuple[list[int], list[int], list[int]]
@@ -40,29 +43,18 @@ class Deferred:
         self.products: list[Product] = []
 
     def begin(self) -> list[Product]:
-        """A new list, for one micro-batch."""
+        """Starts and returns the list of one micro-batch."""
         self.products = []
         return self.products
 
 
 def run_products(products: list[Product]) -> None:
-    """The weight gradient of a backward. Lets go of each product's tensors as soon as it is added."""
+    """Computes the weight gradients that one backward put off."""
     with torch.no_grad():
-        products.reverse()
+        products.reverse()  # popped in the order of the backward: each frees its tensors at once
         while products:
             function, arguments = products.pop()
             function(*arguments)
-
-
-def kept_bytes(products: list[Product]) -> int:
-    """Bytes that are kept from the input gradient to the weight gradient, besides the weights."""
-    kept = {
-        tensor.untyped_storage()
-        for _, arguments in products
-        for tensor in arguments[:2]
-        if isinstance(tensor, Tensor)
-    }
-    return sum(storage.nbytes() for storage in kept)
 
 
 def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
@@ -72,19 +64,19 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _is_split(x, weight, bias) and _is_layer(weight, bias, 0):
-            return _Linear.apply(deferred, x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+            return _apply(_Linear, deferred, x, weight, bias)
         return F.linear(x, weight, bias)
 
     def addmm(
         bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
         if _is_split(x, weight, bias) and _is_layer(weight, bias, 1) and beta == alpha == 1:
-            return _Linear.apply(deferred, x, weight.detach().t(), bias, weight)  # type: ignore[no-any-return, no-untyped-call]
+            return _apply(_Linear, deferred, x, weight.detach().t(), bias, weight)
         return torch.addmm(bias, x, weight, beta=beta, alpha=alpha)
 
     def matmul(x: Tensor, weight: Tensor) -> Tensor:
         if _is_split(x, weight, None) and _is_layer(weight, None, 1) and x.ndim >= 2:
-            return _Linear.apply(deferred, x, weight.detach().t(), None, weight)  # type: ignore[no-any-return, no-untyped-call]
+            return _apply(_Linear, deferred, x, weight.detach().t(), None, weight)
         return torch.matmul(x, weight)
 
     def convolution(operation: Any) -> Callable[..., Tensor]:
@@ -100,23 +92,35 @@ def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
             # torch computes a complex convolution as several real ones
             if _is_split(x, weight, bias) and x.ndim == weight.ndim and not x.is_complex():
                 settings = [_per_dim(each, x.ndim - 2) for each in (stride, padding, dilation)]
-                return _Convolution.apply(deferred, x, weight, bias, settings, groups)  # type: ignore[no-any-return, no-untyped-call]
-            return operation(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+                return _apply(_Convolution, deferred, x, weight, bias, settings, groups)
+            result: Tensor = operation(x, weight, bias, stride, padding, dilation, groups)
+            return result
 
         return convolve
 
-    return {
-        aten.linear.default: linear,
-        aten.addmm.default: addmm,
-        aten.mm.default: matmul,
-        aten.matmul.default: matmul,
-        aten.conv1d.default: convolution(torch.conv1d),
-        aten.conv2d.default: convolution(torch.conv2d),
-        aten.conv3d.default: convolution(torch.conv3d),
+    functions: dict[str, Callable[..., Tensor]] = {
+        "linear": linear,
+        "addmm": addmm,
+        "mm": matmul,
+        "matmul": matmul,
+        "conv1d": convolution(torch.conv1d),
+        "conv2d": convolution(torch.conv2d),
+        "conv3d": convolution(torch.conv3d),
     }
+    # a layer of the table without a function here is an error: its memory was planned as split
+    return {getattr(aten, name).default: functions[name] for name in LAYERS}
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """`function.apply`, which torch leaves untyped."""
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether both gradients are wanted, and weight and bias are parameters themselves: only a
+    leaf has a `.grad` to add to.
+    """
     own_bias = bias is None or bias.is_leaf
     return (
         torch.is_grad_enabled()
@@ -137,6 +141,7 @@ def _is_layer(weight: Tensor, bias: Tensor | None, output_dim: int) -> bool:
 
 
 def _per_dim(setting: Any, num_dims: int) -> list[int]:
+    """A setting of a convolution as one number for each spatial dim."""
     values = list(setting) if isinstance(setting, (list, tuple)) else [setting]
     return values * num_dims if len(values) == 1 else values
 
@@ -178,6 +183,7 @@ class _Linear(torch.autograd.Function):
 def _add_linear(
     gradient: Tensor, x: Tensor, parameter: Tensor, bias: Tensor | None, is_transposed: bool
 ) -> None:
+    """Adds the gradients of weight and bias to `.grad`; in place where its dtype allows."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     # the conjugate of a real tensor is the tensor itself
     inputs = _as(x, gradient).conj().reshape(-1, x.shape[-1])
@@ -237,6 +243,7 @@ def _add_convolution(
     settings: Settings,
     groups: int,
 ) -> None:
+    """Adds the gradients of weight and bias to `.grad`."""
     with_bias = bias is not None and bias.requires_grad
     _, of_weight, of_bias = _convolution_backward(
         gradient, x, parameter, settings, groups, [False, True, with_bias]
@@ -249,6 +256,7 @@ def _add_convolution(
 def _convolution_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, settings: Settings, groups: int, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias; those that are not `wanted` are None."""
     sizes = [weight.shape[0]] if wanted[2] else None
     given: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
         gradient,
@@ -265,15 +273,14 @@ def _convolution_backward(
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to `.grad`, in place unless it is sparse."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif parameter.grad.layout == torch.strided:
+        parameter.grad.add_(gradient)
     else:
-        parameter.grad = (
-            parameter.grad.add_(gradient)
-            if parameter.grad.layout == torch.strided
-            else parameter.grad + gradient
-        )
+        parameter.grad = parameter.grad + gradient
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:
