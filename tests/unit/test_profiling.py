@@ -22,11 +22,11 @@ from whale.cluster.cluster import DeviceKind
 from whale.costs.costs import (
     NodeCost,
     backward_factors,
-    concrete_shape,
     node_costs,
     seconds,
     value_bytes,
 )
+from whale.operations.sizes import shape_at
 from whale.planning.stages import carries_gradient
 from whale.planning.workload import INSIDE_OPERATIONS
 
@@ -310,19 +310,19 @@ def test_value_bytes_of_tensors_tuples_and_sizes() -> None:
     assert sizes["aten.topk.default"] == 25 * 2 * (4 + 8)  # values and int64 indices
 
 
-def test_concrete_shape() -> None:
+def test_shape_at() -> None:
     captured = capture(
         Function(lambda a: a.reshape(-1, 3)[::2].float()), torch.ones(SAMPLE_BATCH, 6)
     )
     shape = captured.output.args[0][0].meta["val"].shape  # type: ignore[index, union-attr]
-    assert [concrete_shape(shape, captured.batch_symbol, size) for size in (1, 5, 6)] == [
+    assert [shape_at(shape, captured.batch_symbol, size) for size in (1, 5, 6)] == [
         (1, 3),
         (5, 3),
         (6, 3),
     ]
     stranger = type(captured.batch_symbol)("s1", integer=True)
     with pytest.raises(ValueError, match="and not only on the batch symbol s1"):
-        concrete_shape(shape, stranger, 5)
+        shape_at(shape, stranger, 5)
 
 
 def test_the_cost_model() -> None:

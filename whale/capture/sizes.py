@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from whale.capture.graph import CapturedGraph, size_for, user_line
+from whale.capture.graph import CapturedGraph, user_line
 from whale.operations.nodes import op_name
 
 
@@ -112,12 +112,3 @@ def refuse_unknown_sizes(captured: CapturedGraph) -> None:
                     "and a plan, with `split` or without, "
                     f"needs every shape. Try: {_ADVICE.get(name, _MASKED)}"
                 )
-
-
-def shape_at(shape: Any, batch_symbol: sympy.Symbol, num_samples: int) -> tuple[int, ...]:
-    """The shape with the batch symbol replaced."""
-    return tuple(size_at(size, batch_symbol, num_samples) for size in shape)
-
-
-def size_at(size: Any, batch_symbol: sympy.Symbol, num_samples: int) -> int:
-    return size_for(size, {batch_symbol: num_samples})

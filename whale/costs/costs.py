@@ -1,12 +1,13 @@
 """What each node of the captured graph costs, and how long that takes on a device.
 
-The one cost model, used by planner, simulator and emulator. Of a device that `whale profile`
-measured: what it measured, by operation and size (`calibration.py`). Of any other, with the figures
-of its data sheet:
+The one cost model, used by planner, simulator and emulator. A device that `whale profile` measured
+takes what was measured, by operation and size (`measured.py`). Any other takes, by the figures of
+its data sheet,
 
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
-FLOPs are counted by `flops.py`. Moved bytes are what an operation reads and writes: inputs +
+Which operations are products, views or lookups, and how many FLOP they take, is in
+the table of operations (docs/operations.md). Moved bytes are what an operation reads and writes: inputs +
 outputs. A view moves nothing; a lookup (embedding, gather) reads only what it gives out. The
 backward of a product is one product of the same size for each of its two operands that gets a
 gradient; that of any other operation does about twice the work of its forward.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -29,6 +29,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.costs.measured import measured_seconds
 from whale.operations.flops import Value, flop
 from whale.operations.nodes import op_name
+from whale.operations.sizes import shape_at, size_at
 from whale.operations.table import CASTS_IN_PLACE, FREE, row_of
 
 BACKWARD_PER_FORWARD = 2.0
@@ -50,11 +51,7 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     """How long the forward of a node takes on such a device: as measured, or line (1). `dtype`: in
     which its products are computed.
     """
-    measured = (
-        measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, False)
-        if cost.operation
-        else None
-    )
+    measured = _measured(cost, kind, backward=False)
     at_best = cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
     if measured is None:
         return at_best
@@ -71,11 +68,7 @@ def backward_seconds(
     inputs, weights = factors
     if not inputs and not weights:
         return 0.0, 0.0
-    measured = (
-        measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, True)
-        if cost.operation
-        else None
-    )
+    measured = _measured(cost, kind, backward=True)
     if measured is None:
         forward = seconds(cost, kind, dtype)
         return inputs * forward, weights * forward
@@ -84,6 +77,13 @@ def backward_seconds(
     # measured with gradients of everything: each operand of a product is half of it
     each = measured / BACKWARD_PER_FORWARD
     return inputs * each, weights * each
+
+
+def _measured(cost: NodeCost, kind: DeviceKind, backward: bool) -> float | None:
+    """Seconds that `whale profile` measured for such an operation; None where it did not."""
+    if not cost.operation:
+        return None
+    return measured_seconds(kind, cost.operation, cost.flop, cost.moved_bytes, backward)
 
 
 def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> tuple[float, float]:
@@ -106,20 +106,17 @@ def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> 
 
 
 def split_input(node: Node, gradients: Container[Node]) -> Node | None:
-    """The input that is kept until the weight gradient of this layer is computed; None where
+    """The input that is saved until the weight gradient of this layer is computed; None where
     nothing is put off.
     """
     row = row_of(node)
     if not row.layer or row.factors is None or len(node.args) <= max(row.factors):
         return None
     source, weight = (node.args[place] for place in row.factors)
-    is_layer = (
-        isinstance(source, Node)
-        and source in gradients
-        and isinstance(weight, Node)
-        and weight.op == "get_attr"
-    )
-    return source if is_layer and weight in gradients else None  # type: ignore[return-value]
+    if not isinstance(source, Node) or source not in gradients:
+        return None
+    is_weight = isinstance(weight, Node) and weight.op == "get_attr" and weight in gradients
+    return source if is_weight else None
 
 
 def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]:
@@ -141,29 +138,8 @@ def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
     return _num_bytes(_concrete(node.meta.get("val"), symbol, batch_size))
 
 
-def concrete_shape(
-    shape: torch.Size | tuple[int | torch.SymInt, ...], symbol: sympy.Symbol, value: int
-) -> tuple[int, ...]:
-    """The shape with the batch symbol replaced by a number."""
-    return tuple(
-        _evaluate(size.node.expr, symbol, value) if isinstance(size, torch.SymInt) else size
-        for size in shape
-    )
-
-
-@lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
-def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, value: int) -> int:
-    number = expression.subs(symbol, value)
-    if number.free_symbols:
-        names = ", ".join(sorted(map(str, number.free_symbols)))
-        raise ValueError(
-            f"the size {expression} depends on {names}, and not only on the batch symbol "
-            f"{symbol}; its cost is unknown"
-        )
-    return int(number)
-
-
 def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
+    """Cost of one node; `values`: of all nodes up to it."""
     output = values[node]
     output_bytes = _num_bytes(output)
     # the name without the overload; size arithmetic and getitem are Python functions and have none
@@ -176,8 +152,10 @@ def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
     short_name = op_name(node)
     if short_name in FREE:
         return NodeCost(0.0, 0.0, output_bytes, name)
-    if short_name in CASTS_IN_PLACE and node.args and values[node.args[0]].dtype == output.dtype:  # type: ignore[index]
-        return NodeCost(0.0, 0.0, output_bytes, name)
+    if short_name in CASTS_IN_PLACE and node.args:
+        source: Value = values[node.args[0]]  # type: ignore[index]
+        if source.dtype == output.dtype:
+            return NodeCost(0.0, 0.0, output_bytes, name)
     arguments = map_arg(node.args, values.__getitem__)
     keywords = map_arg(node.kwargs, values.__getitem__)
     # an operation reads each of its tensors once, also `x * x`
@@ -196,15 +174,16 @@ def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:
 def _concrete(value: Any, symbol: sympy.Symbol, batch_size: int) -> Any:
     """A node's fake value with every tensor as a `Value` and every size as a number."""
     if isinstance(value, torch.Tensor):
-        return Value(concrete_shape(value.shape, symbol, batch_size), value.dtype)
+        return Value(shape_at(value.shape, symbol, batch_size), value.dtype)
     if isinstance(value, (tuple, list)):
         return type(value)(_concrete(element, symbol, batch_size) for element in value)
     if isinstance(value, torch.SymInt):
-        return _evaluate(value.node.expr, symbol, batch_size)
+        return size_at(value, symbol, batch_size)
     return value
 
 
 def _num_bytes(value: Any) -> int:
+    """Bytes of a `Value`, or of all in a list; a number has none."""
     if isinstance(value, Value):
         return value.num_bytes
     if isinstance(value, (tuple, list)):

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate, map_arg
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast, fake_mode
-from whale.costs.costs import concrete_shape
+from whale.operations.sizes import shape_at
 from whale.scheduling.memory import NOTHING, Bytes, total
 
 
@@ -267,7 +267,7 @@ class _Watch:
     def _given_form(self, node: Node) -> _Form:
         value: Any = node.meta.get("val")
         if node.op == "placeholder":
-            shape = concrete_shape(value.shape, self.captured.batch_symbol, self.batch_size)
+            shape = shape_at(value.shape, self.captured.batch_symbol, self.batch_size)
             return _Form(shape, _contiguous(shape), value.dtype, value.device, False)
         state = self.captured.state[str(node.target)]
         device = value.device if isinstance(value, Tensor) else torch.device("cpu")

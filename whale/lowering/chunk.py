@@ -15,10 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, Recomputed, cut_region
 from whale.capture.sample_states import batch_dim
-from whale.capture.sizes import shape_at, size_at
 from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup, sum_over_subgroup
+from whale.operations.sizes import shape_at, size_at
 from whale.operations.table import is_random
 from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions

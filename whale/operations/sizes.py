@@ -1,0 +1,36 @@
+"""Sizes of captured tensors: expressions of the batch size, evaluated at some number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import sympy
+import torch
+
+
+def shape_at(
+    shape: Sequence[int | torch.SymInt], symbol: sympy.Symbol, num_samples: int
+) -> tuple[int, ...]:
+    """The shape with the batch symbol replaced by a number."""
+    return tuple(size_at(size, symbol, num_samples) for size in shape)
+
+
+def size_at(size: int | torch.SymInt, symbol: sympy.Symbol, num_samples: int) -> int:
+    """One size with the batch symbol replaced by a number."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return num_samples if expression == symbol else _evaluate(expression, symbol, num_samples)
+
+
+@lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
+def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, num_samples: int) -> int:
+    number = expression.subs(symbol, num_samples)
+    if number.free_symbols:
+        names = ", ".join(sorted(map(str, number.free_symbols)))
+        raise ValueError(
+            f"the size {expression} depends on {names}, and not only on the batch symbol "
+            f"{symbol}; its cost is unknown"
+        )
+    return int(number)
