@@ -2,83 +2,107 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from whale.capture.kinds import Kind
-from whale.capture.sample_rules import row_state, tensor_operands, unknown_state
+from whale.capture.sample_rules import row_state, unknown_state
 from whale.capture.sample_states import (
     Irregular,
     Mixed,
     PerSample,
+    Position,
     Shared,
     State,
     expression,
     rank_of,
     rule,
 )
-from whale.operations.nodes import op_name
+from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.table import CASTS, CLASS_LOSSES, PERMUTES, VIEWS, is_random
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
 
 
-# -------------------------------------------------------------------------------------------------------------
-# rules: indexing
+POSITION_USED = (
+    "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
+)
+UNKNOWN_ROWS = "a mask picks rows that cannot be told apart by sample; multiply by the mask instead"
+
+# --------------------------------------------------------------------------------------------------
+# rules: positions of samples in the batch, and indexing by them
 
 
-def _rows(flow: SampleFlow, index: Any) -> bool:
-    """Whether an index says positions in the batch."""
-    state = flow.of(index)
-    return isinstance(state, PerSample) and state.position is not None
+def _position(flow: SampleFlow, value: Any) -> Position | None:
+    """The position that a value's entries say, as `arange(batch)` does."""
+    state = flow.of(value)
+    return state.position if isinstance(state, PerSample) else None
+
+
+@rule("add", "sub", "mul")
+def arithmetic_state(
+    flow: SampleFlow, node: Node, args: dict[str, Any]
+) -> State | tuple[State, ...]:
+    """Elementwise, and positions in the batch can be counted on: `arange(batch) * 4 + 1`."""
+    state = row_state(flow, node, args)
+    if isinstance(state, PerSample):
+        for operand in node.all_input_nodes:
+            position = _position(flow, operand)
+            if position is not None:
+                return replace(state, position=_shifted(flow, op_name(node), args, position))
+    return state
+
+
+def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Position) -> Position:
+    """Position after adding or multiplying; stride 0 where the values count no rows any more."""
+    other = args["other"] if _position(flow, args["input"]) is not None else args["input"]
+    if name == "mul":
+        if not isinstance(other, int):
+            return Position(0)
+        return Position(position.stride * other, position.low * other, position.moved)
+    if name == "sub" or args.get("alpha", 1) != 1 or _position(flow, other) is not None:
+        return Position(0)
+    if isinstance(other, int):
+        return Position(position.stride, position.low + other, position.moved)
+    return Position(position.stride, position.low, True)
 
 
 def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
     """Whether an index into the batch dim of `source` gives every sample rows of its own."""
     state = flow.of(source)
-    place = flow.of(index)
-    if (
-        not isinstance(state, PerSample)
-        or not isinstance(place, PerSample)
-        or place.position is None
-        or state.outer != 1
-    ):
+    position = _position(flow, index)
+    if position is None or not isinstance(state, PerSample) or state.outer != 1:
         return False
-    inner = expression(source.meta["val"].shape[state.dim]) / flow.symbol
-    position = place.position
-    return (
-        position.stride == inner and 0 <= position.low < inner and (inner > 1 or not position.moved)
-    )
+    inner = expression(source.meta["val"].shape[state.dim]) / flow.symbol  # rows of one sample
+    begins_inside = position.stride == inner and 0 <= position.low < inner
+    return begins_inside and (inner > 1 or not position.moved)
 
 
 @rule("index", "index_put")
 def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+    """`x[:, i, j]`, or writing there. Indices may say rows of the batch dim only if each sample
+    gets its own ones.
+    """
     source = args["input"]
     indices = list(args["indices"])
+    given = tensor_nodes(indices)
     state = flow.of(source)
-    if any(isinstance(index, Node) and index.meta["val"].dtype is torch.bool for index in indices):
+    if any(index.meta["val"].dtype is torch.bool for index in given):
         return _mask_state(flow, node, args, indices)
-    at_batch = (
-        indices[state.dim] if isinstance(state, PerSample) and state.dim < len(indices) else None
-    )
-    strangers = [
-        index
-        for index in indices
-        if index is not None and index is not at_batch and _rows(flow, index)
-    ]
-    if strangers:
-        return Mixed(
-            node,
-            f"`{op_name(node)}` uses the position of a sample in the batch, which differs between "
-            "parts of the batch",
-        )
+    at_batch = None
+    if isinstance(state, PerSample) and state.dim < len(indices):
+        at_batch = indices[state.dim]
+    for index in given:
+        if index is not at_batch and _position(flow, index) is not None:
+            return Mixed(node, POSITION_USED.format(name=op_name(node)))
     if at_batch is not None and not _own_rows(flow, at_batch, source):
         return Mixed(node, "samples are picked or reordered by an index into the batch")
     if op_name(node) == "index_put":
-        by_sample = any(isinstance(flow.of(index), PerSample) for index in indices)
+        by_sample = any(isinstance(flow.of(index), PerSample) for index in given)
         if at_batch is None and (by_sample or not isinstance(state, PerSample)):
             return Mixed(
                 node, "`index_put` writes values of samples into rows that are not samples"
@@ -86,11 +110,7 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
         return state
     if at_batch is None and isinstance(state, PerSample):
         return flow.by_shape(node, state.outer)
-    together = flow.aligned(
-        node,
-        [index for index in indices if index is not None],
-        max(rank_of(i) for i in indices if i is not None),
-    )
+    together = flow.aligned(node, given, max(map(rank_of, given)))
     return together if isinstance(together, Mixed) else flow.by_shape(node, 1)
 
 
@@ -106,19 +126,13 @@ def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: lis
         and isinstance(state, PerSample)
         and (place.dim, place.outer) == (state.dim, state.outer)
     )
-    if (
-        op_name(node) == "index_put"
-        and len(indices) == 1
-        and isinstance(state, PerSample)
-        and rank_of(args["values"]) == 0
-    ):
-        if together or isinstance(place, Shared):
-            return state
-    elif op_name(node) == "index" and len(indices) == 1 and together:
+    if len(indices) == 1 and op_name(node) == "index" and together:
         return _picked_rows(flow, node, mask)
-    return Mixed(
-        node, "a mask picks rows that cannot be told apart by sample; multiply by the mask instead"
-    )
+    if len(indices) == 1 and op_name(node) == "index_put" and isinstance(state, PerSample):
+        is_number = rank_of(args["values"]) == 0
+        if is_number and (together or isinstance(place, Shared)):
+            return state
+    return Mixed(node, UNKNOWN_ROWS)
 
 
 def _picked_rows(flow: SampleFlow, node: Node, mask: Node) -> State:
@@ -150,68 +164,57 @@ def same_value(one: Any, other: Any) -> bool:
 
 @rule("masked_select")
 def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    if rank_of(args["input"]) != rank_of(args["mask"]) or flow.of(args["input"]) != flow.of(
-        args["mask"]
-    ):
-        return Mixed(
-            node,
-            "a mask picks rows that cannot be told apart by sample; multiply by the mask instead",
-        )
-    return _picked_rows(flow, node, args["mask"])
+    """The entries that a mask of the same shape picks."""
+    source = args["input"]
+    mask = args["mask"]
+    if rank_of(source) != rank_of(mask) or flow.of(source) != flow.of(mask):
+        return Mixed(node, UNKNOWN_ROWS)
+    return _picked_rows(flow, node, mask)
 
 
 @rule("index_select")
 def index_select_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    state = flow.of(args["input"])
-    index = flow.of(args["index"])
-    at_batch = (
-        isinstance(state, PerSample) and int(args["dim"]) % rank_of(args["input"]) == state.dim
-    )
-    if (at_batch and not _own_rows(flow, args["index"], args["input"])) or (
-        not at_batch and _rows(flow, args["index"])
-    ):
+    """One dim looked up; in the batch dim each sample must look up rows of its own."""
+    source = args["input"]
+    index = args["index"]
+    state = flow.of(source)
+    at_batch = isinstance(state, PerSample) and int(args["dim"]) % rank_of(source) == state.dim
+    if at_batch:
+        is_allowed = _own_rows(flow, index, source)
+    else:
+        is_allowed = _position(flow, index) is None
+    if not is_allowed:
         return Mixed(node, "samples are picked or reordered by an index into the batch")
-    return flow.by_shape(
-        node, state.outer if isinstance(state, PerSample) and isinstance(index, Shared) else 1
-    )
+    keeps_order = isinstance(state, PerSample) and isinstance(flow.of(index), Shared)
+    return flow.by_shape(node, state.outer if keeps_order else 1)  # type: ignore[union-attr]
 
 
 @rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    if (
-        op_name(node) == "scatter_add"
-        and op_name(args["input"]) in ("zeros", "new_zeros", "zeros_like")
-        and not flow.dims(node)
-    ):
-        places = flow.of(args["index"])
-        added = flow.of(args["src"])
-        if (
-            isinstance(places, PerSample)
-            and places == added
-            and places.dim == int(args["dim"]) % rank_of(node)
-        ):
-            return flow.reduction(node, "sum")  # a histogram of the samples
+    """Entries moved along one dim, by indices of the same rank."""
+    name = op_name(node)
+    if name == "scatter_add" and _is_histogram(flow, node, args):
+        return flow.reduction(node, "sum")
     sources = [args["input"], args.get("index", args.get("indices")), args.get("src")]
-    state = flow.aligned(
-        node, [source for source in sources if isinstance(source, Node)], rank_of(node)
-    )
-    if isinstance(state, PerSample) and (
-        args.get("dim") is None or int(args["dim"]) % rank_of(node) == state.dim
-    ):
-        if op_name(node) != "gather" or not _own_rows(flow, args["index"], args["input"]):
-            return Mixed(
-                node, f"`{op_name(node)}` moves values between samples: its dim is the batch"
-            )
+    state = flow.aligned(node, tensor_nodes(sources), rank_of(node))
+    if not isinstance(state, PerSample):
+        return state
+    if args.get("dim") is None or int(args["dim"]) % rank_of(node) == state.dim:
+        if name != "gather" or not _own_rows(flow, args["index"], args["input"]):
+            return Mixed(node, f"`{name}` moves values between samples: its dim is the batch")
         return PerSample(state.dim, state.outer)
-    if isinstance(state, PerSample) and state.position:
-        return Mixed(
-            node,
-            f"`{op_name(node)}` uses the position of a sample in the batch, which differs between "
-            "parts of the batch",
-        )
-    return state
+    return Mixed(node, POSITION_USED.format(name=name)) if state.position else state
+
+
+def _is_histogram(flow: SampleFlow, node: Node, args: dict[str, Any]) -> bool:
+    """Whether values of the samples are added into zeros that have no batch dim."""
+    if op_name(args["input"]) not in ("zeros", "new_zeros", "zeros_like") or flow.dims(node):
+        return False
+    places = flow.of(args["index"])
+    alike = isinstance(places, PerSample) and places == flow.of(args["src"])
+    return alike and places.dim == int(args["dim"]) % rank_of(node)  # type: ignore[union-attr]
 
 
 @rule(
@@ -226,6 +229,7 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     "isin",
 )
 def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    """Operations that go through the entries of the whole batch in order."""
     return Mixed(
         node,
         f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they "
@@ -237,6 +241,7 @@ def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
 def embedding_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
+    """By its row, unless its backward counts tokens."""
     if args.get("scale_grad_by_freq") and isinstance(flow.of(args["indices"]), PerSample):
         return Mixed(
             node,
@@ -255,16 +260,17 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
     sum.
     """
     name = op_name(node)
-    sources = tensor_operands(node)
+    states: list[PerSample] = []
+    for source in tensor_nodes(node.all_input_nodes):
+        state = flow.of(source)
+        if isinstance(state, PerSample):
+            states.append(state)
     if name in CLASS_LOSSES:
         wrong = _class_loss_problem(flow, args)
     else:
-        places = [
-            state.dim for source in sources if isinstance(state := flow.of(source), PerSample)
-        ]
-        wrong = any(places[1:] if name == "ctc_loss" else places) or (
-            name == "ctc_loss" and places[0] != 1
-        )
+        places = [state.dim for state in states]
+        # scores of ctc_loss are (time, batch, classes), everything else has the batch first
+        wrong = places[0] != int(name == "ctc_loss") or any(places[1:])
     if wrong:
         return Mixed(node, f"`{name}` combines samples that stand in different places")
     if args["reduction"] == 0:
@@ -273,8 +279,7 @@ def loss_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tu
         return flow.reduction(node, "sum")
     if name in CLASS_LOSSES and not args["target"].meta["val"].is_floating_point():
         return _class_mean_state(flow, node, args)
-    outers = [state.outer for source in sources if isinstance(state := flow.of(source), PerSample)]
-    return flow.mean(node, outers[0])
+    return flow.mean(node, states[0].outer)
 
 
 def _class_loss_problem(flow: SampleFlow, args: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """Rules of the walk over the samples (capture/samples.py).
 
-Most operations follow their row of the table (`row_state`, `linear_state`). The other rules are for
-what a row does not know: rows of samples that are cut, repeated or joined, recurrent layers, batch
-norm.
+Most operations follow their row of the table of operations (`row_state`, `linear_state`). The other
+rules are for what a row does not know: a batch that is cut, repeated or joined in whole blocks,
+recurrent layers, batch norm. Indices, masks and losses are in sample_pick_rules.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whale.capture.sample_states import (
     whole_number,
 )
 from whale.dtypes import is_differentiable
-from whale.operations.nodes import op_name
+from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.operation import Operation, wrapped
 from whale.operations.row import Dims
 from whale.operations.table import CASTS, row_of
@@ -188,98 +188,41 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 
 
 def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """An operation without a rule: the batch is where its symbol is, unless the operation was told
-    to work along that dim.
+    """State of an operation without a row: the batch is where its symbol is, unless the operation
+    was told to work along that dim.
     """
-    for operand in tensor_operands(node)[:1]:
+    name = op_name(node)
+    dims = args.get("dim", args.get("dims"))
+    for operand in tensor_nodes(node.all_input_nodes)[:1]:
         source = flow.of(operand)
-        dims = args.get("dim", args.get("dims"))
-        if (
-            isinstance(source, PerSample)
-            and isinstance(dims, int | list | tuple)
-            and source.dim in wrapped(dims, rank_of(operand))
-        ):
-            return Mixed(node, f"`{op_name(node)}` works across the samples: its dim is the batch")
-    outers = {
-        place.outer
-        for operand in node.all_input_nodes
-        if isinstance(place := flow.of(operand), PerSample)
-    }
+        if not isinstance(source, PerSample) or not isinstance(dims, int | list | tuple):
+            continue
+        if source.dim in wrapped(dims, rank_of(operand)):
+            return Mixed(node, f"`{name}` works across the samples: its dim is the batch")
+    outers: set[int | Irregular] = set()
+    for operand in node.all_input_nodes:
+        state = flow.of(operand)
+        if isinstance(state, PerSample):
+            outers.add(state.outer)
     if len(outers) > 1:
-        return Mixed(node, f"`{op_name(node)}` combines samples that stand in different places")
-    state: State | tuple[State, ...] = flow.by_shape(node, outers.pop())
-    if isinstance(state, Shared) or (
-        isinstance(state, tuple) and all(isinstance(one, Shared) for one in state)
-    ):
-        return Mixed(node, f"`{op_name(node)}` of all samples gives one value for the whole batch")
-    return state
-
-
-@rule("add", "sub", "mul")
-def arithmetic_state(
-    flow: SampleFlow, node: Node, args: dict[str, Any]
-) -> State | tuple[State, ...]:
-    """Elementwise, and positions in the batch can be counted on: `arange(batch) * 4 + 1`."""
-    state = row_state(flow, node, args)
-    positions = {
-        place.position
-        for operand in node.all_input_nodes
-        if isinstance(place := flow.of(operand), PerSample) and place.position
-    }
-    if not isinstance(state, PerSample) or not positions:
-        return state
-    return PerSample(state.dim, state.outer, _shifted(flow, op_name(node), args, positions.pop()))
-
-
-def _shifted(flow: SampleFlow, name: str, args: dict[str, Any], position: Position) -> Position:
-    """Position after adding or multiplying; stride 0 where the values count no rows any more."""
-    first = args["input"]
-    other = args["other"]
-    state = flow.of(first)
-    if not (isinstance(state, PerSample) and state.position):
-        first, other = other, first
-    if name == "mul":
-        return (
-            Position(position.stride * other, position.low * other, position.moved)
-            if isinstance(other, int)
-            else Position(0)
-        )
-    if (
-        name == "sub"
-        or args.get("alpha", 1) != 1
-        or (isinstance(state := flow.of(other), PerSample) and state.position)
-    ):
-        return Position(0)
-    return Position(
-        position.stride,
-        position.low + other if isinstance(other, int) else position.low,
-        not isinstance(other, int),
-    )
-
-
-def tensor_operands(node: Node) -> list[Node]:
-    return [
-        operand
-        for operand in node.all_input_nodes
-        if isinstance(operand.meta.get("val"), torch.Tensor)
-    ]
+        return Mixed(node, OTHER_PLACES.format(name=name))
+    result = flow.by_shape(node, outers.pop())
+    parts = result if isinstance(result, tuple) else (result,)
+    if all(isinstance(part, Shared) for part in parts):
+        return Mixed(node, f"`{name}` of all samples gives one value for the whole batch")
+    return result
 
 
 def spatial_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Convolutions, pooling, resizing: dim 0 of the first operand is the batch, the weights are
     shared.
     """
-    source = node.all_input_nodes[0]
-    state = flow.of(source)
-    others = [
-        operand for operand in tensor_operands(node)[1:] if isinstance(flow.of(operand), PerSample)
-    ]
-    if (
-        not isinstance(state, PerSample)
-        or state.dim != 0
-        or (others and "grid" not in op_name(node))
-    ):
-        return Mixed(node, f"the batch of `{op_name(node)}` is not dim 0 of its input")
+    name = op_name(node)
+    first, *others = tensor_nodes(node.all_input_nodes)
+    state = flow.of(first)
+    shared = "grid" in name or not any(isinstance(flow.of(each), PerSample) for each in others)
+    if not isinstance(state, PerSample) or state.dim != 0 or not shared:
+        return Mixed(node, f"the batch of `{name}` is not dim 0 of its input")
     return unknown_state(flow, node, args)
 
 
@@ -292,6 +235,7 @@ rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")(unknown_state)
 
 @rule("bincount")
 def bincount_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    """Counts of parts add up. No row: how many counts there are depends on the values of a part."""
     return flow.reduction(node, "sum")
 
 
@@ -318,8 +262,10 @@ def batch_norm_state(
 def recurrent_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    source = args.get("input", args.get("data"))
-    state = flow.of(source)
+    """Recurrent layers: time steps depend on each other, samples do not. Packed sequences (`data`)
+    mix both in one dim.
+    """
+    state = flow.of(args.get("input", args.get("data")))
     batch = 0 if args.get("batch_first") else 1
     if not isinstance(state, PerSample) or state.dim != batch or "data" in args:
         return Mixed(
@@ -333,7 +279,7 @@ def recurrent_state(
 @rule("linalg_solve", "linalg_lstsq")
 def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Operations on matrices, the last two dims; the dims before them are independent."""
-    for source in tensor_operands(node):
+    for source in tensor_nodes(node.all_input_nodes):
         state = flow.of(source)
         if isinstance(state, PerSample) and state.dim >= rank_of(source) - 2:
             return Mixed(node, f"`{op_name(node)}` takes the samples as rows of one matrix")
@@ -342,8 +288,8 @@ def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
 
 @rule("repeat", "tile")
 def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    source = node.all_input_nodes[0]
-    state = flow.aligned(node, [source], rank_of(node))
+    """The batch may be repeated as a whole: the samples then stand in several runs."""
+    state = flow.aligned(node, node.all_input_nodes[:1], rank_of(node))
     repeats = list(args.get("repeats", args.get("dims", ())))
     repeats = [1] * (rank_of(node) - len(repeats)) + repeats
     if not isinstance(state, PerSample) or not isinstance(repeats[state.dim], int):
@@ -362,26 +308,21 @@ def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 def repeat_interleave_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    source = args.get("input")
-    state = flow.of(source)
-    if isinstance(
-        state, Shared
-    ):  # every row repeated once per sample: the samples lie inside the rows
+    """Every entry repeated n times: the samples stay in their order."""
+    state = flow.of(args.get("input"))
+    if isinstance(state, Shared):
         dims = flow.dims(node)
-        rows = (
-            whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol)
-            if dims
-            else None
-        )
+        if not dims:
+            return SHARED
+        # every row is repeated once for each sample: the samples lie inside the rows
+        rows = whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol)
         return PerSample(dims[0], rows) if rows else SHARED
-    if (
-        not isinstance(state, PerSample)
-        or not isinstance(args.get("repeats"), int)
-        or isinstance(state.outer, Irregular)
-    ):
+    is_irregular = not isinstance(state, PerSample) or isinstance(state.outer, Irregular)
+    if is_irregular or not isinstance(args.get("repeats"), int):
         return Mixed(
             node, "`repeat_interleave` repeats samples a number of times that depends on the data"
         )
+    assert isinstance(state, PerSample)
     if args.get("dim") is None and state.dim != 0:
         return Mixed(node, "`repeat_interleave` without a dim flattens the samples")
     return PerSample(state.dim, state.outer, state.position)
@@ -410,43 +351,42 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     lost = Mixed(
         node, f"`{op_name(node)}` takes some of the samples by their position in the batch"
     )
-    results = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
-    if (
-        len(results) == 1
-        and expression(results[0].shape[state.dim]) == size
-        and args.get("step", 1) == 1
-    ):
+    if args.get("step", 1) != 1:
+        return lost
+    value = node.meta["val"]
+    results = value if isinstance(value, list | tuple) else [value]
+    if len(results) == 1 and expression(results[0].shape[state.dim]) == size:
         return flow.by_shape(node, state.outer, state.position)
-    start = args.get("start") or 0
-    if isinstance(state.outer, Irregular) or args.get("step", 1) != 1:
+    if isinstance(state.outer, Irregular):
         return lost
-    block = size / state.outer
-    outers = [whole_number(expression(result.shape[state.dim]) / block) for result in results]
-    starts_whole = expression(start) == 0 or whole_number(expression(start) / block) is not None
-    if not starts_whole or not all(outers):
+    block = size / state.outer  # rows of all samples, once
+    start = expression(args.get("start") or 0)
+    if start != 0 and whole_number(start / block) is None:
         return lost
-    states = tuple(PerSample(state.dim, outer, state.position) for outer in outers if outer)
-    return states if isinstance(node.meta["val"], list | tuple) else states[0]
+    states: list[State] = []
+    for result in results:
+        outer = whole_number(expression(result.shape[state.dim]) / block)
+        if outer is None:
+            return lost
+        states.append(PerSample(state.dim, outer, state.position))
+    return tuple(states) if isinstance(value, list | tuple) else states[0]
 
 
 @rule("cat", "concat", "concatenate")
 def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    """Batches of one size that are joined are runs of samples in one dim; others leave rows of
+    which only their sizes are known.
+    """
     # torch lets an empty one-dim tensor stand in any `cat`
     sources = [source for source in args["tensors"] if tuple(source.meta["val"].shape) != (0,)]
     state = flow.aligned(node, sources, rank_of(node))
-    if (
-        not isinstance(state, PerSample)
-        or len(sources) == 1
-        or int(args["dim"]) % rank_of(node) != state.dim
-    ):
+    at_batch = isinstance(state, PerSample) and int(args["dim"]) % rank_of(node) == state.dim
+    if not isinstance(state, PerSample) or not at_batch or len(sources) == 1:
         return state
     if not all(isinstance(flow.of(source), PerSample) for source in sources):
         return Mixed(node, "rows that are not samples are added to the batch")
-    sizes = tuple(expression(source.meta["val"].shape[state.dim]) for source in sources)
     if isinstance(state.outer, Irregular):
         return Mixed(node, "rows that are not ordered by sample are joined")
-    return PerSample(
-        state.dim,
-        len(sources) if len(set(sizes)) == 1 and state.outer == 1 else Irregular(sizes),
-        state.position,
-    )
+    sizes = tuple(expression(source.meta["val"].shape[state.dim]) for source in sources)
+    alike = len(set(sizes)) == 1 and state.outer == 1
+    return PerSample(state.dim, len(sources) if alike else Irregular(sizes), state.position)

@@ -45,11 +45,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Shared:
-    pass
+    """The same for every part of the batch."""
 
 
 @dataclass(frozen=True)
 class PerSample:
+    """One dim holds the samples, and sample i depends on sample i only."""
+
     dim: int
     outer: int | Irregular = 1
     """how often the samples repeat inside the dim: 1 = the batch is its outermost part, as slicing
@@ -63,23 +65,28 @@ class PerSample:
 
 @dataclass(frozen=True)
 class Summed:
+    """The value of the mini-batch is the sum of the values of its parts."""
+
     origin: Node
     """the reduction over the samples"""
 
 
 @dataclass(frozen=True)
 class Whole:
-    pass
+    """Depends on the inputs of all samples, and on no weight."""
 
 
 @dataclass(frozen=True)
 class Size:
-    pass
+    """A number made from the number of samples."""
 
 
 @dataclass(frozen=True)
 class Mixed:
+    """The value of a part says nothing simple about the whole."""
+
     origin: Node
+    """the operation that mixed the samples"""
     reason: str
 
 
@@ -87,7 +94,7 @@ State = Shared | PerSample | Summed | Whole | Size | Mixed
 SHARED = Shared()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # shapes
 
 
@@ -95,11 +102,9 @@ def expression(size: Any) -> sympy.Expr:
     """A size (int, symbolic int, or the node that holds one) as a sympy expression."""
     if isinstance(size, Node):
         size = size.meta["val"]
-    return (
-        size.node.expr
-        if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
-        else sympy.sympify(size)
-    )
+    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return size.node.expr
+    return sympy.sympify(size)
 
 
 def batch_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
@@ -108,11 +113,11 @@ def batch_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
         value = value.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return []
-    return [
-        dim
-        for dim, size in enumerate(value.shape)
-        if isinstance(size, torch.SymInt) and symbol in expression(size).free_symbols
-    ]
+    dims: list[int] = []
+    for dim, size in enumerate(value.shape):
+        if isinstance(size, torch.SymInt) and symbol in expression(size).free_symbols:
+            dims.append(dim)
+    return dims
 
 
 def batch_dim(value: Any, symbol: sympy.Symbol) -> int | None:
@@ -122,11 +127,13 @@ def batch_dim(value: Any, symbol: sympy.Symbol) -> int | None:
 
 
 def whole_number(value: sympy.Expr) -> int | None:
+    """A positive integer, or None for any other expression."""
     value = sympy.simplify(value)
     return int(value) if value.is_Integer and value > 0 else None
 
 
 def rank_of(node: Node) -> int:
+    """Number of dims of the tensor that a node gives."""
     return len(node.meta["val"].shape)
 
 
@@ -140,11 +147,8 @@ def value_slot(node: Node, operand: Node) -> str | None:
         return "number" if operand in filled else None
     if not is_pointwise(node):
         return None
-    return (
-        "tensor"
-        if str(node.target).endswith(".Tensor") and named_args(node).get("other") is operand
-        else "number"
-    )
+    takes_tensor = str(node.target).endswith(".Tensor")
+    return "tensor" if takes_tensor and named_args(node).get("other") is operand else "number"
 
 
 Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
@@ -152,6 +156,8 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations about which their row does not say all."""
+
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
         return function

@@ -4,15 +4,19 @@ mix samples.
 Every value gets one state; `s` is the number of samples at hand, and a *part* is any set of samples
 of the mini-batch:
 
-    Shared     the same for every part                                       weights, masks without a batch dim
+    Shared     the same for every part: weights, masks without a batch dim
     PerSample  dim `dim` has size outer x s x inner; sample i depends on sample i only
-    Summed     value(mini-batch) = sum of value(part) over disjoint parts    a sum over the samples, and what is linear in it
-    Whole      depends on all samples, but on no weight: computed once on the whole mini-batch, then Shared
+    Summed     value(mini-batch) = sum of value(part) over disjoint parts: a sum over the samples,
+               and what is linear in it
+    Whole      depends on all samples, but on no weight: computed once on the whole mini-batch, then
+               Shared
     Size       a number made from `s`
     Mixed      none of these: the value of a part says nothing simple about the whole
 
 `capture/losses.py` makes every mean over the samples Summed, so the loss is additive exactly when
-its state is Summed, Shared or Whole.
+its state is Summed, Shared or Whole. What an operation does to the states of its operands is read
+from the table of operations (docs/operations.md); `sharding/options.py` reads the same rows for the
+axes of a mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import Kind
-from whale.capture.sample_pick_rules import loss_state
+from whale.capture.sample_pick_rules import POSITION_USED, loss_state
 from whale.capture.sample_rules import linear_state, row_state
 from whale.capture.sample_states import (
     RULES,
@@ -57,13 +61,10 @@ POSITION_READERS = frozenset(
 )
 """operations whose rules know what to do with the position of a sample in the batch"""
 
-# --------------------------------------------------------------------------------------------------------------------
-# the walk
-
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
 def _slope_symbols(size: sympy.Expr, symbol: sympy.Symbol) -> frozenset[sympy.Symbol]:
-    """On what the growth of a size with the batch depends; on nothing, where it is in
+    """Symbols that the growth of a size with the batch depends on; none where it is in
     proportion.
     """
     return frozenset(size.diff(symbol).free_symbols)
@@ -91,6 +92,7 @@ class SampleFlow:
         """reductions over the samples: `sum`, `mean` (over a number in proportion to the samples),
         `class mean` (over the targets), `row mean` (over rows that a mask picked)"""
         self.inner: set[Node] = set()
+        """operations that make the batch an inner part of its dim: no bridge can slice it there"""
         self.live = ancestors(captured.output)
         for node in captured.graph.nodes:
             if node.op == "placeholder":
@@ -122,39 +124,32 @@ class SampleFlow:
         """
         if isinstance(self.states[node], Whole | Size):
             return []
-        return [
-            operand
-            for operand in node.all_input_nodes
-            if isinstance(self.states[operand], Whole)
-            or (isinstance(self.states[operand], Size) and value_slot(node, operand))
-        ]
+        return [operand for operand in node.all_input_nodes if self._reads_whole(node, operand)]
 
     def _visit(self, node: Node) -> State | tuple[State, ...]:
         value = node.meta.get("val")
-        if op_name(node) == "getitem" and isinstance(self.states[node.args[0]], tuple):  # type: ignore[index]
-            return self.states[node.args[0]][node.args[1]]  # type: ignore[index,call-overload,return-value]
+        if op_name(node) == "getitem":
+            source, place = node.args
+            parts = self.states[source]  # type: ignore[index]
+            if isinstance(parts, tuple):
+                return parts[place]  # type: ignore[index,no-any-return]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
             return self._number(node, value)
         state = self._tensor(node)
         values = list(value) if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, tuple) else (state,) * len(values)
-        settled = tuple(
-            self._settle(node, one, part) for one, part in zip(states, values, strict=True)
-        )
+        pairs = zip(states, values, strict=True)
+        settled = tuple(self._settle(node, one, part) for one, part in pairs)
         return settled if isinstance(value, list | tuple) else settled[0]
 
     def _number(self, node: Node, value: Any) -> State:
-        read = [
-            self.states[operand]
-            for operand in node.all_input_nodes
-            if not op_name(node).startswith(("sym_size", "sym_numel"))
-        ]
+        """State of a node that gives a Python number."""
+        is_shape = op_name(node).startswith(("sym_size", "sym_numel"))
+        read = [] if is_shape else [self.states[operand] for operand in node.all_input_nodes]
         if any(isinstance(state, Whole | PerSample | Summed | Mixed) for state in read):
-            return (
-                Whole()
-                if self.kinds[node] is Kind.INPUT
-                else Mixed(node, "a Python number is made from the samples")
-            )
+            if self.kinds[node] is Kind.INPUT:
+                return Whole()
+            return Mixed(node, "a Python number is made from the samples")
         return Size() if self.symbols & expression(value).free_symbols else SHARED
 
     def _settle(self, node: Node, state: State, value: Any) -> State:
@@ -162,73 +157,77 @@ class SampleFlow:
         samples in one dim only.
         """
         dims = self.dims(value)
-        if isinstance(state, Mixed):
-            pass
-        elif len(dims) > 1 or any(
-            _slope_symbols(value.shape[dim].node.expr, self.symbol) & self.symbols for dim in dims
-        ):
-            state = Mixed(
-                node,
-                f"`{op_name(node)}` compares samples with each other: its result has the batch in "
-                "more than one place",
-            )
-        elif isinstance(state, Summed) and dims:
-            state = Mixed(
-                node, f"`{op_name(node)}` gives a value over all samples back to each sample"
-            )
-        elif isinstance(state, PerSample) and state.dim not in dims:
-            state = Mixed(
-                node, f"`{op_name(node)}` of all samples gives one value for the whole batch"
-            )
+        if not isinstance(state, Mixed):
+            state = self._checked_by_shape(node, state, value, dims)
         if self.kinds[node] in (Kind.INPUT, Kind.CONSTANT) and not dims:
-            lifted = any(
-                isinstance(self.states[operand], Whole) for operand in node.all_input_nodes
-            ) or any(
-                isinstance(self.states[operand], Size) and value_slot(node, operand)
-                for operand in node.all_input_nodes
-            )
+            lifted = any(self._reads_whole(node, operand) for operand in node.all_input_nodes)
             return Whole() if lifted or isinstance(state, Summed | Mixed) else state
         for operand in node.all_input_nodes:
-            number = not isinstance(operand.meta.get("val"), torch.Tensor | list | tuple)
-            slot = value_slot(node, operand) if number else "tensor"
-            if number and isinstance(self.states[operand], Whole) and slot is None:
-                return Mixed(
-                    node, f"the size of `{op_name(node)}` depends on the data of all samples"
-                )
-            if isinstance(self.states[operand], Whole | Size) and slot == "number":
-                return Mixed(
-                    node,
-                    f"`{op_name(node)}` takes a number over all samples; make it a tensor operand "
-                    "of + - * /",
-                )
-        in_order = (
-            state.outer == 1 or (isinstance(state.outer, Irregular) and state.outer.mask)
-            if isinstance(state, PerSample)
-            else True
-        )
-        if not in_order and all(
-            other.outer == 1
-            for other in map(self.of, node.all_input_nodes)
-            if isinstance(other, PerSample)
-        ):
-            self.inner.add(node)
+            refused = self._refused_number(node, operand)
+            if refused is not None:
+                return refused
+        if isinstance(state, PerSample) and not _is_in_order(state):
+            before = [self.of(operand) for operand in node.all_input_nodes]
+            if all(each.outer == 1 for each in before if isinstance(each, PerSample)):
+                self.inner.add(node)  # here the batch became an inner part of its dim
         return state
 
+    def _checked_by_shape(self, node: Node, state: State, value: Any, dims: list[int]) -> State:
+        """The state, or Mixed where the result's shape contradicts it. `dims`: those that hold
+        samples.
+        """
+        name = op_name(node)
+        # a size like s * s grows with the batch by more than a constant for each sample
+        slopes = [_slope_symbols(value.shape[dim].node.expr, self.symbol) for dim in dims]
+        if len(dims) > 1 or any(slope & self.symbols for slope in slopes):
+            reason = (
+                "compares samples with each other: its result has the batch in more than one place"
+            )
+        elif isinstance(state, Summed) and dims:
+            reason = "gives a value over all samples back to each sample"
+        elif isinstance(state, PerSample) and state.dim not in dims:
+            reason = "of all samples gives one value for the whole batch"
+        else:
+            return state
+        return Mixed(node, f"`{name}` {reason}")
+
+    def _reads_whole(self, node: Node, operand: Node) -> bool:
+        """Whether a node uses a value that is known on the whole mini-batch only."""
+        state = self.states[operand]
+        if isinstance(state, Whole):
+            return True
+        return isinstance(state, Size) and value_slot(node, operand) is not None
+
+    def _refused_number(self, node: Node, operand: Node) -> Mixed | None:
+        """Why an operand that is a Python number over all samples cannot be used here."""
+        state = self.states[operand]
+        is_tensor = isinstance(operand.meta.get("val"), torch.Tensor | list | tuple)
+        if is_tensor or not isinstance(state, Whole | Size):
+            return None
+        slot = value_slot(node, operand)
+        name = op_name(node)
+        if slot is None and isinstance(state, Whole):
+            return Mixed(node, f"the size of `{name}` depends on the data of all samples")
+        if slot == "number":
+            return Mixed(
+                node,
+                f"`{name}` takes a number over all samples; make it a tensor operand of + - * /",
+            )
+        return None
+
     def _tensor(self, node: Node) -> State | tuple[State, ...]:
+        """State of a node that gives tensors, before its shapes are looked at."""
         name = op_name(node)
         args = named_args(node)
         if name in CREATORS or name in COUNTERS:
             dims = self.dims(node)
-            return (
-                PerSample(dims[0], 1, self._counted(node, args) if name in COUNTERS else None)
-                if dims
-                else SHARED
-            )
-        operands = (
-            node.all_input_nodes[:1]
-            if name in CASTS or name in ONLY_FIRST
-            else node.all_input_nodes
-        )
+            if not dims:
+                return SHARED
+            position = self._counted(node, args) if name in COUNTERS else None
+            return PerSample(dims[0], 1, position)
+        operands = node.all_input_nodes
+        if name in CASTS or name in ONLY_FIRST:
+            operands = operands[:1]
         states = [self.of(operand) for operand in operands]
         for state in states:
             if isinstance(state, Mixed):
@@ -237,11 +236,7 @@ class SampleFlow:
             return linear_state(self, node, args)
         if any(isinstance(state, PerSample) and state.position for state in states):
             if not row_of(node).moves and name not in POSITION_READERS:
-                return Mixed(
-                    node,
-                    f"`{name}` uses the position of a sample in the batch, which differs between "
-                    "parts of the batch",
-                )
+                return Mixed(node, POSITION_USED.format(name=name))
         if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
             return self._rule(node)(self, node, args)
         return self.by_shape(node, 1)
@@ -263,10 +258,11 @@ class SampleFlow:
             return loss_state
         return RULES.get(name, row_state)
 
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # shared by the rules
 
     def reduction(self, node: Node, how: str) -> State:
+        """State of a sum or mean over the samples; notes it as one of `leaves`."""
         self.leaves[node] = how
         return SHARED if self.all_reduce and self.kinds[node] is Kind.ACTIVATION else Summed(node)
 
@@ -277,9 +273,8 @@ class SampleFlow:
         mask = outer.mask if isinstance(outer, Irregular) else None
         if mask is None:
             return self.reduction(node, "mean")
-        if self.kinds[mask] is Kind.ACTIVATION or not (
-            op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES
-        ):
+        is_plain = op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES
+        if self.kinds[mask] is Kind.ACTIVATION or not is_plain:
             return Mixed(
                 node,
                 f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not "
@@ -314,7 +309,15 @@ class SampleFlow:
         return SHARED
 
 
+def _is_in_order(state: PerSample) -> bool:
+    """Whether the rows of a value stand sample after sample."""
+    if isinstance(state.outer, Irregular):
+        return state.outer.mask is not None
+    return state.outer == 1
+
+
 def ancestors(node: Node) -> dict[Node, None]:
+    """All nodes that a node depends on; a dict keeps the order in which they were found."""
     found: dict[Node, None] = {}
     stack = [node]
     while stack:

@@ -50,6 +50,7 @@ def simplify(graph: Graph) -> None:
         equal = None if node.meta.get(FINAL_VALUE) else _equal_node(node, carriers)
         if equal is None:
             continue
+        # a `cat` always gives a contiguous tensor, its only part may be none
         if aten_name(node) == "cat" and not equal.meta["val"].is_contiguous():
             if keep_strides:
                 continue
@@ -66,14 +67,10 @@ def _skip_reshape(node: Node) -> bool:
     between; says whether it did.
     """
     source = node.args[0] if node.args else None
-    if (
-        node.target not in RESHAPES
-        or not isinstance(source, Node)
-        or source.target not in RESHAPES
-        or len(source.users) > 1
-    ):
+    if node.target not in RESHAPES or not isinstance(source, Node):
         return False
-    if source.meta.get(FINAL_VALUE):
+    is_wanted = len(source.users) > 1 or source.meta.get(FINAL_VALUE)
+    if source.target not in RESHAPES or is_wanted:
         return False
     node.target = torch.ops.aten.reshape.default
     node.args = (source.args[0], *node.args[1:])

@@ -9,7 +9,7 @@ run along each other. Everything that asks "what happens if this dim is cut" rea
     a tensor without it                  Shared                         Replicate
     a result, the letter is summed over  Summed                         Partial
 
-`capture/samples.py` is the reader in the middle column, `sharding/options.py` that in the right one.
+`capture/sample_rules.py` reads the middle column, `sharding/options.py` the right one.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Row:
     """groups of inputs of which any part may be a sum: what stands beside it is added, and the
     rewriting of the loss counts that once (`capture/loss_rewriting.py`)"""
     mixes: str = "`{name}` works across the samples: its dim is the batch"
-    """what the user reads when the samples stand in a dim that the operation needs whole; `{name}` is
-    that of the operation, `{equation}` that of an einsum"""
+    """what the user reads when the samples stand in a dim that the operation needs whole; `{name}`
+    is that of the operation, `{equation}` that of an einsum"""
     kind: str = ""
     """family that readers treat alike: `pointwise` where torch has no tag for it, `cast`, `view`
     (reshapes), `permute`, `expand`, `split`, `create`, `count`, `pool`, `dropout`, `loss`,

@@ -4,7 +4,8 @@ Dims that an option cuts together form a class. All members have the same number
 that the same granules are on the same device whatever the tensor: the width of a projection and the
 heads it is viewed as, tokens [samples x length] and samples.
 
-    size of a dim = segments * count * unit         count = greatest common divisor of size / segments over the class        (1)
+    size of a dim = segments * count * unit                                                    (1)
+    count = greatest common divisor of size / segments over the class
 
 Segments differ inside a class by constant ratios: a fused [q k v] has three for one of its parts. A
 class whose ratios contradict each other, or whose sizes are not multiples of them, is never cut. In
@@ -40,6 +41,7 @@ def value_of(node: Node) -> Value:
 
 
 def tensor_of(value: Value) -> torch.Tensor:
+    """The fake tensor of a value."""
     node, place = value
     held = node.meta["val"]
     tensor: torch.Tensor = held[place] if isinstance(held, list | tuple) else held
@@ -48,9 +50,12 @@ def tensor_of(value: Value) -> torch.Tensor:
 
 @dataclass
 class _Class:
+    """Dims that are cut together."""
+
     members: list[tuple[Dim, Fraction]] = field(default_factory=list)
     """with their segments in proportion"""
     torn: bool = False
+    """the proportions of its members contradict each other: it is never cut"""
     count: int = 0
 
 
@@ -82,21 +87,22 @@ class Granules:
         """Joins the dims that an option cuts together."""
         values = (*inputs, *outputs)
         segments = option.segments or (1,) * len(values)
-        found = [
-            ((value, placement), Fraction(number))
-            for value, placement, number in zip(
-                values, (*option.inputs, *option.outputs), segments, strict=True
-            )
-            if isinstance(placement, int)
-        ]
-        for dim, _ in found:
-            self._root(dim)
-        own = [(inputs[slot], option.inputs[slot]) for slot in option.apart]
-        found = [each for each in found if each[0] not in own]
+        placements = (*option.inputs, *option.outputs)
+        apart = [(inputs[slot], option.inputs[slot]) for slot in option.apart]
+        found: list[tuple[Dim, Fraction]] = []
+        for value, placement, runs in zip(values, placements, segments, strict=True):
+            if not isinstance(placement, int):
+                continue
+            self._root((value, placement))  # known as a dim that can be cut
+            if (value, placement) not in apart:
+                found.append(((value, placement), Fraction(runs)))
         for (dim, number), (other, its_number) in zip(found, found[1:]):
             self._join(dim, other, number / its_number)
 
     def _root(self, dim: Dim) -> tuple[Dim, Fraction]:
+        """The dim that stands for the whole class, and the segments of `dim` for one of its own
+        (union-find with ratios; the path is shortened on the way).
+        """
         path: list[tuple[Dim, Fraction]] = []
         self._parent.setdefault(dim, (dim, Fraction(1)))
         while self._parent[dim][0] != dim:
@@ -110,7 +116,7 @@ class Granules:
         return dim, total
 
     def _join(self, first: Dim, second: Dim, ratio: Fraction) -> None:
-        """segments of first = ratio * segments of second."""
+        """Makes two classes one, where segments of first = ratio * segments of second."""
         a, of_first = self._root(first)
         b, of_second = self._root(second)
         if a == b:
@@ -122,7 +128,7 @@ class Granules:
             self._torn.add(b)
 
     def close(self) -> None:
-        """Line (1), once all options are known."""
+        """Finds the granules of every class by line (1), once all options are known."""
         classes: dict[Dim, _Class] = {}
         for dim in list(self._parent):
             root, ratio = self._root(dim)
@@ -146,18 +152,19 @@ class Granules:
                 )
 
     def _size(self, dim: Dim) -> int | None:
-        """None where it is neither constant nor a multiple of the samples."""
+        """Size at PRIME samples; None where it is neither constant nor a multiple of the
+        samples.
+        """
         value, place = dim
         given = tensor_of(value).shape[place]
         size = self._shapes.size(given)
-        return (
-            size
-            if isinstance(given, int)
-            or (given.node.expr.free_symbols == {self._shapes.symbol} and size % PRIME == 0)
-            else None
-        )
+        if isinstance(given, int):
+            return size
+        only_samples = given.node.expr.free_symbols == {self._shapes.symbol}
+        return size if only_samples and size % PRIME == 0 else None
 
     def is_samples(self, value: Value, dim: int) -> bool:
+        """Whether a granule of this dim is a sample."""
         found = self._found.get((value, dim))
         return found is not None and found.samples
 
@@ -167,7 +174,7 @@ class Granules:
         return found is not None and found.count > 1
 
     def cuts(self, value: Value, num_samples: int) -> tuple[Cut, ...]:
-        """How each dim of a value may be cut when there are so many samples."""
+        """Granules of each dim of a value when there are so many samples."""
         known = self._cuts.get((value, num_samples))
         if known is None:
             sizes = Shapes(self._shapes.symbol, num_samples).of(tensor_of(value))
