@@ -3,7 +3,7 @@
 #
 #     sbatch deploy/slurm.sh train.py --steps 1000
 #
-# Hosts may have unlike numbers of GPUs: each torchrun counts its own. With hosts of unlike kinds, ask for them as a heterogeneous job or by
+# Hosts may have different numbers of GPUs: each torchrun counts its own. With heterogeneous hosts, ask for them as a heterogeneous job or by
 # name (#SBATCH --nodelist=big1,small1) and leave --gpus-per-node out, where your site allows that.
 
 #SBATCH --job-name=whale
@@ -49,7 +49,7 @@ srun --kill-on-bad-exit=1 --wait=60 bash -c '
         --max-restarts "$RESTARTS" --shutdown-timeout 5 "$@"
 ' bash "$@" &
 
-# Slurm tells this shell 120 s before the time is over: the ranks get it too, so that a script that saves on SIGTERM can do so
+# Slurm signals this shell 120 s before the time is over: the ranks get it too, so that a script that saves on SIGTERM can do so
 srun_pid=$!
 trap 'kill -TERM "$srun_pid"' TERM
 wait "$srun_pid"

@@ -1,5 +1,5 @@
 """The main job: a small M6 learns to say what is in a drawing. 2 stages x 2 model replicas on 4
-processes, about 100 seconds of processor time in all. A second run goes on from the last
+processes, about 100 seconds of processor time in all. A second run continues from the last
 checkpoint.
 
     python examples/train_m6.py                            one process: the same accuracy; losses differ by rounding, more with each step
@@ -184,7 +184,7 @@ def train(
     engine: wh.Engine, drawings: Drawings, options: argparse.Namespace, line: LiveLine
 ) -> Spent:
     """From the engine's step on to the last one. Which drawings a step sees depends on its number
-    only, so a run can go on anywhere.
+    only, so a run can continue anywhere.
     """
     spent = Spent()
     with line.shown():

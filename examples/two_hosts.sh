@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One job over several hosts that may have unlike numbers of devices: run this on every host.
+# One job over several hosts that may have different numbers of devices: run this on every host.
 #
 #     on big1     bash examples/two_hosts.sh 0 3 big1 examples/quickstart.py
 #     on small1   bash examples/two_hosts.sh 1 1 big1 examples/quickstart.py

@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 from whale import cli_plans
 from whale.cli_plans import FAILED
 from whale.cli_plans import stop as _stop
-from whale.names import count
+from whale.names import count, say_renamed
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
@@ -40,7 +40,8 @@ second in all
 
 app = typer.Typer(
     name="whale",
-    help="Write a PyTorch model for one device; Whale plans it onto the devices that you have, and trains it there.",
+    help="Write a PyTorch model for one device; Whale plans it onto the devices that you have, and "
+    "trains it there.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -177,9 +178,8 @@ def run(
     except KeyboardInterrupt:
         _stop("whale run: interrupted, all ranks are ended", INTERRUPTED)
     except Exception as error:
-        signal_number = getattr(
-            error, "sigval", None
-        )  # torch's SignalException, by its only attribute: its module is slow to import
+        # torch's SignalException, by its only attribute: its module is slow to import
+        signal_number = getattr(error, "sigval", None)
         if signal_number is None:
             raise
         _stop(f"whale run: got {signal_number.name}, all ranks are ended", 128 + signal_number)
@@ -330,9 +330,10 @@ def schedule(
         float, typer.Option(help="Time of a device for the forward of one micro-batch.")
     ] = 1.0,
     backward: Annotated[float, typer.Option(help="The same for the backward.")] = 2.0,
-    input_share: Annotated[
-        float, typer.Option(help="Part of a backward that is its input gradient.")
+    input_gradient: Annotated[
+        float, typer.Option(help="Fraction of a backward that computes the input gradient.")
     ] = 0.5,
+    input_share: Annotated[float | None, typer.Option(hidden=True)] = None,
     latency: Annotated[float, typer.Option(help="Time of a message between two devices.")] = 0.0,
     action_cost: Annotated[
         float, typer.Option(help="Time that the runtime adds to every action.")
@@ -354,15 +355,17 @@ def schedule(
         Path | None, typer.Option(help="Also write table and pictures to this HTML file.")
     ] = None,
 ) -> None:
-    """Compare all pipeline schedules for like devices: bubble, peak activations, lower bound,
+    """Compare all pipeline schedules on devices of one kind: bubble, peak activations, lower bound,
     picture. Starts no process.
     """
     from whale.report import schedule_page
     from whale.scheduling.compare import Question, compare
 
     for option, file in (("--svg", svg), ("--html", html)):
-        if file is not None and not file.absolute().parent.is_dir():
-            _stop(f"whale schedule: {option} {file}: there is no folder {file.parent}")
+        cli_plans.require_folder(file, f"whale schedule: {option}")
+    if input_share is not None:  # the name until 0.1.0
+        say_renamed("--input-share", "--input-gradient", "whale schedule")
+        input_gradient = input_share
     try:
         question = Question(
             num_devices=num_devices,
@@ -370,7 +373,7 @@ def schedule(
             num_waves=num_waves,
             forward_s=forward,
             backward_s=backward,
-            input_share=input_share,
+            input_share=input_gradient,
             message_s=latency,
             action_s=action_cost,
             memory=memory,
@@ -434,8 +437,8 @@ def _ranks_of_emulation(
     num_ranks: int | None,
     cluster: Path | None,
 ) -> int:
-    """For `whale run --emulate`: one rank for each device of the file, whatever its host; the ranks
-    find out that they are emulated.
+    """Number of ranks of `whale run --emulate`: one for each device of the file, whatever its host.
+    The ranks read from the run folder that they are emulated.
     """
     from whale.config import RUN_FOLDER_VARIABLE
     from whale.emulation.settings import prepare
@@ -456,8 +459,8 @@ def _emulation_folder() -> Path:
 
 
 def _ranks_of_cluster(file: Path, num_ranks: int | None) -> int:
-    """For `whale run`: one rank for each device that the file gives this host, unless -n says
-    fewer; the ranks read the file.
+    """Number of ranks of `whale run --cluster`: one for each device that the file gives this host,
+    unless -n says fewer. The ranks read the file.
     """
     from whale.cluster.cluster import Cluster
     from whale.cluster.matching import num_local_devices

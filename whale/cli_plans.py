@@ -41,7 +41,7 @@ def diff(a: FirstPlan, b: SecondPlan) -> None:
     """List every value that differs in two saved plans; exit code 1 when there are any."""
     from whale.plans.plan import diff as differences
 
-    _tell(differences(load(a, "diff"), load(b, "diff")), nothing="no difference")
+    _print_differences(differences(load(a, "diff"), load(b, "diff")), nothing="no difference")
 
 
 def compare(a: FirstPlan, b: SecondPlan) -> None:
@@ -50,11 +50,13 @@ def compare(a: FirstPlan, b: SecondPlan) -> None:
     """
     from whale.report.plan_comparison import compare as differences
 
-    _tell(differences(load(a, "compare"), load(b, "compare")), nothing="both plans do the same")
+    _print_differences(
+        differences(load(a, "compare"), load(b, "compare")), nothing="both plans do the same"
+    )
 
 
-def _tell(differences: Sequence[str], nothing: str) -> None:
-    """Prints them, and ends like the command diff: 1 when there are any."""
+def _print_differences(differences: Sequence[str], nothing: str) -> None:
+    """Prints them one a line, and ends like the command `diff`: exit code 1 when there are any."""
     for line in differences or [nothing]:
         print(line)
     if differences:
@@ -103,6 +105,7 @@ def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
 
 
 def load(file: Path, command: str) -> Plan:
+    """The plan of a file; one that cannot be read ends the command."""
     from whale.plans.plan import Plan
 
     try:
@@ -114,6 +117,7 @@ def load(file: Path, command: str) -> Plan:
 
 
 def print_plan(made: Plan, name: str = "the plan") -> None:
+    """Prints the tables of a plan; one whose parts do not fit together ends the command."""
     from whale.report import print_plan as show_plan
 
     try:

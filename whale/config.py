@@ -108,9 +108,9 @@ class Config(BaseModel):
     (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
 
     keep_gathered: Annotated[bool | str, BeforeValidator(_keep_gathered)] = "auto"
-    """On grids (`split`): whether weights and activations that are gathered in forward are kept for
-    backward (True), or gathered again there (False), which takes more messages and less memory.
-    `auto`: kept, where memory does not ask for the other."""
+    """On grids (`split`): whether weights and activations that are gathered in forward are saved
+    for backward (True), or gathered again there (False), which takes more messages and less memory.
+    `auto`: saved, where memory does not ask for the other."""
 
     adapt: Literal["off", "suggest", "on"] = "off"
     """Whether samples move between devices when a device is steadily faster or slower than planned:
@@ -164,8 +164,8 @@ class Config(BaseModel):
     """
 
     stall_timeout_s: AboveZero = 1800.0
-    """A single message or all-reduce between living ranks may take so many seconds (compiling, loading
-    data), then the job ends.
+    """A single message or all-reduce between living ranks may take so many seconds (compiling,
+    loading data), then the job ends.
     """
 
     run_folder: Words | None = None
@@ -309,7 +309,7 @@ def _message(error: ErrorDetails) -> str:
 
 
 def type_words(annotation: Any) -> str:
-    """A field's type as a user reads it: `int | None`, without limits; choices of text are `str`."""
+    """A field's type as a user reads it: `int | None`, without limits; choices are `str`."""
     if annotation is types.NoneType:
         return "None"
     if get_origin(annotation) is Annotated:

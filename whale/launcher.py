@@ -2,7 +2,8 @@
 rank failed first and why.
 
     launch           in the launcher: starts the ranks, waits, gives the first failure
-    run_as_rank      in each rank, whose program is this file: runs the script as `python script.py` would, and writes down how it failed
+    run_as_rank      in each rank, whose program is this file: runs the script as `python script.py`
+                     would, and writes down how it failed
     run_script       a script as the main program of this process; also used by `whale plan`
 
 Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to
@@ -62,9 +63,11 @@ def default_num_ranks() -> int:
     """One rank for each accelerator, else for each CPU core that this process may use."""
     from whale.devices import num_accelerators  # torch takes its time; not every command needs it
 
-    return num_accelerators() or len(
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    if num_accelerators():
+        return num_accelerators()
+    if hasattr(os, "sched_getaffinity"):  # inside a container fewer than the machine has
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def launch(
@@ -82,9 +85,8 @@ def launch(
     # a store that outlives the ranks still holds the addresses of dead ones when they are started
     # again (pytorch issue 135712)
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.disable(
-        logging.ERROR
-    )  # the failure is told below, in one line; of this process only, not of the ranks
+    # of this process only, not of the ranks: `whale run` prints the failure itself, in one line
+    logging.disable(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -101,9 +103,8 @@ def launch(
             shutdown_timeout=GRACE_S,
         )
         try:
-            elastic_launch(config, sys.executable)(
-                "-u", __file__, str(script), *arguments
-            )  # this file: see its end
+            # the program of a rank is this file: see its end
+            elastic_launch(config, sys.executable)("-u", __file__, str(script), *arguments)
         except ChildFailedError as error:
             return first_failure(error.failures)
     return None
@@ -131,17 +132,10 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     if text is not None:
         return Failure(rank, text, max(failure.exitcode, 1), num_failed)
     if failure.exitcode < 0:
-        hint = (
-            ", often by the system for want of memory"
-            if failure.exitcode == -signal.SIGKILL
-            else ""
-        )
-        return Failure(
-            rank,
-            f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})",
-            128 - failure.exitcode,
-            num_failed,
-        )
+        is_killed = failure.exitcode == -signal.SIGKILL
+        hint = ", often by the system for want of memory" if is_killed else ""
+        text = f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})"
+        return Failure(rank, text, 128 - failure.exitcode, num_failed)
     return Failure(rank, f"exit code {failure.exitcode}", failure.exitcode, num_failed)
 
 
@@ -167,7 +161,7 @@ def run_as_rank() -> None:
             _write_down(f"sys.exit({stop.code!r})")
         raise
     except BaseException as error:
-        _tell_watch(error)
+        _report_to_watch(error)
         _write_down(_last_line(error))
         # one write: tracebacks of several ranks do not mix line by line
         sys.stderr.write(
@@ -202,19 +196,18 @@ def _last_line(error: BaseException) -> str:
     return line if len(line) <= LONGEST_TEXT else line[:LONGEST_TEXT] + "..."
 
 
-def _tell_watch(error: BaseException) -> None:
-    """The other ranks hear of it; waits until this one may end. Errors inside `engine.step` were
-    told there.
+def _report_to_watch(error: BaseException) -> None:
+    """Lets the other ranks know, and waits until this one may end. Errors inside `engine.step` were
+    reported there.
     """
-    watch = sys.modules.get(
-        "whale.distributed.watch"
-    )  # not imported: the script has not come so far
+    # where it is not imported, the script never came as far as other ranks
+    watch = sys.modules.get("whale.distributed.watch")
     if watch is not None and isinstance(error, Exception):
         watch.report_failure(error)
 
 
 def _write_down(text: str) -> None:
-    """In the form that torch's launcher reads, and the exact time besides."""
+    """Writes the error file that torch's launcher reads, with the exact time besides."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return
@@ -232,8 +225,7 @@ def _end_with_launcher(launcher: int) -> None:
     os._exit(1)
 
 
-if (
-    __name__ == "__main__"
-):  # a rank; it has imported nothing of Whale or torch yet, so the script decides what it needs
+# a rank; it has not imported torch yet, so the script decides what it needs
+if __name__ == "__main__":
     del sys.path[0]  # the folder of this file
     run_as_rank()

@@ -13,11 +13,12 @@ TAIL_BYTES = 1 << 16
 
 
 def metrics_file(run_folder: str | Path, rank: int) -> Path:
+    """Where a rank writes its metrics, one JSON object a line."""
     return Path(run_folder) / "metrics" / f"rank_{rank:05d}.jsonl"
 
 
 def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Lines of every rank; a half-written last line is left out."""
+    """All lines of every rank, by rank; a half-written last line is left out."""
     return {rank: _lines(path.read_bytes()) for rank, path in _files(run_folder).items()}
 
 
@@ -44,8 +45,8 @@ def _files(run_folder: str | Path) -> dict[int, Path]:
 
 
 def _lines(content: bytes) -> list[dict[str, Any]]:
-    """A line that is no JSON was cut off when its rank was killed: those behind it are of the next
-    run.
+    """The lines that are JSON. Another one was cut off when its rank was killed: those behind it
+    are of the next run.
     """
     found = []
     for text in content.splitlines():

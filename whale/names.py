@@ -48,18 +48,15 @@ def current_names(
 
 def count(number: int, word: str) -> str:
     """`1 stage`, `2 stages`."""
-    return (
-        f"{number} {word}"
-        if number == 1
-        else f"{number} {word}es"
-        if word.endswith("ch")
-        else f"{number} {word}s"
-    )
+    if number == 1:
+        return f"{number} {word}"
+    ending = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{ending}"
 
 
 def num_shown(number: int, most: int) -> int:
-    """How many of so many rows are shown where `most` are. All, where one would be left out: a row
-    about it takes as much room.
+    """How many of `number` rows are shown where `most` fit. All, where one would be left out: a row
+    that says so takes as much space.
     """
     return number if number <= most + 1 else most
 
@@ -67,9 +64,8 @@ def num_shown(number: int, most: int) -> int:
 def listed(things: Sequence[object], most: int, separator: str = ", ") -> str:
     """`a, b, c and 5 more`, shown as `num_shown` says."""
     shown = num_shown(len(things), most)
-    return separator.join(map(str, things[:shown])) + (
-        f" and {len(things) - shown} more" if len(things) > shown else ""
-    )
+    more = f" and {len(things) - shown} more" if len(things) > shown else ""
+    return separator.join(map(str, things[:shown])) + more
 
 
 def names_of(text: str) -> frozenset[str]:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from whale.cli import app
+from whale.names import say_renamed
 from whale.report import schedule_page
 from whale.scheduling.compare import Question, compare
 
@@ -94,7 +95,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
             "forward is nan; a finite number is needed",
         ),
         (
-            ["--devices", "4", "--micro-batches", "4", "--input-share", "2"],
+            ["--devices", "4", "--micro-batches", "4", "--input-gradient", "2"],
             "input_share is 2.0; the input gradient is between 0 and 1",
         ),
     ],
@@ -109,3 +110,19 @@ def test_odd_numbers_of_micro_batches_leave_chimera_out() -> None:
     rows = compare(Question(num_devices=3, num_micro_batch=5, num_waves=1, tries=20))
     assert "chimera" not in [row.name for row in rows]
     assert schedule_page.best(rows).timeline.step_s == min(row.timeline.step_s for row in rows)
+
+
+def test_the_old_name_of_a_flag_still_works_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    say_renamed.cache_clear()
+    arguments = ["schedule", "--devices", "2", "--micro-batches", "2", "--tries", "1"]
+    new = CliRunner().invoke(app, [*arguments, "--input-gradient", "0.25"])
+    assert not caplog.records
+    for _ in range(2):
+        old = CliRunner().invoke(app, [*arguments, "--input-share", "0.25"])
+        assert old.exit_code == new.exit_code == 0 and old.output == new.output
+    assert [record.getMessage() for record in caplog.records] == [
+        "whale schedule: '--input-share' is now '--input-gradient'. "
+        "The old name still works; change it."
+    ]

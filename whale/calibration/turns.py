@@ -105,8 +105,8 @@ class Stretch:
 
     turns: Sequence[Turn]
     part: float = 1.0
-    """fraction of the core's time that other processes left; not known (1) where ranks wait for each
-    other, or an accelerator computes
+    """fraction of the core's time that other processes left; not known, so 1, where ranks wait for
+    each other, or an accelerator computes
     """
 
     @property

@@ -4,12 +4,20 @@ How an engine uses it:
 
     saver = AsyncSaver(folder, job_id=..., rank=r, num_ranks=n, keep=3)
     tensors, values = pack_optimizer(optimizer, names_of, only=mine)
-    handle = saver.save(step, {**model_tensors, **tensors}, values={...}, rank_values={"optimizer": values})
+    handle = saver.save(
+        step, {**model_tensors, **tensors}, values={...}, rank_values={"optimizer": values}
+    )
 
     with Reader(folder) as reader:
         for name, tensor in model.items():
             tensor.copy_(reader.read(name))
-        unpack_optimizer(optimizer, names_of, reader.read, merge_values(v.get("optimizer") for v in reader.rank_values))
+        merged = merge_values(values.get("optimizer") for values in reader.rank_values)
+        unpack_optimizer(optimizer, names_of, reader.read, merged)
+
+Who does what: `pieces` parts of tensors, `tensor_files` safetensors with checksums, `format` the
+index and values of a folder, `training_state` optimizer and generators as tensors and values,
+`writer` a rank's part, `commit` putting it into place, `saver` all of that in a thread, `reader`
+any box of any tensor, `pretrained` the Hugging Face layout.
 """
 
 from whale.checkpoint.commit import await_outcome, finish

@@ -115,18 +115,16 @@ def await_outcome(target: Target, timeout_s: float = TIMEOUT_S) -> Path:
     """The other ranks, after `write_rank`: returns when rank 0 has put the checkpoint into place,
     raises when it gave up.
     """
-    patience = Patience(
-        target.temporary, 2 * timeout_s
-    )  # rank 0 may itself be waiting for another rank
+    # twice as long: rank 0 may itself be waiting for another rank
+    patience = Patience(target.temporary, 2 * timeout_s)
     while target.temporary.exists():
         if patience.looks_now():
             with (
                 plain_errors("finishing", target.temporary),
                 contextlib.suppress(FileNotFoundError),
             ):
-                os.utime(
-                    target.temporary
-                )  # on a disk that can no longer be written to, rank 0 cannot even say so
+                # on a disk that can no longer be written to, rank 0 cannot even say so
+                os.utime(target.temporary)
         if patience.is_over():
             raise CheckpointError(
                 f"{target.final} was not finished: rank 0 gave no sign for {patience.limit_s:.0f} "
@@ -169,9 +167,8 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
             break
         if patience.looks_now():
             with plain_errors("finishing", folder):
-                try_to_write(
-                    folder
-                )  # on a disk that can no longer be written to, the others cannot even say so
+                # on a disk that can no longer be written to, the others cannot even say so
+                try_to_write(folder)
         if patience.is_over():
             raise CheckpointError(
                 f"{target.final} was not finished: rank{'s' if len(missing) > 1 else ''} "
@@ -184,7 +181,7 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
         patience.pause()
     if failed:
         text = (folder / rank_failure(failed[0])).read_text(errors="replace")
-        if not text:  # not even the reason found room
+        if not text:  # not even the reason fitted on the disk
             text = str(explain(OSError(errno.ENOSPC, ""), "writing", folder / rank_file(failed[0])))
         more = f" (ranks {_list(failed)} failed)" if len(failed) > 1 else ""
         raise CheckpointError(
@@ -282,8 +279,8 @@ def _remove_stale(target: Target, timeout_s: float) -> None:
     """Temporary folders that no living save can own: of this job's earlier saves, or untouched for
     long.
 
-    A later save of this job may be under way already: other ranks go on as soon as this one is in
-    place.
+    A later save of this job may be under way already: other ranks continue as soon as this one is
+    in place.
     """
     job, _, number = target.save_id.rpartition("_")
     for path in target.folder.glob(".tmp_*"):

@@ -51,7 +51,8 @@ def explain(
     else:
         what = f"{error.strerror or error}. Check the disk, or save to another folder"
     return CheckpointError(
-        f"{doing} {path} failed: {what}. Earlier checkpoints are untouched, and training can go on"
+        f"{doing} {path} failed: {what}. Earlier checkpoints are untouched, and training can "
+        "continue"
     )
 
 
@@ -77,7 +78,7 @@ def plain_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterat
         )
         raise CheckpointError(
             f"{doing} {path} failed: it was removed meanwhile. {who} job works there. "
-            "Earlier checkpoints are untouched, and training can go on"
+            "Earlier checkpoints are untouched, and training can continue"
         ) from error
     except OSError as error:
         raise explain(error, doing, path, num_bytes) from error

@@ -278,7 +278,7 @@ def _prefix(body: bytes) -> bytes:
 
 
 def _check_format(content: bytes, file: Path) -> None:
-    """The format stands first, so that it can be told even when the rest means something else."""
+    """The format stands first, so that it can be read even when the rest means something else."""
     found = re.match(rb'"index":\{"format":([0-9]{1,9}),', content[len(_prefix(b"")) :])
     if found and int(found[1]) != FORMAT:
         raise CheckpointError(

@@ -4,7 +4,7 @@ grid loads what any other saved.
 A box has one range [start, stop) for each dim. A tensor's pieces are right when each lies inside
 the shape, no two overlap, and their volumes add up to the tensor's:
 
-    inside  and  disjoint  and  sum of volumes = volume    <=>    every element exactly once      (1)
+    inside  and  disjoint  and  sum of volumes = volume   <=>   every element exactly once    (1)
 
 A shard that is cut in a fused dim is several boxes (one in each segment); each is a piece of its
 own in the rank's file. Optimizer state that has the shape of its parameter is cut like it. A number
@@ -229,7 +229,7 @@ def read_state(
 
 
 def _own_name(name: str, shard: Shard) -> str:
-    """Of what belongs to this very part: `optimizer/w/row of [0:4] x [2:6]`."""
+    """Name of what belongs to this very part: `optimizer/w/row of [0:4] x [2:6]`."""
     if shard.ranges is None:
         return name
     return f"{name} of " + " x ".join(

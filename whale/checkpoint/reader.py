@@ -148,7 +148,7 @@ class Reader:
 
     @property
     def num_bytes_read(self) -> int:
-        """From all files so far: index, headers and tensors."""
+        """Bytes read from all files so far: index, headers and tensors."""
         return self._closed_bytes_read + sum(file.num_bytes_read for file in self._open.values())
 
     def read(self, name: str, ranges: Box | None = None) -> Tensor:

@@ -67,8 +67,8 @@ class AsyncSaver:
     `job_id`, and calls `save` at the same steps.
 
     `job_id`: any name that all ranks of this run share and no other run has (rank 0 draws it and
-    tells the others). `keep`: how many checkpoints stay; None = all. `timeout_s`: how long ranks
-    wait for each other without progress. `keep_buffers`: whether the memory of the copy stays
+    sends it to the others). `keep`: how many checkpoints stay; None = all. `timeout_s`: how long
+    ranks wait for each other without progress. `keep_buffers`: whether the memory of the copy stays
     allocated between saves, which makes the copy about five times faster.
     """
 
@@ -185,8 +185,8 @@ class AsyncSaver:
 
 
 def _lower_priority() -> None:
-    """On Linux the niceness of a thread is its own; elsewhere it would be the whole process's, so
-    it is left alone.
+    """Makes this thread yield its core to training. Only on Linux, where the niceness of a thread
+    is its own; elsewhere it would be the whole process's.
     """
     if sys.platform == "linux":
         try:

@@ -1,6 +1,6 @@
 """Safetensors files: written with a checksum for each block of bytes, read slice by slice.
 
-    u64 header length | JSON header: key -> dtype, shape, data_offsets | bytes of the tensors, one after the other
+    u64 header length | JSON header: key -> dtype, shape, data_offsets | bytes of the tensors
 
 Checksums are CRC-32 (`zlib`), measured on one core of the build machine: 3.2 GiB/s, against 1.4 for
 SHA-256 and 0.7 for BLAKE2b; all three let other threads run meanwhile. They find damage and

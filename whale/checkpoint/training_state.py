@@ -1,5 +1,5 @@
-"""What training needs besides weights: optimizer and LR scheduler by parameter name, so that any plan
-can load what any other plan saved, and the random number generators of this process.
+"""What training needs besides weights: optimizer and LR scheduler by parameter name, so that any
+plan can load what any other plan saved, and the random number generators of this process.
 
 A torch optimizer numbers its parameters; here every state tensor has a name of its own,
 `optimizer/<parameter>/<key>`, and everything that is not a tensor goes to the values:
@@ -41,7 +41,7 @@ def state_name(parameter: str, key: str) -> str:
 
 
 def parameter_name(name: str) -> str:
-    """Of the parameter that a state tensor belongs to."""
+    """Name of the parameter that a state tensor belongs to."""
     return name.removeprefix(PREFIX).rpartition("/")[0]
 
 
@@ -149,8 +149,8 @@ def pack_scheduler(scheduler: Any) -> dict[str, Any]:
 def unpack_scheduler(
     scheduler: Any, values: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """After `unpack_optimizer`: this rank's optimizer may have another number of groups than the
-    one that was saved.
+    """Loads the scheduler's state, after `unpack_optimizer`: this rank's optimizer may have another
+    number of groups than the one that was saved.
     """
     kind = type(scheduler).__name__
     if values.get("kind") != kind:

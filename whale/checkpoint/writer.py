@@ -57,26 +57,26 @@ def take_snapshot(
     buffers: dict[str, Tensor] | None = None,
 ) -> Snapshot:
     """Copies of all tensors, and the values as JSON. Returns when the copies are whole, so that
-    training can go on at once.
+    training can continue at once.
 
-    `buffers`: memory kept from save to save, changed here. Copying into memory that was used before
-    took 0.08 s for 256 MiB, into new memory 0.40 s (the system must clear new pages first). Buffers
+    `buffers`: memory that stays from save to save, changed here. Copying into memory that was used
+    before took 0.08 s for 256 MiB, into new memory 0.40 s (the system must clear new pages first). Buffers
     for tensors of a GPU are pinned.
     """
     parts = dict(parts or {})
-    kept = buffers if buffers is not None else {}
-    for name in kept.keys() - tensors.keys():
-        del kept[name]
+    reused = buffers if buffers is not None else {}
+    for name in reused.keys() - tensors.keys():
+        del reused[name]
     copies: dict[str, Tensor] = {}
     devices: dict[torch.device, LocalDevice] = {}
     for name, tensor in tensors.items():
         dtype_name(tensor, name)
         _check_part(name, tensor, parts.get(name))
         device = devices.setdefault(tensor.device, device_of(tensor.device))
-        copy = kept.get(name)
+        copy = reused.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = device.empty_on_host(tensor.shape, tensor.dtype)
-        copies[name] = kept[name] = copy
+        copies[name] = reused[name] = copy
         copy.copy_(tensor.detach(), non_blocking=device.is_accelerator)
     for device in devices.values():
         device.synchronise()
@@ -126,7 +126,7 @@ def write_rank(target: Target, rank: int, snapshot: Snapshot) -> RankReport:
             try:
                 write_bytes(folder / rank_failure(rank), str(error).encode())
             except OSError:
-                (folder / rank_failure(rank)).touch()  # a full disk often has room for a name
+                (folder / rank_failure(rank)).touch()  # a full disk often takes a name
         raise
 
 

@@ -43,7 +43,9 @@ def _devices(a: Plan, b: Plan) -> Iterator[str]:
         moved = [
             rank for rank in range(a.num_devices) if a.place_of_rank(rank) != b.place_of_rank(rank)
         ]
-        yield f"placement: {count(len(moved), 'device')} elsewhere (rank {ranges(moved[:SHOWN])}{' ...' * (len(moved) > SHOWN)})"
+        more = " ..." if len(moved) > SHOWN else ""
+        elsewhere = f"{count(len(moved), 'device')} elsewhere"
+        yield f"placement: {elsewhere} (rank {ranges(moved[:SHOWN])}{more})"
 
 
 def _kinds(plan: Plan) -> str:
@@ -59,7 +61,8 @@ def _shape(plan: Plan) -> str:
 
 def _batch(a: Plan, b: Plan) -> Iterator[str]:
     if (a.batch_size, a.num_micro_batch) != (b.batch_size, b.num_micro_batch):
-        yield f"batch: {a.batch_size} in {count(a.num_micro_batch, 'micro-batch')} -> {b.batch_size} in {b.num_micro_batch}"
+        before = f"{a.batch_size} in {count(a.num_micro_batch, 'micro-batch')}"
+        yield f"batch: {before} -> {b.batch_size} in {b.num_micro_batch}"
 
 
 def _cuts(a: Plan, b: Plan) -> Iterator[str]:

@@ -269,7 +269,7 @@ def memory_picture(timeline: Timeline) -> Markup:
     """One bar for each device, on one scale, with its capacity as the frame."""
     drawing = Drawing(WIDTH)
     shown = timeline.devices[: num_devices_shown(timeline)]
-    room = WIDTH - LABEL - 190
+    bar_width = WIDTH - LABEL - 190
     largest = max(max(device.memory_bytes, device.peak_total_bytes) for device in shown) or 1.0
     legend(drawing, LABEL, 12, [(MEMORY_COLOURS[name], name) for name in CLASSES])
     for place, device in enumerate(shown):
@@ -278,14 +278,14 @@ def memory_picture(timeline: Timeline) -> Markup:
         drawing.box(
             LABEL,
             y,
-            room * (device.memory_bytes or largest) / largest,
+            bar_width * (device.memory_bytes or largest) / largest,
             18,
             GREY,
             title=f"capacity {human_bytes(device.memory_bytes)}",
         )
         x = float(LABEL)
         for name in CLASSES:
-            wide = room * device.peak_bytes[name] / largest
+            wide = bar_width * device.peak_bytes[name] / largest
             drawing.box(
                 x,
                 y,
@@ -380,13 +380,10 @@ def _curve(
 
 
 def _sort(event: Event) -> str:
-    return (
-        event.name
-        if event.name in (ALL_REDUCE, UPDATE)
-        else "receive"
-        if event.is_wait
-        else event.name[0]
-    )
+    """Key of EVENT_COLOURS."""
+    if event.name in (ALL_REDUCE, UPDATE):
+        return event.name
+    return "receive" if event.is_wait else event.name[0]
 
 
 def _held(device: DeviceTimeline) -> str:

@@ -185,7 +185,7 @@ def _shares(shares: list[int]) -> str:
 
 
 def _crossings(plan: Plan) -> Table | None:
-    """What crosses each cut: the largest first, the rest summed up."""
+    """What crosses each cut: the largest first, the rest in one row."""
     if not plan.crossings:
         return None
     table = make_table(

@@ -23,7 +23,7 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the time of one device in a step."""
+    """What a device does with its time in a step, as fractions of the step."""
 
     busy: float
     wait: float
@@ -32,7 +32,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All that the ranks wrote down."""
+    """All that the ranks of an emulated run wrote down."""
 
     records: list[RankRecord]
     predicted: list[list[Event]]

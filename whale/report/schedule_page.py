@@ -113,8 +113,8 @@ def pick(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def picture(row: Row, width: int) -> RenderableType:
-    """One line for each device; an action begins with its micro-batch and goes on with the sign of
-    its kind.
+    """One line for each device; an action begins with its micro-batch and continues with the sign
+    of its kind.
     """
     timeline = row.timeline
     columns = max(width - LABEL_WIDTH, LEAST_COLUMNS)
