@@ -69,10 +69,10 @@ def count() -> tuple[int, float, Counter[str]]:
     sent.reset()
     engine.step(batch)
     (sharding,) = engine.plan.shardings
-    told = Counter(each.what.split(": ")[1] for each in sharding.operations if each.told_bytes)
+    told = Counter(each.what.split(": ")[1] for each in sharding.operations if each.exchanged_bytes)
     return (
         sent.num_bytes,
-        sharding.sent_bytes + sum(each.told_bytes for each in sharding.operations),
+        sharding.sent_bytes + sum(each.exchanged_bytes for each in sharding.operations),
         told,
     )
 

@@ -17,10 +17,10 @@ from tests.thorough import many
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import redistribution
-from whale.sharding.describe import layout_of
 from whale.sharding.options import PARTIAL, SAME
 from whale.sharding.redistribution import Step, plan_redistribution
 from whale.sharding.redistribution_costs import sent_bytes
+from whale.sharding.space import layout_of
 
 
 @st.composite

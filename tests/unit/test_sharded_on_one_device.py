@@ -22,10 +22,10 @@ from whale.lowering.subgroups import GridGroups, Subgroup
 from whale.operations.operation import Shapes
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, whole
-from whale.sharding.describe import layout_of
 from whale.sharding.emit import Special
 from whale.sharding.local import local_call
 from whale.sharding.redistribution_steps import Redistribution
+from whale.sharding.space import layout_of
 
 ALONE = Subgroup(1, 0, None)
 FIRST = 2

@@ -22,7 +22,7 @@ from whale.dtypes import in_memory
 from whale.lowering.exchange import Groups, as_bytes, sent
 from whale.plans.grid import Grid
 from whale.plans.plan import Plan
-from whale.sharding.row_numbers import DIRECT_UP_TO_BYTES
+from whale.sharding.row_messages import DIRECT_UP_TO_BYTES
 
 AllGather = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]
 """a faster way to everyone's value of a group, [members, *shape]; None where it does not lead there

@@ -28,17 +28,15 @@ from torch.fx import Node
 
 from whale.costs.backward_workspace import COPIES, lifetimes
 from whale.costs.saved import Saved
-from whale.plans.grid import AXES
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
 from whale.scheduling.memory import NOTHING, Bytes, total
-from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, tensor_of, value_of
 from whale.sharding.emit import is_alike
-from whale.sharding.options import Option, Placement
+from whale.sharding.options import Placement
 from whale.sharding.redistribution import plan_redistribution
 from whale.sharding.redistribution_steps import most_held
-from whale.sharding.space import Space
+from whale.sharding.space import Space, layout_of
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,7 @@ class OnDevice:
         self.grid = sharding.grid
         self.num_samples = num_samples
         self.operations = space.program.operations
-        nodes = list(space.program.captured.graph.nodes)
-        self.chosen: dict[Node, dict[str, Option]] = {}
-        for index, names in sharding.choices.items():
-            known = {option.name: option for option in space.options[nodes[index]]}
-            self.chosen[nodes[index]] = {
-                axis: known[name] for axis, name in zip(AXES, names, strict=True) if name
-            }
+        self.chosen = space.chosen(sharding)
         self._layouts: dict[Value, Layout] = {}
         self.changes = self._changes()
         self.workspaces: dict[bool, Bytes] = {}

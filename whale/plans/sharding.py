@@ -29,8 +29,8 @@ class ShardedOperation:
     """`column over y, by samples over z`"""
     sent_bytes: float
     """by one device, for its inputs: forward and backward of one micro-batch"""
-    told_bytes: float = 0.0
-    """by one device inside the operation: maxima and sums of rows over a dim that is cut"""
+    exchanged_bytes: float = 0.0
+    """by one device inside of the operation: maxima and sums of rows over a dim that is cut"""
     why: str = ""
     """what the next best pattern would cost, or what left no choice"""
 

@@ -212,7 +212,9 @@ def _sharding_table(plan: Plan, sharding: StageSharding) -> list[RenderableType]
 def sharding_title(plan: Plan, sharding: StageSharding) -> str:
     grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
     assert grid is not None
-    total = sharding.sent_bytes + sum(operation.told_bytes for operation in sharding.operations)
+    total = sharding.sent_bytes + sum(
+        operation.exchanged_bytes for operation in sharding.operations
+    )
     return (
         f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for "
         f"{sharding.num_samples} samples, forward and backward; "
@@ -225,7 +227,7 @@ def sharding_rows(sharding: StageSharding) -> list[OperationRow]:
     found: Counter[tuple[str, str, float, str]] = Counter()
     for each in sharding.operations:
         found[
-            _layer_free(each.what), each.pattern, each.sent_bytes + each.told_bytes, each.why
+            _layer_free(each.what), each.pattern, each.sent_bytes + each.exchanged_bytes, each.why
         ] += 1
     return [
         (what, str(times), pattern, human_bytes(sent) if sent else "-", why)

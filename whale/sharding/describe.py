@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from whale.capture.graph import module_name
 from whale.operations.nodes import op_name
 from whale.operations.table import CLASS_LOSSES, POINTWISE_LOSSES
-from whale.plans.grid import AXES
+from whale.plans.grid import AXES, Grid
 from whale.plans.layout import Cut, Layout
 from whale.plans.sharding import ORDER, Gathered, ShardedOperation, Sharding
 from whale.sharding.dims import Value
-from whale.sharding.options import PARTIAL, SAME, TRAVEL, Option, Placement
+from whale.sharding.options import SAME, TRAVEL, Option, Placement
 from whale.sharding.redistribution_costs import sent_bytes
-from whale.sharding.space import Space, numel_bytes
-
-if TYPE_CHECKING:
-    from whale.sharding.solve import Solver
+from whale.sharding.space import Space, layout_of, numel_bytes
+from whale.sharding.terms import Read, State, Terms, output_of
 
 WORDS = {
     "n": "column",
@@ -36,51 +34,87 @@ WORDS = {
 }
 """options in words; others are named by their dim"""
 LISTED = CLASS_LOSSES | POINTWISE_LOSSES | {"embedding"}
-"""rules of operations that the plan lists although they neither multiply nor, often, send: whether
+"""operations that the plan lists although they neither multiply nor, often, send: whether
 they are cut is what a user asks
 """
 
 
-def describe(solver: Solver, seconds: float) -> Sharding:
-    """The result of a solver."""
-    space = solver.space
-    grid = solver.grid
+@dataclass(frozen=True)
+class Solution:
+    """What the solver chose for one stage."""
+
+    terms: Terms
+    fixed: Mapping[str, Layout]
+    """layouts of parameters that were given"""
+    chosen: Mapping[Node, State]
+    reads: Sequence[Read]
+    """all values that are read"""
+    seconds: float
+
+    @property
+    def space(self) -> Space:
+        return self.terms.space
+
+    @property
+    def grid(self) -> Grid:
+        return self.terms.grid
+
+    def options(self, node: Node) -> Mapping[str, Option]:
+        """Option of an operation on each axis."""
+        return self.chosen[node]  # type: ignore[return-value]
+
+    def lies(self, value: Value) -> dict[str, Placement]:
+        """How a value lies on the axes of the grid."""
+        node, result = value
+        if node in self.chosen:
+            return {axis: output_of(choice, result) for axis, choice in self.chosen[node].items()}
+        return dict.fromkeys(self.grid.axes, self.space.fixed_source(node))
+
+    def needed(self, node: Node, slot: int) -> dict[str, Placement]:
+        """How an operation needs one of its inputs."""
+        return {axis: option.inputs[slot] for axis, option in self.options(node).items()}
+
+    def has_gradient(self, node: Node) -> bool:
+        """Whether a value carries a gradient."""
+        return node in self.space.program.gradients
+
+
+def describe(solution: Solution) -> Sharding:
+    """The solution as a plan holds it."""
+    space = solution.space
+    terms = solution.terms
     index = {node: place for place, node in enumerate(space.program.captured.graph.nodes)}
     choices: dict[int, tuple[str, str, str]] = {}
     operations = []
     replicated = []
-    sent = _sent_by_reader(solver)
+    sent = _sent_by_reader(solution)
     for node in space.operations:
-        chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
-        choices[index[node]] = tuple(chosen[axis].name if axis in chosen else "" for axis in AXES)  # type: ignore[assignment]
+        chosen = solution.options(node)
+        x, y, z = (chosen[axis].name if axis in chosen else "" for axis in AXES)
+        choices[index[node]] = (x, y, z)
         what = f"{module_name(node) or 'model'}: {op_name(node)}"
-        cost = solver.terms.node_costs[node]
-        told = solver.terms.told_bytes(node, chosen)
-        if cost.flop or sent.get(node) or told or op_name(node) in LISTED:
-            operations.append(
-                ShardedOperation(
-                    index[node], what, pattern(space, node, chosen), sent.get(node, 0.0), told
-                )
-            )
-        if (
-            cost.output_bytes > _itemsize(node)
-            and not any(option.is_cut for option in space.options[node])
-            and grid.axes
-        ):
+        cost = terms.node_costs[node]
+        sent_bytes_of = sent.get(node, 0.0)
+        exchanged = terms.exchanged_bytes(node, chosen)
+        if cost.flop or sent_bytes_of or exchanged or op_name(node) in LISTED:
+            words = pattern(space, node, chosen)
+            operations.append(ShardedOperation(index[node], what, words, sent_bytes_of, exchanged))
+        can_be_cut = any(option.is_cut for option in space.options[node])
+        if cost.output_bytes > _itemsize(node) and not can_be_cut and solution.grid.axes:
             replicated.append(what)
-    stored = {str(node.target): _stored_layout(solver, node) for node in space.parameters}
+    stored = {str(node.target): _stored_layout(solution, node) for node in space.parameters}
     return Sharding(
-        grid=grid,
+        grid=solution.grid,
         choices=choices,
         stored=stored,
         operations=tuple(operations),
         replicated=tuple(replicated),
-        seconds=seconds,
-        sum_seconds=_sum_seconds(solver, stored),
+        seconds=solution.seconds,
+        sum_seconds=_sum_seconds(solution, stored),
         sent_bytes=sum(sent.values()),
-        weight_bytes=_most_stored(solver, stored),
-        work=_work(solver),
-        gathered=_gathered(solver),
+        weight_bytes=_most_stored(solution, stored),
+        work=_work(solution),
+        gathered=_gathered(solution),
     )
 
 
@@ -91,198 +125,176 @@ def _itemsize(node: Node) -> int:
     return int(first.dtype.itemsize)
 
 
-def _sum_seconds(solver: Solver, stored: Mapping[str, Layout]) -> float:
-    """Of the gradients of all parameters over the devices that hold the same parts, for one
-    micro-batch.
+def _sum_seconds(solution: Solution, stored: Mapping[str, Layout]) -> float:
+    """Seconds of the all-reduces of all gradients over the devices that hold the same shards, for
+    one micro-batch.
     """
-    grid = solver.grid
-    costs = solver.terms.costs
-    program = solver.space.program
-    trained = [str(node.target) for node in solver.space.parameters if node in program.gradients]
-    alike = Counter((stored[name], program.captured.state[name].dtype.itemsize) for name in trained)
-    total = sum(
-        number * solver.terms.sum_seconds(size * layout.largest_count(grid), layout.same_on(grid))
-        for (layout, size), number in alike.items()
-    )
-    return total / costs.num_micro_batch
+    grid = solution.grid
+    space = solution.space
+    trained = [str(node.target) for node in space.parameters if solution.has_gradient(node)]
+    state = space.program.captured.state
+    alike = Counter((stored[name], state[name].dtype.itemsize) for name in trained)
+    total = 0.0
+    for (layout, size), number in alike.items():
+        held_bytes = size * layout.largest_count(grid)
+        total += number * solution.terms.sum_seconds(held_bytes, layout.same_on(grid))
+    return total / solution.terms.costs.num_micro_batch
 
 
-def _work(solver: Solver) -> tuple[float, ...]:
-    """By place, its part of the FLOP of all operations: a device without a head, say, does nothing
-    of the attention.
+def _work(solution: Solution) -> tuple[float, ...]:
+    """Fraction of the FLOP of all operations at each place: a device without a head, say, does
+    nothing of the attention.
     """
-    space = solver.space
-    grid = solver.grid
-    flop: dict[tuple[tuple[Cut, tuple[str, ...]], ...], float] = {}
-    for node in space.operations:
-        cuts: dict[str, tuple[Cut, list[str]]] = {}
-        chosen: dict[str, Option] = solver.chosen[node]  # type: ignore[assignment]
-        for axis in (axis for axis in ORDER if axis in chosen and chosen[axis].is_cut):
-            if chosen[axis].name not in cuts:
-                value, dim = solver.terms.cut_value(node, chosen[axis])
-                cuts[chosen[axis].name] = space.granules.cuts(value, solver.num_samples)[dim], []
-            cuts[chosen[axis].name][1].append(axis)
-        key = tuple((cut, tuple(axes)) for cut, axes in cuts.values())
-        flop[key] = flop.get(key, 0.0) + solver.terms.node_costs[node].flop
+    terms = solution.terms
+    grid = solution.grid
+    # an operation's work is cut as a tensor of the dims that its options cut
+    flop: dict[Layout, float] = {}
+    for node in solution.space.operations:
+        cuts: dict[str, Cut] = {}
+        axes: dict[str, list[str]] = {}
+        chosen = solution.options(node)
+        for axis in ORDER:
+            option = chosen.get(axis)
+            if option is None or not option.is_cut:
+                continue
+            if option.name not in cuts:
+                value, dim = terms.cut_value(node, option)
+                cuts[option.name] = solution.space.granules.cuts(value, terms.num_samples)[dim]
+            axes.setdefault(option.name, []).append(axis)
+        layout = Layout(tuple(cuts.values()), tuple(tuple(each) for each in axes.values()))
+        flop[layout] = flop.get(layout, 0.0) + terms.node_costs[node].flop
     total = sum(flop.values())
+    if not total:
+        return ()
     by_place = []
-    for place in range(grid.num_devices) if total else ():
-        parts = (
-            (Layout(tuple(cut for cut, _ in key), tuple(axes for _, axes in key)), number)
-            for key, number in flop.items()
-        )
-        by_place.append(
-            sum(
-                number * part.local_count(grid, place) / max(1, prod(part.shape))
-                for part, number in parts
-            )
-            / total
-        )
+    for place in range(grid.num_devices):
+        parts = [
+            number * layout.local_count(grid, place) / max(1, prod(layout.shape))
+            for layout, number in flop.items()
+        ]
+        by_place.append(sum(parts) / total)
     return tuple(by_place)
 
 
-def _most_stored(solver: Solver, stored: Mapping[str, Layout]) -> float:
+def _most_stored(solution: Solution, stored: Mapping[str, Layout]) -> float:
     """Bytes of weights on the device that has most."""
-    state = solver.space.program.captured.state
+    grid = solution.grid
+    state = solution.space.program.captured.state
     alike = Counter((layout, state[name].dtype.itemsize) for name, layout in stored.items())
-    places = range(solver.grid.num_devices)
-    return max(
-        sum(
-            number * size * layout.local_count(solver.grid, p)
+
+    def stored_at(place: int) -> int:
+        return sum(
+            number * size * layout.local_count(grid, place)
             for (layout, size), number in alike.items()
         )
-        for p in places
-    )
+
+    return max(stored_at(place) for place in range(grid.num_devices))
 
 
-def _stored_layout(solver: Solver, node: Node) -> Layout:
-    """Axes that cut a parameter only to store it stand innermost."""
-    fixed = solver.fixed.get(str(node.target))
+def _stored_layout(solution: Solution, node: Node) -> Layout:
+    """The layout of a parameter. Axes that cut it only to store it stand innermost."""
+    fixed = solution.fixed.get(str(node.target))
     if fixed is not None:
         return fixed
-    placements = solver.lies((node, 0))
-    readers = [
-        (reader, slot)
-        for reader in node.users
-        if reader in solver.space.operations
-        for slot in _slots(solver.space, reader, (node, 0))
-    ]
-    used = {
-        axis
-        for axis, placement in placements.items()
-        for reader, slot in readers
-        if solver.needed(reader, slot)[axis] == placement
-    }
-    stored = frozenset(
-        axis for axis, placement in placements.items() if placement != SAME and axis not in used
-    )
-    return layout_of(solver.space.granules.cuts((node, 0), solver.num_samples), placements, stored)
+    space = solution.space
+    value = (node, 0)
+    placements = solution.lies(value)
+    in_use: set[str] = set()
+    for reader in node.users:
+        if reader not in space.operations:
+            continue
+        for slot, each in enumerate(space.inputs_of(reader)):
+            if each == value:
+                needed = solution.needed(reader, slot)
+                in_use |= {axis for axis in placements if needed[axis] == placements[axis]}
+    cutting = {axis for axis, placement in placements.items() if placement != SAME}
+    cuts = space.granules.cuts(value, solution.terms.num_samples)
+    return layout_of(cuts, placements, frozenset(cutting - in_use))
 
 
-def _slots(space: Space, reader: Node, value: Value) -> list[int]:
-    return [slot for slot, each in enumerate(space.inputs_of(reader)) if each == value]
-
-
-def layout_of(
-    cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()
-) -> Layout:
-    """A layout from its placement on each axis: axes in the order z, y, x, and last those that only
-    store.
+def _sent_by_reader(solution: Solution) -> dict[Node, float]:
+    """Bytes of the redistributions that each operation is the first to need; those of a result of
+    the stage, of panels and of tokens that travel belong to the operation that makes it.
     """
-    order = [
-        *(axis for axis in ORDER if axis not in stored),
-        *(axis for axis in ORDER if axis in stored),
-    ]
-    axes = tuple(
-        tuple(axis for axis in order if placements.get(axis, SAME) == dim)
-        for dim in range(len(cuts))
-    )
-    return Layout(
-        cuts, axes, frozenset(axis for axis in order if placements.get(axis) == PARTIAL), stored
-    )
-
-
-def _sent_by_reader(solver: Solver) -> dict[Node, float]:
-    """Bytes of the exchanges that each operation is the first to need; those of a result, and
-    panels, belong to its own operation.
-    """
-    axes = solver.grid.axes
-    sizes = [solver.grid.size(axis) for axis in axes]
-    total: dict[Node, float] = {
-        node: sum(solver.terms.panel_bytes(node, solver.chosen[node]).values())  # type: ignore[arg-type]
-        for node in solver.space.program.summa
-        if node in solver.space.operations
-    }
-    for read in solver.reads:
-        lies = solver.lies(read.value)
+    terms = solution.terms
+    axes = solution.grid.axes
+    sizes = [solution.grid.size(axis) for axis in axes]
+    total: defaultdict[Node, float] = defaultdict(float)
+    for node in solution.space.program.summa:
+        if node in solution.space.operations:
+            total[node] += sum(terms.panel_bytes(node, solution.options(node)).values())
+    for read in solution.reads:
+        lies = solution.lies(read.value)
         source = [lies[axis] for axis in axes]
-        num_bytes = numel_bytes(read.value, solver.terms.shapes)
-        kind = read.producer in solver.space.program.gradients, read.producer.op == "get_attr"
-        needed = [
-            (read.readers[reader], solver.needed(read.readers[reader], slot))
-            for reader, slot in read.slots
-        ]
-        targets = [(node, [lying[axis] for axis in axes]) for node, lying in needed]
-        targets += [(read.producer, [placement] * len(axes)) for placement in read.wanted]
-        seen: list[list[Placement]] = [source]
+        num_bytes = numel_bytes(read.value, terms.shapes)
+        gradient = solution.has_gradient(read.producer)
+        is_parameter = read.producer.op == "get_attr"
+        targets = []
+        for reader, slot in read.slots:
+            needed = solution.needed(read.readers[reader], slot)
+            targets.append((read.readers[reader], [needed[axis] for axis in axes]))
+        for placement in read.wanted:
+            targets.append((read.producer, [placement] * len(axes)))
+        seen = [source]
         for node, target in targets:
             if target not in seen:
                 seen.append(target)
-                total[node] = total.get(node, 0.0) + sum(
-                    sent_bytes(num_bytes, source, target, sizes, *kind)
-                )
-    for node in solver.space.operations:
-        for number in solver.terms.travelling_bytes(node, solver.chosen[node]).values():  # type: ignore[arg-type]
-            total[node] = total.get(node, 0.0) + number
+                sent = sent_bytes(num_bytes, source, target, sizes, gradient, is_parameter)
+                total[node] += sum(sent)
+    for node in solution.space.operations:
+        for number in terms.travelling_bytes(node, solution.options(node)).values():
+            total[node] += number
     return {node: number for node, number in total.items() if number}
 
 
-def _gathered(solver: Solver) -> Gathered:
-    """Values that are cut along an axis where an operation with a gradient needs them the same: it
-    keeps the gathered copy.
+def _gathered(solution: Solution) -> Gathered:
+    """Copies of values that are cut along an axis where an operation with a gradient needs them the
+    same: it saves the gathered copy for backward.
     """
-    axes = solver.grid.axes
-    costs = solver.terms.costs
-    sizes = [solver.grid.size(axis) for axis in axes]
+    terms = solution.terms
+    costs = terms.costs
+    axes = solution.grid.axes
+    sizes = [solution.grid.size(axis) for axis in axes]
     per_sample = fixed = seconds = 0.0
-    for read in solver.reads:
-        lies = solver.lies(read.value)
+    for read in solution.reads:
+        lies = solution.lies(read.value)
         source = [lies[axis] for axis in axes]
-        num_bytes = numel_bytes(read.value, solver.terms.shapes)
+        num_bytes = numel_bytes(read.value, terms.shapes)
         is_parameter = read.producer.op == "get_attr"
         seen: list[list[Placement]] = []
         for reader, slot in read.slots:
             node = read.readers[reader]
-            needed = solver.needed(node, slot)
+            needed = solution.needed(node, slot)
             target = [needed[axis] for axis in axes]
-            grows = any(
-                isinstance(before, int) and after == SAME for before, after in zip(source, target)
+            is_gathered = any(
+                isinstance(before, int) and after == SAME
+                for before, after in zip(source, target, strict=True)
             )
-            if target in seen or not grows or node not in solver.space.program.gradients:
+            if target in seen or not is_gathered or not solution.has_gradient(node):
                 continue
             seen.append(target)
-            held = num_bytes * prod(
-                1 / size for size, placement in zip(sizes, target) if isinstance(placement, int)
-            )
-            per_sample, fixed = (
-                (per_sample, fixed + held)
-                if is_parameter
-                else (per_sample + held / solver.num_samples, fixed)
-            )
+            cutting = [
+                size for size, each in zip(sizes, target, strict=True) if isinstance(each, int)
+            ]
+            held = num_bytes * prod(1 / size for size in cutting)
+            if is_parameter:
+                fixed += held
+            else:
+                per_sample += held / terms.num_samples
             sent = sent_bytes(num_bytes, source, target, sizes, False, is_parameter)
             seconds += costs.latency_s + sum(
-                number / costs.rate(axis) for axis, number in zip(axes, sent)
+                number / costs.rate(axis) for axis, number in zip(axes, sent, strict=True)
             )
     return Gathered(per_sample, fixed, seconds)
 
 
 def pattern(space: Space, node: Node, chosen: Mapping[str, Option]) -> str:
-    """`column over y, by samples over z`."""
-    said: dict[str, list[str]] = {}
+    """How an operation runs, in words: `column over y, by samples over z`."""
+    axes_of: dict[str, list[str]] = {}
     for axis in AXES:
         if axis in chosen:
-            said.setdefault(_word(space, node, chosen[axis]), []).append(axis)
-    return ", ".join(f"{word} over {''.join(axes)}" for word, axes in said.items()) or "whole"
+            axes_of.setdefault(_word(space, node, chosen[axis]), []).append(axis)
+    return ", ".join(f"{word} over {''.join(axes)}" for word, axes in axes_of.items()) or "whole"
 
 
 def _word(space: Space, node: Node, option: Option) -> str:
@@ -292,8 +304,6 @@ def _word(space: Space, node: Node, option: Option) -> str:
         return "whole" if option.name == "whole" else "partial sums"
     if option.apart:
         return WORDS[option.name]
-    return (
-        "by samples"
-        if space.cuts_samples(node, option)
-        else WORDS.get(option.name, f"dim {option.name}")
-    )
+    if space.cuts_samples(node, option):
+        return "by samples"
+    return WORDS.get(option.name, f"dim {option.name}")

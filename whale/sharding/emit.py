@@ -24,15 +24,13 @@ from whale.compat import enter_autocast, exit_autocast
 from whale.operations.nodes import op_name, tensor_nodes, trains_batch_norm
 from whale.operations.operation import Shapes
 from whale.operations.table import is_random
-from whale.plans.grid import AXES
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
-from whale.sharding.describe import layout_of
 from whale.sharding.dims import Value, value_of
 from whale.sharding.local import local_call
 from whale.sharding.options import SAME, Option, Placement
 from whale.sharding.redistribution import TWO_STEPS_FROM
-from whale.sharding.space import Space
+from whale.sharding.space import Space, layout_of
 
 SPECIAL = (
     "summa",
@@ -124,16 +122,9 @@ class _Emitter:
         self.layouts: dict[Value, Layout] = {}
         self.changed: dict[tuple[Value, Layout], Node] = {}
         self.region: tuple[Any, Node] | None = None
-        names = {index: node for index, node in enumerate(space.program.captured.graph.nodes)}
-        self.chosen: dict[Node, dict[str, Option]] = {}
-        for index, by_axis in sharding.choices.items():
-            known = {option.name: option for option in space.options[names[index]]}
-            self.chosen[names[index]] = {
-                axis: known[name] for axis, name in zip(AXES, by_axis) if name
-            }
+        self.chosen = space.chosen(sharding)
 
-    # -------------------------------------------------------------------------------------------------------------
-    # the graph
+    # ---- the graph
 
     def emit(self, regions: Mapping[Node, Hashable]) -> GraphModule:
         program = self.space.program
@@ -278,8 +269,7 @@ class _Emitter:
         self.calls.add_module(name, module)
         return self.graph.call_module(f"{CALLS}.{name}", arguments)
 
-    # --------------------------------------------------------------------------------------------------------
-    # one operation
+    # ---- one operation
 
     def _operation(self, node: Node) -> None:
         if op_name(node) == "getitem" and not isinstance(node.meta.get("val"), int):

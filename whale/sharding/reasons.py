@@ -1,9 +1,10 @@
 """Why an operation runs as it does: what its next best pattern would cost, or what left no choice.
 
-The choice is made for all operations of a stage at once. The reason is told for one of them, the
-others staying as they are: its pattern is changed on one axis,
+The choice is made for all operations of a stage at once. The reason is given for one of them, the
+others staying as they are: its pattern is changed on one axis, and
 
-    more = work + exchanges of what it reads + exchanges of what it gives,   with the other pattern - with the chosen one       (1)
+    more = work + redistribution of what it reads + redistribution of what it gives,
+           with the other pattern - with the chosen one                                         (1)
 
 in seconds and bytes of one micro-batch, forward and backward. A weight that nobody else reads may
 then be stored otherwise, too.
@@ -18,18 +19,17 @@ from itertools import product
 from torch.fx import Node
 
 from whale.costs.costs import node_costs
-from whale.plans.grid import AXES
 from whale.plans.layout import Layout
 from whale.plans.sharding import ShardedOperation, Sharding
 from whale.sharding.describe import pattern
 from whale.sharding.dims import Value, value_of
 from whale.sharding.options import SAME, Option, Placement
-from whale.sharding.redistribution_costs import GridCosts, sent_bytes
+from whale.sharding.redistribution_costs import GridCosts, Placements, sent_bytes
 from whale.sharding.space import Space, numel_bytes
-from whale.sharding.terms import Lying, Terms, output_of
+from whale.sharding.terms import Terms, output_of
 from whale.units import human_bytes, human_seconds
 
-Options = Mapping[str, Option]
+Pattern = Mapping[str, Option]
 """axis -> option"""
 SAME_SECONDS = 1e-9
 """relative to the stage: patterns so close are equally fast"""
@@ -43,13 +43,13 @@ def with_reasons(space: Space, sharding: Sharding, num_samples: int, costs: Grid
     nodes = list(space.program.captured.graph.nodes)
     alike = space.repeats(num_samples, reasons.terms.node_costs, {}).alike
     known: dict[Node, str] = {}
-    told: list[ShardedOperation] = []
+    operations: list[ShardedOperation] = []
     for each in sharding.operations:
         node = alike.get(nodes[each.node], nodes[each.node])
         if node not in known:
             known[node] = reasons.why(node)
-        told.append(replace(each, why=known[node]))
-    return replace(sharding, operations=tuple(told))
+        operations.append(replace(each, why=known[node]))
+    return replace(sharding, operations=tuple(operations))
 
 
 class _Reasons:
@@ -64,13 +64,7 @@ class _Reasons:
         self.terms = Terms(
             space, self.grid, num_samples, costs, space.node_costs(num_samples, node_costs)
         )
-        nodes = list(space.program.captured.graph.nodes)
-        self.chosen: dict[Node, Options] = {}
-        for index, names in sharding.choices.items():
-            options = {option.name: option for option in space.options[nodes[index]]}
-            self.chosen[nodes[index]] = {
-                axis: options[name] for axis, name in zip(AXES, names, strict=True) if name
-            }
+        self.chosen: Mapping[Node, Pattern] = space.chosen(sharding)
         self.stored = {
             node: _placements(sharding.stored[str(node.target)], self.axes)
             for node in space.parameters
@@ -79,7 +73,7 @@ class _Reasons:
         for node, op in space.operations.items():
             for slot, source in enumerate(op.inputs):
                 self.readers.setdefault(value_of(source), []).append((node, slot))
-        self.wanted: dict[Value, list[Lying]] = {}
+        self.wanted: dict[Value, list[Placements]] = {}
         for node, placement in space.wanted():
             self.wanted.setdefault(value_of(node), []).append((placement,) * len(self.axes))
 
@@ -106,7 +100,7 @@ class _Reasons:
         )
         return f"next best is {name}: {human_seconds(more_s)} more{sent}"
 
-    def _others(self, node: Node, chosen: Options) -> Iterator[Options]:
+    def _others(self, node: Node, chosen: Pattern) -> Iterator[Pattern]:
         """Patterns that differ on one axis."""
         for axis in self.axes:
             rest = {other: option for other, option in chosen.items() if other != axis}
@@ -114,7 +108,7 @@ class _Reasons:
                 if option.name != chosen[axis].name:
                     yield {each: option if each == axis else chosen[each] for each in self.axes}
 
-    def _no_choice(self, node: Node, chosen: Options) -> str:
+    def _no_choice(self, node: Node, chosen: Pattern) -> str:
         if node in self.space.program.by_samples:
             return "under `replicate`: its samples are cut over all devices"
         if any(option.local == "summa" for option in chosen.values()):
@@ -125,17 +119,15 @@ class _Reasons:
             return "the only way to cut its weight over these axes"
         return "the only way to cut it over these axes"
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # line (1)
+    # ---- line (1)
 
-    def _cost(self, node: Node, options: Options) -> tuple[float, float]:
+    def _cost(self, node: Node, options: Pattern) -> tuple[float, float]:
         """(seconds, bytes sent) of one operation with this pattern."""
         seconds = float(self.terms.work(node, [options])[0])
-        num_bytes = self.terms.told_bytes(node, options) + sum(
-            self.terms.travelling_bytes(node, options).values()
-        )
+        num_bytes = self.terms.exchanged_bytes(node, options)
+        num_bytes += sum(self.terms.travelling_bytes(node, options).values())
         num_bytes += sum(self.terms.panel_bytes(node, options).values())
-        slots: dict[Value, dict[Lying, None]] = {}
+        slots: dict[Value, dict[Placements, None]] = {}
         for slot, value in enumerate(self.space.inputs_of(node)):
             slots.setdefault(value, {})[tuple(options[axis].inputs[slot] for axis in self.axes)] = (
                 None
@@ -148,13 +140,15 @@ class _Reasons:
             source = tuple(output_of(options[axis], value[1]) for axis in self.axes)
             targets_of = dict.fromkeys((*self._needs(value), *self.wanted.get(value, [])))
             for target in targets_of:
-                more_s, more_bytes = self._exchange(value, source, target)
+                more_s, more_bytes = self._redistribute(value, source, target)
                 seconds = seconds + more_s
                 num_bytes = num_bytes + more_bytes
         return seconds, num_bytes
 
-    def _read(self, node: Node, value: Value, targets: Sequence[Lying]) -> tuple[float, float]:
-        """Of bringing one input here; what others bring into the same layout costs nothing more."""
+    def _read(self, node: Node, value: Value, targets: Sequence[Placements]) -> tuple[float, float]:
+        """(seconds, bytes sent) to bring one input here; what others bring into the same layout
+        costs nothing more.
+        """
         others = set(self._needs(value, but=node))
         targets = [target for target in targets if target not in others]
         if value[0] in self.stored and not others:
@@ -162,14 +156,14 @@ class _Reasons:
                 self._from_store(value, stored, targets) for stored in self._ways_to_store(value[0])
             )
         source = self._lies(value)
-        found = [self._exchange(value, source, target) for target in targets]
+        found = [self._redistribute(value, source, target) for target in targets]
         return sum(one for one, _ in found), sum(one for _, one in found)
 
     def _from_store(
-        self, value: Value, stored: Mapping[str, Placement], targets: Sequence[Lying]
+        self, value: Value, stored: Mapping[str, Placement], targets: Sequence[Placements]
     ) -> tuple[float, float]:
         source = tuple(stored[axis] for axis in self.axes)
-        found = [self._exchange(value, source, target) for target in targets]
+        found = [self._redistribute(value, source, target) for target in targets]
         return float(self.terms.stored(value[0], [stored])[0]) + sum(one for one, _ in found), sum(
             one for _, one in found
         )
@@ -178,7 +172,7 @@ class _Reasons:
         options = (self.space.stored_options(node, axis, None) for axis in self.axes)
         return [dict(zip(self.axes, each, strict=True)) for each in product(*options)]
 
-    def _lies(self, value: Value) -> Lying:
+    def _lies(self, value: Value) -> Placements:
         if value[0] in self.chosen:
             return tuple(output_of(self.chosen[value[0]][axis], value[1]) for axis in self.axes)
         stored = self.stored.get(value[0])
@@ -186,7 +180,7 @@ class _Reasons:
             stored[axis] if stored else self.space.fixed_source(value[0]) for axis in self.axes
         )
 
-    def _needs(self, value: Value, but: Node | None = None) -> list[Lying]:
+    def _needs(self, value: Value, but: Node | None = None) -> list[Placements]:
         """How everyone who reads a value needs it."""
         readers = self.readers.get(value, [])
         return [
@@ -195,7 +189,9 @@ class _Reasons:
             if reader is not but
         ]
 
-    def _exchange(self, value: Value, source: Lying, target: Lying) -> tuple[float, float]:
+    def _redistribute(
+        self, value: Value, source: Placements, target: Placements
+    ) -> tuple[float, float]:
         gradient = value[0] in self.space.program.gradients
         plain = value[0].op == "get_attr" or not self.terms.costs.is_counted
         sent = sent_bytes(

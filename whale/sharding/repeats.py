@@ -2,29 +2,28 @@
 middle one gets.
 
 A run of R equal layers is found in the sequence of operations: layer r has the same operations as
-layer r - 1, and each of them reads from the same places, one layer later, or from the very same
+layer r - 1, and each of them reads from the same positions, one layer later, or from the very same
 value (what all layers share).
 
-    kept          layers 0, 1 and R - 1; layer 1 counts R - 2 times                                                           (1)
-    left out      layers 2 .. R - 2, which do as layer 1 does; who reads from layer R - 2 reads from layer 1
-    in between    what layer 0 hands on lies as what layer 1 hands on, so that the way from layer 0 to layer 1 is the way
-                  between any two of them and counts R - 2 times; that from layer 1 to layer R - 1 counts once                 (2)
+    kept          layers 0, 1 and R - 1; layer 1 counts R - 2 times                             (1)
+    left out      layers 2 .. R - 2, which do as layer 1 does; who reads from layer R - 2 reads
+                  from layer 1
+    in between    what layer 0 hands on lies as what layer 1 hands on, so that the redistribution
+                  from layer 0 to layer 1 is that between any two of them and counts R - 2 times;
+                  that from layer 1 to layer R - 1 counts once                                  (2)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
+from whale.operations.operation import Operation
 from whale.sharding.dims import Value, value_of
-
-if TYPE_CHECKING:
-    from whale.sharding.space import Space
 
 FEWEST = 5
 """layers that make a run worth while"""
@@ -50,10 +49,11 @@ class Repeats:
     """operation of layer 0 -> the same one of layer 1"""
 
     def of(self, value: Value) -> Value:
+        """The value that stands for this one."""
         return self.alike.get(value[0], value[0]), value[1]
 
     def weight(self, producer: Node, readers: Iterable[Node]) -> int:
-        """How often the exchanges of a value count: line (2)."""
+        """How often the redistributions of a value count: line (2)."""
         if producer not in self.layer:
             return self.times.get(producer, 1)
         run, layer = self.layer[producer]
@@ -73,11 +73,21 @@ class Repeats:
         )
 
 
-def find_repeats(space: Space, sorts: Sequence[int], fixed: Collection[str]) -> Repeats:
+def find_repeats(
+    operations_of: Mapping[Node, Operation],
+    parameters: Collection[Node],
+    sorts: Sequence[int],
+    fixed: Collection[str],
+) -> Repeats:
     """All runs of a stage. `sorts`: a number for each operation, equal where nothing tells two of
-    them apart; `fixed`: parameters whose layout is given, which are left alone."""
-    operations = list(space.operations)
-    found = Repeats()
+    them apart; `fixed`: parameters whose layout is given, which are left alone.
+    """
+    operations = list(operations_of)
+    free = frozenset(node for node in parameters if str(node.target) not in fixed)
+    alike: dict[Node, Node] = {}
+    times: dict[Node, int] = {}
+    layer_of: dict[Node, tuple[int, int]] = {}
+    following: dict[Node, Node] = {}
     num_runs = 0
     waiting = [(0, len(operations))]
     while waiting:
@@ -85,28 +95,21 @@ def find_repeats(space: Space, sorts: Sequence[int], fixed: Collection[str]) -> 
         run = _longest_run(np.array(sorts[begin:end]))
         if run is None:
             continue
-        start = begin + run[0]
-        length = run[1]
-        number = run[2]
+        offset, length, number = run
+        start = begin + offset
         waiting += [(begin, start), (start + length * number, end)]
         layers = [operations[start + r * length : start + (r + 1) * length] for r in range(number)]
-        same = _Same(space, layers, fixed)
-        if all(same.layer(r) for r in range(2, number)):
-            num_runs += 1
-            found = Repeats(
-                {**found.alike, **same.alike()},
-                {**found.times, **same.times()},
-                {
-                    **found.layer,
-                    **{
-                        node: (num_runs, each)
-                        for each, r in ((FIRST, 0), (MIDDLE, 1), (LAST, -1))
-                        for node in layers[r]
-                    },
-                },
-                {**found.following, **dict(zip(layers[0], layers[1], strict=True))},
-            )
-    return found
+        run_of_layers = _Run(operations_of, frozenset(parameters), free, layers)
+        if not all(run_of_layers.reads_alike(r) for r in range(2, number)):
+            continue
+        num_runs += 1
+        own = run_of_layers.alike()
+        alike |= own
+        times |= dict.fromkeys({*layers[1], *own.values()}, number - 2)
+        for each, r in ((FIRST, 0), (MIDDLE, 1), (LAST, -1)):
+            layer_of |= dict.fromkeys(layers[r], (num_runs, each))
+        following |= dict(zip(layers[0], layers[1], strict=True))
+    return Repeats(alike, times, layer_of, following)
 
 
 def _longest_run(sorts: npt.NDArray[np.intp]) -> tuple[int, int, int] | None:
@@ -123,67 +126,58 @@ def _longest_run(sorts: npt.NDArray[np.intp]) -> tuple[int, int, int] | None:
     return best[1:] if best is not None else None
 
 
-class _Same:
-    """Whether the layers of a run read alike, and which of their parameters stand for each
-    other.
-    """
+class _Run:
+    """Whether the layers of a run read alike, and which of their parameters stand for each other."""
 
     def __init__(
-        self, space: Space, layers: Sequence[Sequence[Node]], fixed: Collection[str]
+        self,
+        operations: Mapping[Node, Operation],
+        parameters: frozenset[Node],
+        free: frozenset[Node],
+        layers: Sequence[Sequence[Node]],
     ) -> None:
-        self.space = space
+        """`free`: the parameters whose layout is not given."""
+        self.operations = operations
+        self.parameters = parameters
+        self.free = free
         self.layers = layers
-        self.fixed = fixed
-        self.place = {
+        self.position = {
             node: (r, i) for r, layer in enumerate(layers) for i, node in enumerate(layer)
         }
-        self.own = frozenset(space.parameters)
-        self.parameters: list[dict[Node, Node]] = [{} for _ in layers]
-        """of each layer from 2 on: parameter -> the one of the layer before"""
+        self.before: list[dict[Node, Node]] = [{} for _ in layers]
+        """by layer from 2 on: parameter -> the one of the layer before"""
 
-    def layer(self, r: int) -> bool:
-        return all(
-            self._reads_alike(r, before, node)
-            for before, node in zip(self.layers[r - 1], self.layers[r], strict=True)
-        )
-
-    def _reads_alike(self, r: int, before: Node, node: Node) -> bool:
-        inputs = zip(
-            self.space.operations[before].inputs, self.space.operations[node].inputs, strict=True
-        )
-        for (first, first_result), (second, second_result) in (
-            (value_of(a), value_of(b)) for a, b in inputs
-        ):
-            if first is second:
-                if first in self.place:
-                    return False
-                continue
-            if first_result != second_result:
-                return False
-            if first in self.own and second in self.own:
-                if {str(first.target), str(second.target)} & set(self.fixed) or self.parameters[
-                    r
-                ].setdefault(second, first) is not first:
-                    return False
-            elif first in self.place and second in self.place:
-                (r1, i1) = self.place[first]
-                (r2, i2) = self.place[second]
-                if i1 != i2 or r2 != r1 + 1:
-                    return False
-            elif first in self.space.operations or second in self.space.operations:
+    def reads_alike(self, r: int) -> bool:
+        """Whether layer r reads as the layer before it does."""
+        for before, node in zip(self.layers[r - 1], self.layers[r], strict=True):
+            inputs = zip(self.operations[before].inputs, self.operations[node].inputs, strict=True)
+            if not all(self._is_next(r, value_of(a), value_of(b)) for a, b in inputs):
                 return False
         return True
 
+    def _is_next(self, r: int, earlier: Value, later: Value) -> bool:
+        """Whether `later` is to layer r what `earlier` is to layer r - 1."""
+        first, first_result = earlier
+        second, second_result = later
+        if first is second:  # shared by all layers, so it may not be of one of them
+            return first not in self.position
+        if first_result != second_result:
+            return False
+        if first in self.parameters and second in self.parameters:
+            if first not in self.free or second not in self.free:
+                return False
+            return self.before[r].setdefault(second, first) is first
+        if first in self.position and second in self.position:
+            first_layer, first_index = self.position[first]
+            return self.position[second] == (first_layer + 1, first_index)
+        return first not in self.operations and second not in self.operations
+
     def alike(self) -> dict[Node, Node]:
-        """Layers 2 .. R - 2 -> layer 1."""
-        found = {
-            node: self.layers[1][i] for layer in self.layers[2:-1] for i, node in enumerate(layer)
-        }
-        for parameters in self.parameters[2:-1]:
+        """Operations and parameters of layers 2 .. R - 2 -> those of layer 1."""
+        found: dict[Node, Node] = {}
+        for layer in self.layers[2:-1]:
+            found |= dict(zip(layer, self.layers[1], strict=True))
+        for parameters in self.before[2:-1]:
             for node, before in parameters.items():
                 found[node] = found.get(before, before)
         return found
-
-    def times(self) -> dict[Node, int]:
-        found = self.alike()
-        return dict.fromkeys({*self.layers[1], *found.values()}, len(self.layers) - 2)

@@ -1,24 +1,27 @@
 """The cheapest layouts of a stage on a grid.
 
-Variables: the option of every operation and the stored layout of every parameter, on all axes.
-Objective, seconds of one micro-batch:
+    variables    the option of every operation, and the stored layout of every parameter, on all axes
+    minimise     seconds of one micro-batch
+        work             seconds of an operation x the largest share on one device  -> Terms.work
+        redistribution   every value in every other layout that somebody needs,
+                         once each                                                  -> Terms.reads
+        gradients        all-reduce over the devices that hold the same weights,
+                         once in a mini-batch                                       -> Terms.stored
+        memory           a price for every byte of weights that is stored           -> Terms.stored
+    subject to   z cuts samples; x and y cut different dims of a product's weight   -> space.py
+                 parameters that other stages share lie as `fixed` says
 
-    work        seconds of an operation x the largest share of it on one device                       -> Terms.work
-    exchanges   every value in every other layout that somebody needs, once each                      -> Terms.exchanges
-    gradients   sums over the devices that hold the same weights, once in a mini-batch                -> Terms.stored
-    memory      a price for every byte of weights that is stored                                      -> Terms.stored
+The minimum is exact for each block of axes, by eliminating variables (eliminate.py): z first (the
+samples), then x and y together, then z again                                       -> Solver.choose
 
-It is minimised exactly by eliminating variables (eliminate.py): z first (the samples), then x and y
-together, then z again. Operations of one sort (those of equal layers) have the same tables, which
-are made once; of many equal layers three are looked at (repeats.py).
+Operations of one sort (those of equal layers) have the same tables, which are made once; of many
+equal layers three are looked at (repeats.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +31,17 @@ from whale.costs.costs import node_costs
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
-from whale.sharding.describe import describe
+from whale.sharding.describe import Solution, describe
 from whale.sharding.dims import Value, value_of
 from whale.sharding.eliminate import Array, Tables, TooWide
 from whale.sharding.options import Option, Placement
 from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.repeats import Repeats
 from whale.sharding.space import Space, StageProgram
-from whale.sharding.terms import Choice, Lying, Terms, output_of
+from whale.sharding.terms import AxisChoice, Read, State, Terms
 
 NEVER = 1e9
-"""seconds: a choice that is not allowed"""
+"""seconds of a choice that is not allowed"""
 
 
 def solve(
@@ -51,11 +54,11 @@ def solve(
     every_layer: bool = False,
 ) -> Sharding:
     """The cheapest sharding for micro-batches of `num_samples`. `fixed`: parameters whose layout is
-    given. `space`: if already made. `every_layer`: looks at all of many equal layers."""
-    solver = Solver(
-        space or Space(program), grid, num_samples, costs or GridCosts(), fixed or {}, every_layer
-    )
-    return describe(solver, solver.choose())
+    given. `space`: of the program, if already made. `every_layer`: looks at all of many equal
+    layers.
+    """
+    terms = _terms(space or Space(program), grid, num_samples, costs or GridCosts())
+    return describe(Solver(terms, fixed or {}, every_layer).solution())
 
 
 def predict_seconds(
@@ -65,67 +68,69 @@ def predict_seconds(
     costs: GridCosts,
     fixed: Mapping[str, Layout] | None = None,
 ) -> float:
-    """About what `solve` would give, in a fraction of its time: nothing is described. To rank grids
-    by.
-    """
-    return Solver(space, grid, num_samples, costs, fixed or {}).choose(again=False)
+    """About the seconds that `solve` would give, in a fraction of its time: to rank grids by."""
+    return Solver(_terms(space, grid, num_samples, costs), fixed or {}).choose(again=False)
+
+
+def _terms(space: Space, grid: Grid, num_samples: int, costs: GridCosts) -> Terms:
+    return Terms(space, grid, num_samples, costs, space.node_costs(num_samples, node_costs))
 
 
 @dataclass(frozen=True)
-class _Read:
-    """One value and who reads it."""
+class _Variable:
+    """The choices of one operation, parameter or received value on some axes."""
 
-    value: Value
-    producer: Node
-    readers: tuple[Node, ...]
-    """each once"""
-    slots: tuple[tuple[int, int], ...]
-    """(which of the readers, at which of its inputs)"""
-    wanted: tuple[Placement, ...]
-    """as a result of the stage it must lie like this"""
+    states: list[State]
+    """each with what is already chosen on the other axes"""
+    costs: Array
+    """(states,): seconds of the variable alone"""
     key: tuple[object, ...]
-    """equal for values alike, read by operations alike"""
-    times: int = 1
-    """how often its exchanges count"""
+    """equal for variables with the same states and costs"""
+
+
+@dataclass(frozen=True)
+class _ReadTables:
+    """Costs of one value and its readers."""
+
+    tables: list[tuple[list[int], Array]]
+    """(positions among producer and readers, costs)"""
+    of_leaf: tuple[Array, npt.NDArray[np.intp]] | None
+    """of a producer that is chosen with its only reader, by the reader's choice: (least costs,
+    the producer's choice)
+    """
 
 
 class Solver:
     """Chooses for all variables of a stage."""
 
     def __init__(
-        self,
-        space: Space,
-        grid: Grid,
-        num_samples: int,
-        costs: GridCosts,
-        fixed: Mapping[str, Layout],
-        every_layer: bool = False,
+        self, terms: Terms, fixed: Mapping[str, Layout], every_layer: bool = False
     ) -> None:
-        self.space = space
-        self.grid = grid
-        self.num_samples = num_samples
+        self.terms = terms
+        self.space = terms.space
+        self.grid = terms.grid
+        self.num_samples = terms.num_samples
         self.fixed = fixed
-        program = space.program
-        self.terms = Terms(
-            space, grid, num_samples, costs, space.node_costs(num_samples, node_costs)
-        )
+        space = self.space
         self.parameters = frozenset(space.parameters)
-        self._known: dict[tuple[object, ...], Any] = {}
-        self.repeats = (
-            Repeats()
-            if every_layer
-            else space.repeats(num_samples, self.terms.node_costs, self.fixed)
-        )
-        everything: list[Node] = [*space.parameters, *program.received, *space.operations]
+        self.repeats = Repeats()
+        if not every_layer:
+            self.repeats = space.repeats(self.num_samples, terms.node_costs, fixed)
+        everything = [*space.parameters, *space.program.received, *space.operations]
         self.variables = [node for node in everything if node not in self.repeats.alike]
-        self.number = {node: place for place, node in enumerate(self.variables)}
+        self.number = {node: index for index, node in enumerate(self.variables)}
         self.times = [self.repeats.times.get(node, 1) for node in self.variables]
-        self.chosen: dict[Node, dict[str, Choice]] = {node: {} for node in everything}
+        self.chosen: dict[Node, State] = {node: {} for node in everything}
+        # caches: equal layers have equal variables and equal reads
+        self._sorts: dict[tuple[object, ...], int] = {}
+        self._read_keys: dict[tuple[object, ...], int] = {}
+        self._known_variables: dict[tuple[object, ...], _Variable] = {}
+        self._known_tables: dict[tuple[object, ...], _ReadTables] = {}
         self.sort = {node: self._sort(node) for node in self.variables}
-        self._reads_kept = self._reads(self.repeats)
+        self.reads = self._reads(self.repeats)
         self.leaves = frozenset(
             self.number[read.producer]
-            for read in self._reads_kept
+            for read in self.reads
             if read.producer in self.parameters and len(read.readers) == 1 and not read.wanted
         )
         """parameters that one operation reads: chosen with it"""
@@ -135,90 +140,71 @@ class Solver:
         costs are the same.
         """
         space = self.space
-        axes = self.grid.axes
-        gradient = node in space.program.gradients
         key: tuple[object, ...]
         if node in space.operations:
             key = ("operation", space.signatures(self.num_samples, self.terms.node_costs)[node])
-        elif node in self.parameters:
-            options = tuple(
-                space.stored_options(node, axis, self.fixed.get(str(node.target))) for axis in axes
-            )
-            key = (
-                options,
-                space.granules.cuts((node, 0), self.num_samples),
-                node.meta["val"].dtype,
-                gradient,
-            )
         else:
-            key = (
-                space.fixed_source(node),
-                self.terms.shapes.of(node.meta["val"]),
-                node.meta["val"].dtype,
-                gradient,
-            )
-        number: int = self._known.setdefault(("sort", key), len(self._known))
-        return number
+            gradient = node in space.program.gradients
+            dtype = node.meta["val"].dtype
+            if node in self.parameters:
+                fixed = self.fixed.get(str(node.target))
+                options = tuple(space.stored_options(node, axis, fixed) for axis in self.grid.axes)
+                key = (options, space.granules.cuts((node, 0), self.num_samples), dtype, gradient)
+            else:
+                shape = self.terms.shapes.of(node.meta["val"])
+                key = (space.fixed_source(node), shape, dtype, gradient)
+        return self._sorts.setdefault(key, len(self._sorts))
 
-    @cached_property
-    def reads(self) -> list[_Read]:
-        """Of all operations, those that are left out too."""
-        return self._reads(Repeats()) if self.repeats.alike else self._reads_kept
-
-    def _reads(self, repeats: Repeats) -> list[_Read]:
-        """Of all operations but those that are left out."""
+    def _reads(self, repeats: Repeats) -> list[Read]:
+        """Every value that is read or wanted, but for operations that are left out."""
         found: dict[Value, list[tuple[Node, int]]] = {}
         for node, op in self.space.operations.items():
             if node in repeats.alike:
                 continue
             for slot, source in enumerate(op.inputs):
                 value = repeats.of(value_of(source))
-                readers = found.setdefault(value, []) if value[0] in self.chosen else []
-                if value == value_of(source) or all(
-                    reader is not node for reader, _ in readers
-                ):  # else counted with layer 1
+                if value[0] not in self.chosen:
+                    continue
+                readers = found.setdefault(value, [])
+                is_own = value == value_of(source)
+                # a read of a layer that is left out is counted with layer 1
+                if is_own or all(reader is not node for reader, _ in readers):
                     readers.append((node, slot))
         wanted: dict[Value, list[Placement]] = {}
         for node, placement in self.space.wanted():
             value = repeats.of(value_of(node))
             if value[0] in self.chosen:
                 wanted.setdefault(value, []).append(placement)
-        reads = []
-        for value in {**found, **wanted}:
-            readers_of = tuple(dict.fromkeys(node for node, _ in found.get(value, [])))
-            place = {node: number for number, node in enumerate(readers_of)}
-            slots = tuple((place[node], slot) for node, slot in found.get(value, []))
-            results = tuple(wanted.get(value, []))
-            key: tuple[object, ...] = ()
-            if value[0] in self.sort and all(node in self.sort for node in readers_of):
-                whole = (
-                    self.sort[value[0]],
-                    value[1],
-                    tuple(self.sort[node] for node in readers_of),
-                    slots,
-                    results,
-                )
-                key = (self._once(("read", whole), lambda: len(self._known)),)
-            reads.append(
-                _Read(
-                    value,
-                    value[0],
-                    readers_of,
-                    slots,
-                    results,
-                    key,
-                    repeats.weight(value[0], readers_of),
-                )
-            )
-        return reads
+        return [
+            self._read(value, found.get(value, []), tuple(wanted.get(value, [])), repeats)
+            for value in {**found, **wanted}
+        ]
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def _read(
+        self,
+        value: Value,
+        uses: Sequence[tuple[Node, int]],
+        wanted: tuple[Placement, ...],
+        repeats: Repeats,
+    ) -> Read:
+        producer, result = value
+        readers = tuple(dict.fromkeys(node for node, _ in uses))
+        position = {node: number for number, node in enumerate(readers)}
+        slots = tuple((position[node], slot) for node, slot in uses)
+        key = None
+        if producer in self.sort and all(node in self.sort for node in readers):
+            sorts = tuple(self.sort[node] for node in readers)
+            all_of_it = (self.sort[producer], result, sorts, slots, wanted)
+            key = self._read_keys.setdefault(all_of_it, len(self._read_keys))
+        return Read(value, readers, slots, wanted, key, repeats.weight(producer, readers))
 
-    # -------------------------------------------------------------------------------------------------------------
-    # the sweeps
+    def solution(self) -> Solution:
+        """The best choices for all operations, those that are left out too."""
+        seconds = self.choose()
+        reads = self._reads(Repeats()) if self.repeats.alike else self.reads
+        return Solution(self.terms, self.fixed, self.chosen, reads, seconds)
+
+    # ---- the sweeps
 
     def choose(self, again: bool = True) -> float:
         """Chooses everything; gives the seconds of one micro-batch. `again`: z once more when x and
@@ -227,11 +213,9 @@ class Solver:
         axes = self.grid.axes
         samples = ("z",) if "z" in axes else ()
         weights = tuple(axis for axis in "xy" if axis in axes)
-        total = (
-            float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
-            if not axes
-            else 0.0
-        )
+        total = 0.0
+        if not axes:
+            total = float(sum(self.terms.work(node, [{}])[0] for node in self.space.operations))
         for block in (samples, weights, samples if again and weights else ()):
             if block:
                 total = self._choose(block)
@@ -240,7 +224,7 @@ class Solver:
         return total
 
     def _choose(self, block: tuple[str, ...]) -> float:
-        """The best options on these axes, the others as they are; gives the total cost."""
+        """Chooses the best options on these axes, the others as they are; gives the total cost."""
         try:
             return self._choose_together(block)
         except TooWide:
@@ -251,86 +235,59 @@ class Solver:
             return total
 
     def _choose_together(self, block: tuple[str, ...]) -> float:
-        others = [
-            tuple((axis, choice) for axis, choice in self.chosen[node].items() if axis not in block)
-            for node in self.variables
-        ]
-        keys = [
-            (block, self.sort[node], *((a, c.name if isinstance(c, Option) else c) for a, c in o))
-            for node, o in zip(self.variables, others)
-        ]
-        states = [
-            self._once((*key, "states"), lambda i=i: self._states(i, block, others[i]))  # type: ignore[misc]
-            for i, key in enumerate(keys)
-        ]
-        costs = [
-            self._once(key, lambda i=i: self._own_costs(i, states[i]))  # type: ignore[misc]
-            for i, key in enumerate(keys)
-        ]
-        active = {
-            number: place
-            for place, number in enumerate(n for n in range(len(states)) if n not in self.leaves)
-        }
-        tables = Tables([len(states[number]) for number in active])
-        for number, place in active.items():
-            tables.add([place], costs[number] * self.times[number])
-        follow: list[tuple[int, int, npt.NDArray[np.intp]]] = []
-        for read in self._reads_kept:
-            numbers = [self.number[read.producer], *(self.number[node] for node in read.readers)]
-            key = (read.key, *(keys[number] for number in numbers))
-            found = self._once(
-                key,
-                lambda r=read, n=numbers: self._exchanges(r, [states[i] for i in n]),  # type: ignore[misc]
-            )
-            if numbers[0] in self.leaves:
-                best, places = self._once(
-                    (*key, "leaf"),
-                    lambda n=numbers, f=found: _without_first(costs[n[0]], f, len(states[n[1]])),  # type: ignore[misc]
-                )
-                tables.add([active[numbers[1]]], best * read.times)
-                follow.append((numbers[0], numbers[1], places))
+        variables = [self._variable(node, block) for node in self.variables]
+        active = [number for number in range(len(variables)) if number not in self.leaves]
+        in_tables = {number: position for position, number in enumerate(active)}
+        tables = Tables([len(variables[number].states) for number in active])
+        for number in active:
+            tables.add([in_tables[number]], variables[number].costs * self.times[number])
+        following: list[tuple[int, int, npt.NDArray[np.intp]]] = []
+        for read in self.reads:
+            numbers = [self.number[node] for node in (read.producer, *read.readers)]
+            found = self._read_tables(read, [variables[number] for number in numbers])
+            if found.of_leaf is not None:
+                costs, choices = found.of_leaf
+                tables.add([in_tables[numbers[1]]], costs * read.times)
+                following.append((numbers[0], numbers[1], choices))
                 continue
             if self.repeats.ties(read.producer, read.readers):
-                self._tie(tables, numbers[0], active, states)
-            for places, table in found:
-                tables.add([active[numbers[place]] for place in places], table * read.times)
-        chosen, total = tables.solve()
-        choice = {number: chosen[place] for number, place in active.items()}
-        choice |= {leaf: int(places[choice[reader]]) for leaf, reader, places in follow}
+                second = self.number[self.repeats.following[read.producer]]
+                _tie(tables, (in_tables[numbers[0]], in_tables[second]))
+            for positions, table in found.tables:
+                places = [in_tables[numbers[position]] for position in positions]
+                tables.add(places, table * read.times)
+        found_choices, total = tables.solve()
+        choice = dict(zip(active, found_choices, strict=True))
+        for leaf, reader, choices in following:
+            choice[leaf] = int(choices[choice[reader]])
         for number, node in enumerate(self.variables):
-            self.chosen[node] = dict(states[number][choice[number]])
+            self.chosen[node] = dict(variables[number].states[choice[number]])
         return total
 
-    def _tie(
-        self,
-        tables: Tables,
-        first: int,
-        active: Mapping[int, int],
-        states: Sequence[Sequence[Mapping[str, Choice]]],
-    ) -> None:
-        """The operation of layer 0 does as that of layer 1 does (repeats.py, line 2)."""
-        second = self.number[self.repeats.following[self.variables[first]]]
-        if len(states[first]) == len(states[second]):
-            tables.add(
-                [active[first], active[second]],
-                np.where(np.eye(len(states[first]), dtype=bool), 0.0, NEVER),
-            )
-
-    def _own_costs(self, number: int, states: Sequence[Mapping[str, Choice]]) -> Array:
-        """Of one variable alone."""
-        node = self.variables[number]
-        if node in self.space.operations:
-            return self.terms.work(node, states)  # type: ignore[arg-type]
-        return self.terms.stored(node, states) if node in self.parameters else np.zeros(len(states))  # type: ignore[arg-type]
+    def _variable(self, node: Node, block: tuple[str, ...]) -> _Variable:
+        others = {axis: each for axis, each in self.chosen[node].items() if axis not in block}
+        names = [
+            (axis, each.name if isinstance(each, Option) else each) for axis, each in others.items()
+        ]
+        key = (block, self.sort[node], *names)
+        if key not in self._known_variables:
+            states = self._states(node, block, others)
+            if node in self.space.operations:
+                costs = self.terms.work(node, states)  # type: ignore[arg-type]
+            elif node in self.parameters:
+                costs = self.terms.stored(node, states)  # type: ignore[arg-type]
+            else:
+                costs = np.zeros(len(states))
+            self._known_variables[key] = _Variable(states, costs, key)
+        return self._known_variables[key]
 
     def _states(
-        self, number: int, block: tuple[str, ...], others: Sequence[tuple[str, Choice]]
-    ) -> list[Mapping[str, Choice]]:
+        self, node: Node, block: tuple[str, ...], others: Mapping[str, AxisChoice]
+    ) -> list[State]:
         """All choices of a variable on these axes, each with what is chosen on the others."""
-        node = self.variables[number]
-        joint: list[tuple[Choice, ...]]
+        joint: list[tuple[AxisChoice, ...]]
         if node in self.space.operations:
-            joint = list(self.space.joint_options(node, block, dict(others)))  # type: ignore[arg-type]
+            joint = list(self.space.joint_options(node, block, others))  # type: ignore[arg-type]
         elif node in self.parameters:
             joint = [()]
             for axis in block:
@@ -338,43 +295,35 @@ class Solver:
                 joint = [(*before, option) for before in joint for option in options]
         else:
             joint = [(self.space.fixed_source(node),) * len(block)]
-        return [dict(sorted((*others, *zip(block, choice)))) for choice in joint]
+        states = []
+        for choices in joint:
+            on_block = zip(block, choices, strict=True)
+            states.append(dict(sorted((*others.items(), *on_block), key=lambda each: each[0])))
+        return states
 
-    def _exchanges(self, read: _Read, states: Sequence[Sequence[Mapping[str, Choice]]]) -> Any:
-        """Tables of one value. `states`: of its producer, then of its readers."""
-        axes = tuple(states[0][0])
-        sources = [
-            tuple(output_of(choice, read.value[1]) for choice in state.values())
-            for state in states[0]
-        ]
-        uses: dict[int, list[list[Lying]]] = {}
-        for reader, slot in read.slots:
-            uses.setdefault(reader + 1, []).append(
-                [tuple(c.inputs[slot] for c in s.values()) for s in states[reader + 1]]  # type: ignore[union-attr]
-            )
-        wanted = [(placement,) * len(axes) for placement in read.wanted]
-        return self.terms.exchanges(self.terms.change(read.value, axes, sources), uses, wanted)
-
-    # --------------------------------------------------------------------------------------------------------------
-    # the result
-
-    def lies(self, value: Value) -> dict[str, Placement]:
-        """How a value lies on the axes of the grid."""
-        if value[0] in self.chosen:
-            return {
-                axis: output_of(choice, value[1]) for axis, choice in self.chosen[value[0]].items()
-            }
-        return dict.fromkeys(self.grid.axes, self.space.fixed_source(value[0]))
-
-    def needed(self, node: Node, slot: int) -> dict[str, Placement]:
-        """How an operation needs one of its inputs."""
-        return {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}  # type: ignore[union-attr]
+    def _read_tables(self, read: Read, variables: Sequence[_Variable]) -> _ReadTables:
+        """`variables`: the producer, then the readers."""
+        key = (read.key, *(variable.key for variable in variables))
+        if key not in self._known_tables:
+            tables = self.terms.reads(read, [variable.states for variable in variables])
+            of_leaf = None
+            if self.number[read.producer] in self.leaves:
+                of_leaf = _without_producer(variables[0].costs, tables, len(variables[1].states))
+            self._known_tables[key] = _ReadTables(tables, of_leaf)
+        return self._known_tables[key]
 
 
-def _without_first(
+def _tie(tables: Tables, pair: tuple[int, int]) -> None:
+    """Two variables with equal options get the same (repeats.py, line 2)."""
+    num_choices = [tables.num_choices[each] for each in pair]
+    if num_choices[0] == num_choices[1]:
+        tables.add(pair, np.where(np.eye(num_choices[0], dtype=bool), 0.0, NEVER))
+
+
+def _without_producer(
     costs: Array, tables: Sequence[tuple[list[int], Array]], num_readers: int
 ) -> tuple[Array, npt.NDArray[np.intp]]:
-    """The cheapest choice of a variable for each choice of its only reader: (costs, choices)."""
+    """The cheapest choice of a producer for each choice of its only reader: (costs, choices)."""
     total = np.repeat(costs[:, None], num_readers, axis=1)
     for _, table in tables:
         total = total + table

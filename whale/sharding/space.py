@@ -9,9 +9,10 @@ cuts the rows; everything else follows the cost. So (1, d, 1) is Megatron's colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 
 import torch
 from torch.fx import Node
@@ -23,7 +24,9 @@ from whale.capture.samples import SampleFlow
 from whale.costs.costs import NodeCost
 from whale.operations.nodes import op_name
 from whale.operations.operation import Operation, Shapes
-from whale.plans.layout import Layout
+from whale.plans.grid import AXES
+from whale.plans.layout import Cut, Layout
+from whale.plans.sharding import ORDER, Sharding
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
 from whale.sharding.options import PARTIAL, SAME, Option, Placement, options_of, summa_options
@@ -71,8 +74,8 @@ class StageProgram:
 
 
 class Space:
-    """All options of a stage. Nodes of three sorts: `computed` have options, `parameters` have a
-    stored layout, all others are fixed.
+    """All options of a stage. Nodes are of three sorts: `operations` have options, `parameters` have
+    a stored layout, all others are fixed.
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -105,9 +108,8 @@ class Space:
                     self.granules.add(option, self.inputs_of(node), self.outputs_of(node))
         self.granules.close()
         for node in all_options:
-            all_options[node] += tuple(
-                summa_options(self.operations[node])
-            )  # in the granules that the other options ask for
+            # in the granules that the other options ask for
+            all_options[node] += tuple(summa_options(self.operations[node]))
         self.options = {
             node: tuple(option for option in found if self._is_possible(node, option))
             for node, found in all_options.items()
@@ -122,30 +124,38 @@ class Space:
         self.journeys = journeys(program.operations)
 
     def inputs_of(self, node: Node) -> tuple[Value, ...]:
+        """Values that an operation reads, by slot."""
         return self._values[node][0]
 
     def outputs_of(self, node: Node) -> tuple[Value, ...]:
         return self._values[node][1]
 
-    def _is_possible(self, node: Node, option: Option) -> bool:
+    def chosen(self, sharding: Sharding) -> dict[Node, dict[str, Option]]:
+        """Operation -> axis -> option, of a sharding of this stage."""
+        nodes = list(self.program.captured.graph.nodes)
+        found = {}
+        for index, names in sharding.choices.items():
+            options = {option.name: option for option in self.options[nodes[index]]}
+            by_axis = zip(AXES, names, strict=True)
+            found[nodes[index]] = {axis: options[name] for axis, name in by_axis if name}
+        return found
+
+    def _cut_dims(self, node: Node, option: Option) -> Iterator[tuple[Value, int]]:
+        """Gives every tensor that an option cuts, and the dim."""
         values = (*self.inputs_of(node), *self.outputs_of(node))
-        placed = zip(values, (*option.inputs, *option.outputs), strict=True)
-        return all(
-            self.granules.can_cut(value, placement)
-            for value, placement in placed
-            if isinstance(placement, int)
-        )
+        for value, placement in zip(values, (*option.inputs, *option.outputs), strict=True):
+            if isinstance(placement, int):
+                yield value, placement
+
+    def _is_possible(self, node: Node, option: Option) -> bool:
+        return all(self.granules.can_cut(value, dim) for value, dim in self._cut_dims(node, option))
 
     def cuts_samples(self, node: Node, option: Option) -> bool:
         return option.name in self._of_samples[node]
 
     def _touches_samples(self, node: Node, option: Option) -> bool:
-        values = (*self.inputs_of(node), *self.outputs_of(node))
-        placed = zip(values, (*option.inputs, *option.outputs), strict=True)
         return any(
-            self.granules.is_samples(value, placement)
-            for value, placement in placed
-            if isinstance(placement, int)
+            self.granules.is_samples(value, dim) for value, dim in self._cut_dims(node, option)
         )
 
     def node_costs(
@@ -188,16 +198,14 @@ class Space:
         """Equal layers, found once."""
         key = (num_samples, frozenset(fixed))
         if key not in self._repeats:
-            self._repeats[key] = find_repeats(
-                self, list(self.signatures(num_samples, costs).values()), fixed
-            )
+            sorts = list(self.signatures(num_samples, costs).values())
+            self._repeats[key] = find_repeats(self.operations, self.parameters, sorts, fixed)
         return self._repeats[key]
 
     def sample_dim(self, node: Node) -> int | None:
         return batch_dim(node, self.program.captured.batch_symbol)
 
-    # --------------------------------------------------------------------------------------------------------------
-    # weights
+    # ---- weights
 
     def _weight_slots(self, node: Node) -> list[int]:
         """Inputs of a product that are made of parameters only, and are matrices."""
@@ -229,8 +237,7 @@ class Space:
         """Whether x and y cut a weight of this operation."""
         return bool(self._weights[node]) and node not in self.program.by_samples
 
-    # --------------------------------------------------------------------------------------------------------
-    # options by axis
+    # ---- options by axis
 
     def axis_options(self, node: Node, axis: str) -> tuple[Option, ...]:
         """Options of an operation on one axis."""
@@ -244,12 +251,10 @@ class Space:
             return of_samples or tuple(option for option in found if not option.is_cut)
         slots = self._weights[node]
         if slots:
-            cut = tuple(
-                option
-                for option in found
-                if any(isinstance(option.inputs[slot], int) for slot in slots)
-            )
-            return cut or found
+            cuts_weight = [
+                any(isinstance(option.inputs[slot], int) for slot in slots) for option in found
+            ]
+            return tuple(compress(found, cuts_weight)) or found
         return found
 
     def _summa(self, node: Node) -> tuple[Option, ...]:
@@ -262,8 +267,9 @@ class Space:
     def joint_options(
         self, node: Node, axes: Sequence[str], others: Mapping[str, Option]
     ) -> list[tuple[Option, ...]]:
-        """One option for each of these axes, with `others` chosen on the rest. x and y cut
-        different dims of a product's weight, when it has two that can be cut."""
+        """Every choice of one option for each of these axes, with `others` chosen on the rest. x and
+        y cut different dims of a product's weight, when it has two that can be cut.
+        """
         result: list[tuple[Option, ...]] = [()]
         for axis in axes:
             result = [
@@ -273,15 +279,14 @@ class Space:
             return result
         apart = []
         for joint in result:
-            chosen = {**others, **dict(zip(axes, joint))}
-            if len({chosen[axis].name for axis in "xy" if axis in chosen}) == sum(
-                axis in chosen for axis in "xy"
-            ):
+            chosen = {**others, **dict(zip(axes, joint, strict=True))}
+            names = [chosen[axis].name for axis in "xy" if axis in chosen]
+            if len(set(names)) == len(names):
                 apart.append(joint)
         return apart or result
 
     def stored_options(self, node: Node, axis: str, fixed: Layout | None) -> tuple[Placement, ...]:
-        """How a parameter may lie along an axis."""
+        """How a parameter may lie along an axis. `fixed`: its layout, where it is given."""
         if fixed is not None:
             return (next((dim for dim, axes in enumerate(fixed.axes) if axis in axes), SAME),)
         shape = node.meta["val"].shape
@@ -317,6 +322,22 @@ class Space:
         return SAME
 
 
+def layout_of(
+    cuts: tuple[Cut, ...], placements: Mapping[str, Placement], stored: frozenset[str] = frozenset()
+) -> Layout:
+    """A layout from its placement on each axis: axes in the order z, y, x, and last those that only
+    store it.
+    """
+    order = [axis for axis in ORDER if axis not in stored]
+    order += [axis for axis in ORDER if axis in stored]
+    axes = []
+    for dim in range(len(cuts)):
+        axes.append(tuple(axis for axis in order if placements.get(axis, SAME) == dim))
+    partial = frozenset(axis for axis in order if placements.get(axis) == PARTIAL)
+    return Layout(cuts, tuple(axes), partial, stored)
+
+
 def numel_bytes(value: Value, shapes: Shapes) -> int:
+    """Bytes of a whole value at the number of samples of `shapes`."""
     tensor = tensor_of(value)
     return int(torch.Size(shapes.of(tensor)).numel()) * tensor.dtype.itemsize

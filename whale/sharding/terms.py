@@ -1,5 +1,5 @@
-"""The terms of the solver's objective, as tables over the choices of one operation, or of a value's
-producer and readers.
+"""The terms of the solver's objective (solve.py), as tables over the choices of one operation, or of
+a value's producer and readers. All are seconds of one micro-batch, forward and backward.
 """
 
 from __future__ import annotations
@@ -21,31 +21,52 @@ from whale.plans.sharding import ORDER
 from whale.sharding.dims import Value
 from whale.sharding.eliminate import Array
 from whale.sharding.options import SAME, Option, Placement
-from whale.sharding.redistribution_costs import GridCosts, sent_bytes
-from whale.sharding.row_numbers import LOCAL_FORMS, told
+from whale.sharding.redistribution_costs import GridCosts, Placements, sent_bytes
+from whale.sharding.row_messages import LOCAL_FORMS, row_messages
 from whale.sharding.space import Space, numel_bytes
 
 MOST_SHARING = 3
-"""readers of one value whose shared exchanges are counted together"""
+"""readers of one value whose shared redistributions are counted together"""
 MOST_ENTRIES = 400_000
-"""of one table of readers"""
+"""entries of one table of readers"""
 
-Choice = Option | Placement
+AxisChoice = Option | Placement
 """on one axis: the option of an operation, or how something stored or received lies"""
-Lying = tuple[Placement, ...]
-"""how a value lies, by axis"""
+State = dict[str, AxisChoice]
+"""axis -> choice, for all axes that are chosen"""
 
 
-def output_of(choice: Choice, place: int) -> Placement:
+def output_of(choice: AxisChoice, result: int) -> Placement:
     """How a result lies along an axis."""
-    return choice.outputs[place] if isinstance(choice, Option) else choice
+    return choice.outputs[result] if isinstance(choice, Option) else choice
 
 
 @dataclass(frozen=True)
-class Change:
+class Read:
+    """One value and who reads it."""
+
+    value: Value
+    readers: tuple[Node, ...]
+    """each once"""
+    slots: tuple[tuple[int, int], ...]
+    """(position in `readers`, input of that reader)"""
+    wanted: tuple[Placement, ...]
+    """how it must lie as a result of the stage"""
+    key: int | None
+    """equal for equal values that are read by equal operations"""
+    times: int = 1
+    """how often its redistributions count"""
+
+    @property
+    def producer(self) -> Node:
+        return self.value[0]
+
+
+@dataclass(frozen=True)
+class _Source:
     """A value that others read: how it may lie, and what it weighs."""
 
-    sources: tuple[Lying, ...]
+    placements: tuple[Placements, ...]
     axes: tuple[str, ...]
     num_bytes: float
     gradient: bool
@@ -53,7 +74,7 @@ class Change:
 
 
 class Terms:
-    """Seconds of one micro-batch on one grid."""
+    """Seconds of one micro-batch of a stage on one grid."""
 
     def __init__(
         self,
@@ -71,12 +92,11 @@ class Terms:
         self.shapes = Shapes(space.program.captured.batch_symbol, num_samples)
         self._unit_costs: dict[tuple[object, ...], tuple[Array, Array]] = {}
 
-    # -------------------------------------------------------------------------------------------------------------
-    # operations
+    # ---- operations
 
     def work(self, node: Node, joint: Sequence[Mapping[str, Option]]) -> Array:
-        """Of an operation, for each joint choice (axis -> option): its own work, and messages
-        inside it.
+        """(choices,): seconds of an operation for each joint choice (axis -> option): its own work,
+        and messages inside of it.
         """
         cost = self.node_costs[node]
         seconds = (
@@ -89,7 +109,7 @@ class Terms:
         )
 
     def share(self, node: Node, options: Mapping[str, Option]) -> float:
-        """The largest part of an operation's work that one device has."""
+        """Largest fraction of an operation's work that one device has."""
         along: dict[str, list[int]] = {}
         counts: dict[str, int] = {}
         for axis in ORDER:
@@ -114,51 +134,46 @@ class Terms:
         )
 
     def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
-        """Messages inside an operation: sums of rows for norms and losses over a cut dim, panels of
-        SUMMA.
+        """Seconds of messages inside of an operation: all-reduces of rows for norms and losses over
+        a cut dim, panels of SUMMA, tokens that travel to their experts.
         """
         if panels := self.panel_bytes(node, options):
             messages = 6 * sum(self.grid.size(axis) for axis in panels)  # research/tensor3d.md 1.1
             return messages * self.costs.latency_s + sum(
                 number / self.costs.rate(axis) for axis, number in panels.items()
             )
-        line, sent = self._told(node, options)
-        if not sent:
+        axes, messages_bytes = self._row_messages(node, options)
+        if not messages_bytes:
             return self.travel(node, options)
-        rate = min(self.costs.rate(axis) for axis in line)
-        return sum(self.costs.latency_s + number / rate for number in sent)
+        rate = min(self.costs.rate(axis) for axis in axes)
+        return sum(self.costs.latency_s + number / rate for number in messages_bytes)
 
-    def told_bytes(self, node: Node, options: Mapping[str, Option]) -> float:
-        """What one device tells the others inside an operation: maxima and sums of rows."""
-        return sum(self._told(node, options)[1])
+    def exchanged_bytes(self, node: Node, options: Mapping[str, Option]) -> float:
+        """Bytes that one device sends inside of an operation: maxima and sums of rows."""
+        return sum(self._row_messages(node, options)[1])
 
-    def _told(self, node: Node, options: Mapping[str, Option]) -> tuple[list[str], list[float]]:
-        """The axes along which devices tell each other something, and the bytes of each message."""
-        line = [axis for axis, option in options.items() if option.local in LOCAL_FORMS]
-        if not line:
+    def _row_messages(
+        self, node: Node, options: Mapping[str, Option]
+    ) -> tuple[list[str], list[float]]:
+        """The axes along which devices exchange numbers of rows, and the bytes of each message."""
+        axes = [axis for axis, option in options.items() if option.local in LOCAL_FORMS]
+        if not axes:
             return [], []
         op = self.space.operations[node]
-        option = options[line[0]]
+        option = options[axes[0]]
         shape = self.shapes.of(op.inputs[0].meta["val"])
         along = option.inputs[0]
         assert isinstance(along, int)
-        num_rows = float(
-            shape[1]
-            if option.local == "batch norm"
-            else prod(size for dim, size in enumerate(shape) if dim != along)
-        )
-        num_rows *= prod(
-            1 / self.grid.size(axis)
-            for axis, other in options.items()
-            if other.is_cut and axis not in line
-        )
-        size = prod(self.grid.size(axis) for axis in line)
-        return line, [
-            each.sent_bytes(size)
-            for each in told(
-                op, option.local, num_rows, op.inputs[0] in self.space.program.gradients
-            )
-        ]
+        if option.local == "batch norm":  # its rows are channels
+            num_rows = float(shape[1])
+        else:
+            num_rows = float(prod(size for dim, size in enumerate(shape) if dim != along))
+        cutting = [axis for axis, other in options.items() if other.is_cut and axis not in axes]
+        num_rows *= prod(1 / self.grid.size(axis) for axis in cutting)
+        num_devices = prod(self.grid.size(axis) for axis in axes)
+        has_backward = op.inputs[0] in self.space.program.gradients
+        messages = row_messages(op, option.local, num_rows, has_backward)
+        return axes, [message.sent_bytes(num_devices) for message in messages]
 
     def travel(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of the all-to-alls of tokens to their experts and back, in forward and in
@@ -172,9 +187,10 @@ class Terms:
         )
 
     def travelling_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """By axis, what one device sends of the tokens that travel: rows in and rows out, forward
-        and backward. Rows stay at their experts between two products, so the next one is taken to
-        travel as well."""
+        """Bytes that one device sends along each axis of the tokens that travel: rows in and rows
+        out, forward and backward. Rows stay at their experts between two products, so the next one
+        is taken to travel as well.
+        """
         axes = [axis for axis, option in options.items() if option.apart]
         if not axes:
             return {}
@@ -189,9 +205,10 @@ class Terms:
         return {axis: held * (self.grid.size(axis) - 1) / self.grid.size(axis) for axis in axes}
 
     def panel_bytes(self, node: Node, options: Mapping[str, Option]) -> dict[str, float]:
-        """Of SUMMA, by axis: what a device sends of x along x, and of the weight along y. Each
-        panel goes to the q - 1 others in forward, and once more for each of the two gradients, or
-        comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all."""
+        """Bytes that a device sends along each axis for SUMMA: of the input along x, of the weight
+        along y. Each panel goes to the q - 1 others in forward, and once more for each of the two
+        gradients, or comes from them as a term of one: 3 (q - 1) / q^2 (MK / d + KN) in all.
+        """
         axes = [axis for axis, option in options.items() if option.local == "summa"]
         if not axes:
             return {}
@@ -204,12 +221,11 @@ class Terms:
         }
         return {axis: times * (self.grid.size(axis) - 1) * held[axis] for axis in axes}
 
-    # -------------------------------------------------------------------------------------------------------------
-    # parameters
+    # ---- parameters
 
     def stored(self, node: Node, joint: Sequence[Mapping[str, Placement]]) -> Array:
-        """Of a parameter, for each joint choice: sums of gradients over equal holders, and the
-        price of memory.
+        """(choices,): seconds of a parameter for each joint choice: the all-reduce of its gradient
+        over equal holders, and the price of memory.
         """
         num_bytes = float(numel_bytes((node, 0), self.shapes))
         trained = node in self.space.program.gradients
@@ -227,59 +243,62 @@ class Terms:
         return result
 
     def sum_seconds(self, num_bytes: float, axes: Sequence[str]) -> float:
-        """Of gradients over all places that differ along these axes: one ring, as slow as the
-        slowest of its links.
+        """Seconds to all-reduce gradients over all places that differ along these axes: one ring,
+        as slow as the slowest of its links.
         """
         size = prod(self.grid.size(axis) for axis in axes)
-        return (
-            2 * num_bytes * (size - 1) / size / min(self.costs.rate(axis) for axis in axes)
-            if size > 1
-            else 0.0
-        )
+        if size == 1:
+            return 0.0
+        return 2 * num_bytes * (size - 1) / size / min(self.costs.rate(axis) for axis in axes)
 
-    # --------------------------------------------------------------------------------------------------------------
-    # exchanges
+    # ---- redistribution
 
-    def change(self, value: Value, axes: tuple[str, ...], sources: Sequence[Lying]) -> Change:
-        gradient = value[0] in self.space.program.gradients
-        is_parameter = value[0].op == "get_attr"
-        return Change(
-            tuple(sources), axes, float(numel_bytes(value, self.shapes)), gradient, is_parameter
-        )
-
-    def exchanges(
-        self, change: Change, uses: Mapping[int, Sequence[Sequence[Lying]]], wanted: Sequence[Lying]
-    ) -> list[tuple[list[int], Array]]:
-        """(variables, costs) of all changes of layout of one value. Variable 0 is its producer,
-        others are its readers.
-
-        `uses`: reader -> for each place where it reads the value, how that must lie for each of its
-        choices; `wanted`: of results.
+    def reads(self, read: Read, states: Sequence[Sequence[State]]) -> list[tuple[list[int], Array]]:
+        """(positions, costs) of all redistributions of one value. `states`: the choices of its
+        producer, which is position 0, and of its readers.
         """
+        axes = tuple(states[0][0])
+        placements = []
+        for state in states[0]:
+            placements.append(tuple(output_of(each, read.value[1]) for each in state.values()))
+        source = _Source(
+            tuple(placements),
+            axes,
+            float(numel_bytes(read.value, self.shapes)),
+            read.producer in self.space.program.gradients,
+            read.producer.op == "get_attr",
+        )
+        # by reader, for each input that reads the value: how it must lie, for each of its choices
+        uses: dict[int, list[list[Placements]]] = {}
+        for reader, slot in read.slots:
+            needed = []
+            for state in states[reader + 1]:
+                needed.append(tuple(each.inputs[slot] for each in state.values()))  # type: ignore[union-attr]
+            uses.setdefault(reader + 1, []).append(needed)
         num_states = {reader: len(found[0]) for reader, found in uses.items()}
-        groups = _grouped(num_states, MOST_ENTRIES // max(len(change.sources), 1))
-        listed: list[list[tuple[int, Sequence[Lying]]]] = [
-            [(reader, each) for reader in group for each in uses[reader]] for group in groups
-        ]
-        listed += [[(0, [target])] for target in wanted]
-        tables = [self._table(change, each, num_states) for each in listed]
+        listed: list[list[tuple[int, Sequence[Placements]]]] = []
+        for group in _grouped(num_states, MOST_ENTRIES // max(len(placements), 1)):
+            listed.append([(reader, each) for reader in group for each in uses[reader]])
+        for placement in read.wanted:
+            listed.append([(0, [(placement,) * len(axes)])])
+        tables = [self._table(source, each, num_states) for each in listed]
         return [table for table in tables if table is not None]
 
     def _table(
         self,
-        change: Change,
-        uses: Sequence[tuple[int, Sequence[Lying]]],
+        source: _Source,
+        uses: Sequence[tuple[int, Sequence[Placements]]],
         num_states: Mapping[int, int],
     ) -> tuple[list[int], Array] | None:
-        """For some readers: one exchange for each different layout that they need."""
+        """Costs for some readers: one redistribution for each different layout that they need."""
         distinct = tuple(dict.fromkeys(target for _, targets in uses for target in targets))
-        per_byte, latency = self._between(change, distinct)
-        costs = per_byte * change.num_bytes + latency  # [sources, distinct targets]
+        per_byte, latency = self._between(source, distinct)
+        costs = per_byte * source.num_bytes + latency  # [sources, distinct targets]
         if not costs.any():
             return None
         variables = [0, *dict.fromkeys(reader for reader, _ in uses if reader)]
         numbers = {target: number for number, target in enumerate(distinct)}
-        sizes = [len(change.sources), *(num_states[reader] for reader in variables[1:])]
+        sizes = [len(source.placements), *(num_states[reader] for reader in variables[1:])]
         total = np.zeros(sizes)
         before: list[npt.NDArray[np.intp]] = []
         for reader, targets in uses:
@@ -290,43 +309,39 @@ class Terms:
             )
             term = costs[:, at[0]]
             for earlier in before:
-                term = np.where(earlier == at, 0.0, term)  # the same exchange serves both
+                term = np.where(earlier == at, 0.0, term)  # one redistribution serves both
             before.append(at)
             total = total + term
         return variables, total
 
-    def _between(self, change: Change, targets: tuple[Lying, ...]) -> tuple[Array, Array]:
-        """Seconds for one byte, and seconds whatever the size: [sources, targets]."""
-        sources = change.sources
-        axes = change.axes
-        gradient = change.gradient
-        always_plain = change.is_parameter or not self.costs.is_counted
-        key = (sources, targets, axes, gradient, always_plain)
+    def _between(self, source: _Source, targets: tuple[Placements, ...]) -> tuple[Array, Array]:
+        """[sources, targets]: seconds for one byte, and seconds whatever the size."""
+        always_plain = source.is_parameter or not self.costs.is_counted
+        key = (source.placements, targets, source.axes, source.gradient, always_plain)
         if key not in self._unit_costs:
-            sizes = tuple(self.grid.size(axis) for axis in axes)
-            per_byte = np.zeros((len(sources), len(targets)))
-            latency = np.zeros((len(sources), len(targets)))
-            for i, source in enumerate(sources):
-                for j, target in enumerate(targets):
-                    sent = sent_bytes(1.0, source, target, sizes, gradient, always_plain)
+            sizes = tuple(self.grid.size(axis) for axis in source.axes)
+            rates = [self.costs.rate(axis) for axis in source.axes]
+            per_byte = np.zeros((len(source.placements), len(targets)))
+            latency = np.zeros((len(source.placements), len(targets)))
+            for i, before in enumerate(source.placements):
+                for j, after in enumerate(targets):
+                    sent = sent_bytes(1.0, before, after, sizes, source.gradient, always_plain)
                     per_byte[i, j] = sum(
-                        number / self.costs.rate(axis) for number, axis in zip(sent, axes)
+                        number / rate for number, rate in zip(sent, rates, strict=True)
                     )
-                    latency[i, j] = self.costs.latency_s * (1 + gradient) if any(sent) else 0.0
+                    if any(sent):
+                        latency[i, j] = self.costs.latency_s * (1 + source.gradient)
             self._unit_costs[key] = (per_byte, latency)
         return self._unit_costs[key]
 
 
-def _grouped(num_states: Mapping[int, int], room: int) -> list[list[int]]:
-    """Readers in groups that fit one table."""
+def _grouped(num_states: Mapping[int, int], most_entries: int) -> list[list[int]]:
+    """Readers in groups, each of which fits one table."""
     groups: list[list[int]] = []
     for reader in num_states:
         last = groups[-1] if groups else []
-        if (
-            last
-            and len(last) < MOST_SHARING
-            and prod(num_states[one] for one in (*last, reader)) <= room
-        ):
+        num_entries = prod(num_states[one] for one in (*last, reader))
+        if last and len(last) < MOST_SHARING and num_entries <= most_entries:
             last.append(reader)
         else:
             groups.append([reader])
@@ -335,6 +350,6 @@ def _grouped(num_states: Mapping[int, int], room: int) -> list[list[int]]:
 
 @lru_cache(maxsize=65536)
 def largest_share(count: int, sizes: tuple[int, ...]) -> float:
-    """Of so many granules, cut by one axis after the other."""
+    """Largest fraction of so many granules on one device, cut by one axis after the other."""
     *_, left = accumulate(sizes, lambda held, size: ceil(held / size), initial=count)
     return left / count if count else 1.0
