@@ -29,14 +29,7 @@ from torch.fx import GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, insert_call, user_line
 from whale.capture.kinds import Kind
-from whale.capture.sample_states import (
-    Irregular,
-    Mixed,
-    PerSample,
-    Shared,
-    Summed,
-    Whole,
-)
+from whale.capture.sample_states import Irregular, Mixed, PerSample, Shared, Summed, Whole
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeBatch
 from whale.operations.nodes import named_args, op_name
