@@ -15,7 +15,7 @@ from whale.operations.table import is_random
 
 
 class Kind(Enum):
-    """Where a value may live: see the table in docs/internals.md section 1."""
+    """What a value depends on, which says where it may live (docs/internals.md section 1)."""
 
     CONSTANT = "constant"
     INPUT = "input"

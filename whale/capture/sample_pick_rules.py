@@ -241,7 +241,7 @@ def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Stat
 def embedding_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    """By its row, unless its backward counts tokens."""
+    """Follows its row, unless its backward counts tokens."""
     if args.get("scale_grad_by_freq") and isinstance(flow.of(args["indices"]), PerSample):
         return Mixed(
             node,

@@ -58,7 +58,7 @@ MEANS = ("mean", "mean loss")
 
 @dataclass(frozen=True)
 class _Samples:
-    """Where the samples stand in the operands of an operation."""
+    """The place of the samples in the operands of an operation."""
 
     letter: str
     outer: Fraction | Irregular

@@ -73,31 +73,34 @@ def _on_meta(value: Any) -> Any:
 
 
 def linear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    source, weight = arguments[0].shape, arguments[1].shape  # (..., in), (out, in) or (in,)
+    """Source (..., in) times weight (out, in) or (in,)."""
+    source = arguments[0].shape
+    weight = arguments[1].shape
     return 2.0 * prod(source) * (weight[0] if len(weight) == 2 else 1)
 
 
 def bilinear(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    left, weight = arguments[0].shape, arguments[2].shape  # (..., l), (out, l, r)
+    """Left (..., l) times weight (out, l, r) times right (..., r)."""
+    left = arguments[0].shape
+    weight = arguments[2].shape
     # each of the `out` slices: left @ slice, then a dot product with right
     return 2.0 * prod(left[:-1]) * (prod(weight) + weight[0] * weight[2])
 
 
 def matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return (
-        2.0 * prod(output.shape) * arguments[0].shape[-1]
-    )  # also dot, mv and broadcast batch dims
+    """The last dim of the first operand is summed over: also dot, mv and broadcast batch dims."""
+    return 2.0 * prod(output.shape) * arguments[0].shape[-1]
 
 
 def added_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return (
-        2.0
-        * prod(arguments[1].shape)
-        * (arguments[2].shape[-1] if len(arguments[2].shape) > 1 else 1)
-    )  # input + first @ second
+    """Input + first @ second, where the second may be a vector."""
+    first = arguments[1].shape
+    second = arguments[2].shape
+    return 2.0 * prod(first) * (second[-1] if len(second) > 1 else 1)
 
 
 def grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
+    """A product for each group of rows."""
     first = arguments[0].shape
     second = arguments[1].shape
     # with one 2-D side the groups cut one of the three sizes; with two 3-D sides each group is a
@@ -107,11 +110,14 @@ def grouped_matmul(arguments: Arguments, keywords: Mapping[str, Any], output: Va
 
 
 def tensordot(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    return 2.0 * prod(output.shape) * prod(arguments[0].shape[dim] for dim in arguments[2])
+    """The dims of the third argument are summed over."""
+    summed = [arguments[0].shape[dim] for dim in arguments[2]]
+    return 2.0 * prod(output.shape) * prod(summed)
 
 
 def convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    weight = arguments[1].shape  # (out, in / groups, *window)
+    """Weight (out, in / groups, *window), applied at every place of the output."""
+    weight = arguments[1].shape
     num_spatial = len(weight) - 2
     batch = output.shape[0] if len(output.shape) == len(weight) else 1
     return 2.0 * batch * prod(output.shape[-num_spatial:]) * prod(weight)
@@ -120,82 +126,75 @@ def convolution(arguments: Arguments, keywords: Mapping[str, Any], output: Value
 def transposed_convolution(
     arguments: Arguments, keywords: Mapping[str, Any], output: Value
 ) -> float:
-    source, weight = (
-        arguments[0].shape,
-        arguments[1].shape,
-    )  # (in, out / groups, *window): applied at every place of the source
+    """Weight (in, out / groups, *window), applied at every place of the source."""
+    source = arguments[0].shape
+    weight = arguments[1].shape
     num_spatial = len(weight) - 2
     batch = source[0] if len(source) == len(weight) else 1
     return 2.0 * batch * prod(source[-num_spatial:]) * prod(weight)
 
 
 def attention(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    query, key = (
-        arguments[0].shape,
-        arguments[1].shape,
-    )  # (..., tokens, width); heads of the keys may be fewer
+    """Query and key (..., tokens, width); the keys may have fewer heads."""
+    query = arguments[0].shape
+    key = arguments[1].shape
     num_queries = prod(output.shape[:-1])
     num_keys = key[-2]
     return 2.0 * num_queries * num_keys * (query[-1] + output.shape[-1])
 
 
 def recurrent(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
-    source, weights = arguments[0].shape, arguments[2]  # every weight matrix meets every token once
-    return (
-        2.0
-        * prod(source[:-1])
-        * sum(prod(weight.shape) for weight in weights if len(weight.shape) == 2)
-    )
+    """Every weight matrix meets every token once."""
+    num_tokens = prod(arguments[0].shape[:-1])
+    matrices = [prod(weight.shape) for weight in arguments[2] if len(weight.shape) == 2]
+    return 2.0 * num_tokens * sum(matrices)
 
 
 def einsum(arguments: Arguments, keywords: Mapping[str, Any], output: Value) -> float:
     """Pairs are contracted one after the other, in the order of `path` (else from the left), as
     torch does.
     """
-    equation = arguments[0].replace(" ", "")
-    operands = arguments[1]
-    inputs, _, result = equation.partition("->")
-    terms, sizes = _einsum_terms(inputs.split(","), [operand.shape for operand in operands])
-    hidden = (
-        {index for index in sizes if index.isdigit()}
-        if "..." in result or "->" not in equation
-        else set()
-    )
-    shown = (
-        set(result.replace("...", ""))
-        if "->" in equation
-        else {index for index in sizes if inputs.count(index) == 1}
-    )
-    kept = hidden | shown
+    shapes = [operand.shape for operand in arguments[1]]
+    inputs, result = einsum_labels(arguments[0], [len(shape) for shape in shapes])
+    terms: list[set[str]] = []
+    sizes: dict[str, int] = {}
+    for names, shape in zip(inputs, shapes, strict=True):
+        # a dim of size 1 is broadcast: it takes no part in a product
+        terms.append({name for name, size in zip(names, shape, strict=True) if size != 1})
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = max(size, sizes.get(name, 1))
     path = keywords.get("path")
     pairs = [(0, 1)] * (len(terms) - 1) if path is None else list(zip(path[::2], path[1::2]))
     total = 0.0
     for pair in pairs:
         second, first = (terms.pop(place) for place in sorted(pair, reverse=True))
-        needed = kept.union(*terms)
-        if (
-            first & second
-        ) - needed:  # something is summed: a matrix product; otherwise an elementwise one
+        needed = set(result).union(*terms)
+        if (first & second) - needed:
+            # something is summed: a matrix product; otherwise it is an elementwise one
             alone = (first ^ second) - needed  # summed before the product
             total += 2.0 * prod(sizes[index] for index in (first | second) - alone)
         terms.insert(0 if path is None else len(terms), (first | second) & needed)
     return total
 
 
-def _einsum_terms(
-    inputs: Sequence[str], shapes: Sequence[Shape]
-) -> tuple[list[set[str]], dict[str, int]]:
-    """Index names of each operand and the size of each index. Dims under `...` are named by digits,
-    counted from the right.
+def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """Names of the dims of each operand, of that many dims, and of the result. Dims under `...` are
+    named by digits, matched from the right.
     """
-    terms: list[set[str]] = []
-    sizes: dict[str, int] = {}
-    for term, shape in zip(inputs, shapes, strict=True):
-        before, dots, after = term.partition("...")
-        num_hidden = len(shape) - len(before) - len(after) if dots else 0
-        names = [*before, *(str(place) for place in range(num_hidden - 1, -1, -1)), *after]
-        # a dim of size 1 is broadcast: it takes no part in a product
-        terms.append({name for name, size in zip(names, shape, strict=True) if size != 1})
-        for name, size in zip(names, shape, strict=True):
-            sizes[name] = max(size, sizes.get(name, 1))
-    return terms, sizes
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    num_hidden: list[int] = []
+    for term, rank in zip(terms, ranks, strict=True):
+        num_hidden.append(rank - len(term.replace("...", "")))
+    widest = max(num_hidden)
+    inputs = [_spelt(term, number, widest) for term, number in zip(terms, num_hidden, strict=True)]
+    return inputs, _spelt(right, widest, widest)
+
+
+def _spelt(term: str, num_hidden: int, widest: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    hidden = [str(widest - place) for place in range(num_hidden, 0, -1)] if dots else []
+    return [*before, *hidden, *after]

@@ -7,7 +7,7 @@ whatever else it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -133,6 +133,6 @@ def wrapped(given: Any, rank: int) -> list[int]:
     return [int(dim) % max(rank, 1) for dim in dims]
 
 
-def letters(prefix: str, rank: int) -> list[Label]:
-    """A label for each dim: `d0 d1 d2`."""
-    return [f"{prefix}{dim}" for dim in range(rank)]
+def letters(prefix: str, rank: int, whole: Collection[int] = ()) -> list[Label]:
+    """A label for each dim, `d0 d1 d2`, but for those that are needed whole."""
+    return [None if dim in whole else f"{prefix}{dim}" for dim in range(rank)]

@@ -92,24 +92,10 @@ def einsum(op: Operation) -> Dims | None:
     """Every letter of the equation, as it stands there. Dims under `...` are counted from the
     right.
     """
-    equation = str(op.argument("equation")).replace(" ", "")
-    left, _, right = equation.partition("->")
-    terms = left.split(",")
-    if "->" not in equation:
-        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
-        right = ("..." if "..." in left else "") + "".join(once)
-    pairs = list(zip(terms, op.shapes, strict=True))
-    widest = max(len(shape) - len(term.replace("...", "")) for term, shape in pairs)
-    inputs = [_spelt(term, len(shape), widest) for term, shape in pairs]
-    result = _spelt(right, len(op.outputs[0]), widest)
-    sums: set[Label] = set().union(*inputs) - set(result)
+    equation = str(op.argument("equation"))
+    inputs, result = flops.einsum_labels(equation, [len(shape) for shape in op.shapes])
+    sums = set().union(*inputs) - set(result)
     return dims(inputs, [result], sums=sums)
-
-
-def _spelt(term: str, rank: int, widest: int) -> list[Label]:
-    before, dots, after = term.partition("...")
-    hidden = rank - len(before) - len(after) if dots else 0
-    return [*before, *(f"{widest - place}" for place in range(hidden, 0, -1)), *after]
 
 
 @row("_grouped_mm grouped_mm grouped_mm_fallback", linear=in_first)
@@ -196,7 +182,7 @@ NOT_FIRST = "the batch of `{name}` is not dim 0 of its input"
 
 @row("conv1d conv2d conv3d", mixes=NOT_FIRST)
 def convolution(op: Operation) -> Dims | None:
-    """By samples; in one group also by output channels (n) and by input channels (k)."""
+    """Samples are apart; in one group output channels (n) and input channels (k) may be cut too."""
     if len(op.shapes[0]) != len(op.shapes[1]):
         return None
     window = [None] * (len(op.shapes[1]) - 2)
@@ -209,7 +195,7 @@ def convolution(op: Operation) -> Dims | None:
 
 @row("batch_norm")
 def batch_norm(op: Operation) -> Dims | None:
-    """By samples, whose sums are exchanged when it trains; otherwise also by channels."""
+    """When it trains, sums over the samples are exchanged; otherwise channels are apart as well."""
     training = trains_batch_norm(op.node)
     channel: Label = None if training else "c"
     whole: Labels = ["m", channel, *([None] * (len(op.shapes[0]) - 2))]
@@ -242,7 +228,7 @@ def pooling(op: Operation) -> Dims | None:
 
 @row("group_norm instance_norm", mixes=NOT_FIRST)
 def group_norm(op: Operation) -> Dims | None:
-    """By samples; a norm that keeps running statistics is left whole."""
+    """Samples are apart; a norm that keeps running statistics is left whole."""
     if op.name == "instance_norm" and op.argument("running_mean") is not None:
         return None
     labels: list[Label] = ["m", *([None] * (len(op.shapes[0]) - 1))]

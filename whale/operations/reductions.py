@@ -31,8 +31,7 @@ def reduction(op: Operation) -> Dims | None:
     if op.name in ("max", "min") and len(op.inputs) == 2:
         return pointwise(op)
     labels, result, reduced = _reduced(op)
-    whole: list[Label] = [None if dim in reduced else label for dim, label in enumerate(labels)]
-    return dims([whole], [result] * len(op.outputs))
+    return dims([letters("d", len(labels), reduced)], [result] * len(op.outputs))
 
 
 def _reduced(op: Operation) -> tuple[list[Label], list[Label], set[int]]:
@@ -53,18 +52,14 @@ def _reduced(op: Operation) -> tuple[list[Label], list[Label], set[int]]:
 @row("quantile nanquantile", mixes=OVER_SAMPLES)
 def quantile(op: Operation) -> Dims | None:
     """Several quantiles stand in a new first dim."""
-    q = op.shape("q")
-    found = reduction(op)
-    if found is None or len(op.inputs) > 2:
-        return None
-    first: list[Label] = [None] * len(q or ())
     rank = len(op.shapes[0])
-    reduced = set(dims_of(op, rank))
-    result: list[Label] = [f"d{dim}" for dim in range(rank) if dim not in reduced]
-    if op.argument("keepdim"):
-        result = [None if dim in reduced else f"d{dim}" for dim in range(rank)]
-    inputs: list[Labels] = [found.inputs[0], *([[None] * len(q)] if q is not None else [])]
-    return dims(inputs, [[*first, *result]])
+    reduced = dims_of(op, rank)
+    source = letters("d", rank, reduced)
+    result = source
+    if not op.argument("keepdim"):
+        result = [label for label in source if label is not None]
+    quantiles: list[Label] = [None] * len(op.shape("q") or ())
+    return dims(op.named(self=source), [[*quantiles, *result]])
 
 
 @row("cosine_similarity", mixes=OVER_SAMPLES)
@@ -72,7 +67,7 @@ def cosine_similarity(op: Operation) -> Dims | None:
     """Two tensors, matched from the right, and one dim that is reduced."""
     rank = max(len(shape) for shape in op.shapes)
     (dim,) = dims_of(op, rank)
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(rank)]
+    labels = letters("d", rank, [dim])
     result = [*labels[:dim], *labels[dim + 1 :]]
     return dims([labels[rank - len(shape) :] for shape in op.shapes], [result])
 
@@ -90,8 +85,7 @@ def normalised(op: Operation) -> Dims | None:
 def along(op: Operation) -> Dims | None:
     """Whole along the dim that is normalised."""
     rank = len(op.shapes[0])
-    dim = dims_of(op, rank)[0]
-    labels: list[Label] = [None if place == dim else f"d{place}" for place in range(rank)]
+    labels = letters("d", rank, dims_of(op, rank)[:1])
     return dims([labels], [labels])
 
 
@@ -100,7 +94,8 @@ def renorm(op: Operation) -> Dims | None:
     """Each slice along the dim has a norm of its own: the other dims are needed whole."""
     rank = len(op.shapes[0])
     dim = dims_of(op, rank)[0]
-    labels: list[Label] = [f"d{place}" if place == dim else None for place in range(rank)]
+    labels: list[Label] = [None] * rank
+    labels[dim] = "d"
     return dims([labels], [labels])
 
 

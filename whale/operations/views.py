@@ -124,7 +124,7 @@ PERMUTES = "transpose swapaxes swapdims t permute movedim moveaxis numpy_T mT ad
 
 
 def permutation(node: Node) -> list[int]:
-    """For each dim of the result the dim of the input that it is."""
+    """The dims of the input in the order in which the result has them."""
     rank = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     probe = torch.empty(tuple(range(SEPARATE, SEPARATE + rank)), device="meta")
     result = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
@@ -159,7 +159,7 @@ def along_dim(op: Operation) -> Dims | None:
     whole = set(dims_of(op, len(shape), "dimension" if op.name == "unfold" else named))
     if op.name == "slice" and shape == op.outputs[0]:
         whole = set()
-    labels: list[Label] = [None if dim in whole else f"d{dim}" for dim in range(len(shape))]
+    labels = letters("d", len(shape), whole)
     others: list[Label] = [label for dim, label in enumerate(labels) if dim not in whole]
     result = others if op.name in ("select", "unbind") else labels
     if op.name == "unfold":
@@ -284,8 +284,7 @@ def pad(op: Operation) -> Dims | None:
 def index_select(op: Operation) -> Dims | None:
     """Whole along the dim that is looked up."""
     dim = dims_of(op, len(op.shapes[0]))[0]
-    labels = letters("d", len(op.shapes[0]))
-    labels[dim] = None
+    labels = letters("d", len(op.shapes[0]), [dim])
     picked = [*labels[:dim], "picked", *labels[dim + 1 :]]
     return dims(op.named(self=labels, index=["picked"]), [picked])
 
@@ -300,8 +299,7 @@ def index(op: Operation) -> Dims | None:
     if len(looked_up) != 1 or indices[looked_up[0]].meta["val"].dtype == torch.bool:
         return None
     dim = looked_up[0]
-    labels = letters("d", len(op.shapes[0]))
-    labels[dim] = None
+    labels = letters("d", len(op.shapes[0]), [dim])
     picked = letters("i", len(op.shapes[1]))
     return dims([labels, picked], [[*labels[:dim], *picked, *labels[dim + 1 :]]])
 

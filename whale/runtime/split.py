@@ -35,7 +35,7 @@ Product = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Deferred:
-    """Where the layers of one chunk put their weight products: the list of the micro-batch whose
+    """The list where the layers of one chunk put their weight products: that of the micro-batch whose
     backward runs now.
     """
 
@@ -58,9 +58,7 @@ def run_products(products: list[Product]) -> None:
 
 
 def replacements(deferred: Deferred) -> dict[Any, Callable[..., Tensor]]:
-    """For each operation that can be split, the function that stands in for it, with the same
-    arguments.
-    """
+    """The functions that stand in for operations that can be split, with the same arguments."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _is_split(x, weight, bias) and _is_layer(weight, bias, 0):
@@ -284,5 +282,7 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Under autocast a layer computes in another dtype than its input and its weight have."""
+    """The tensor in the dtype of a gradient: under autocast a layer computes in another dtype than
+    its input and its weight have.
+    """
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
