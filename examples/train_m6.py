@@ -310,7 +310,8 @@ def main() -> None:
     resumed = engine.load(options.folder / CHECKPOINTS)
     if resumed is not None:
         console.print(
-            f"continuing from step {resumed}; remove {options.folder} to start anew", highlight=False
+            f"continuing from step {resumed}; remove {options.folder} to start anew",
+            highlight=False,
         )
     line = LiveLine(console, options)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from whale.capture.graph import BatchTensor, CapturedGraph, StateTensor
 from whale.capture.inline import inline_regions
-from whale.capture.kinds import Kind, value_kinds
+from whale.capture.kinds import ValueKind, value_kinds
 from whale.operations.nodes import op_name
 from whale.operations.table import is_random
 
@@ -110,11 +110,11 @@ def test_the_four_kinds() -> None:
 
     captured = export_graph(Small(), {"x": torch.randn(3, 4)}, loss)
     kinds = value_kinds(captured)
-    assert kinds[find(captured, "gt")] is Kind.INPUT
-    assert kinds[find(captured, "square")] is Kind.WEIGHT
-    assert kinds[find(captured, "cos")] is Kind.CONSTANT
-    assert kinds[find(captured, "linear")] is Kind.ACTIVATION
-    assert kinds[find(captured, "div")] is Kind.ACTIVATION
+    assert kinds[find(captured, "gt")] is ValueKind.INPUT
+    assert kinds[find(captured, "square")] is ValueKind.WEIGHT
+    assert kinds[find(captured, "cos")] is ValueKind.CONSTANT
+    assert kinds[find(captured, "linear")] is ValueKind.ACTIVATION
+    assert kinds[find(captured, "div")] is ValueKind.ACTIVATION
 
 
 def test_sizes_are_inputs_even_when_read_from_an_activation() -> None:
@@ -126,7 +126,7 @@ def test_sizes_are_inputs_even_when_read_from_an_activation() -> None:
     with captured.graph.inserting_after(linear):
         size = captured.graph.call_function(torch.ops.aten.sym_size.int, (linear, 0))
     size.meta["val"] = linear.meta["val"].shape[0]
-    assert value_kinds(captured)[size] is Kind.INPUT
+    assert value_kinds(captured)[size] is ValueKind.INPUT
 
 
 def test_a_buffer_that_the_graph_updates_belongs_to_its_stage() -> None:
@@ -139,15 +139,15 @@ def test_a_buffer_that_the_graph_updates_belongs_to_its_stage() -> None:
         for node, kind in value_kinds(captured).items()
         if node.op == "get_attr"
     }
-    assert kinds["model.table"] is Kind.CONSTANT
-    assert kinds["model.norm.running_mean"] is Kind.ACTIVATION
+    assert kinds["model.table"] is ValueKind.CONSTANT
+    assert kinds["model.norm.running_mean"] is ValueKind.ACTIVATION
     captured.buffer_updates["model.table"] = find(captured, "mul")
     kinds = {
         str(node.target): kind
         for node, kind in value_kinds(captured).items()
         if node.op == "get_attr"
     }
-    assert kinds["model.table"] is Kind.ACTIVATION
+    assert kinds["model.table"] is ValueKind.ACTIVATION
 
 
 def test_random_values_are_activations() -> None:
@@ -166,7 +166,7 @@ def test_random_values_are_activations() -> None:
     kinds = value_kinds(captured)
     for name in ("rand_like", "randn", "bernoulli"):
         assert is_random(find(captured, name)), name
-        assert kinds[find(captured, name)] is Kind.ACTIVATION, name
+        assert kinds[find(captured, name)] is ValueKind.ACTIVATION, name
 
 
 def test_attention_is_random_only_with_dropout() -> None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from tests.unit.test_kinds import export_graph, find
 from whale.capture.graph import CapturedGraph, module_name, user_line
-from whale.capture.kinds import Kind, value_kinds
+from whale.capture.kinds import ValueKind, value_kinds
 from whale.capture.sample_states import Mixed, PerSample, Summed, batch_dim
 from whale.capture.samples import SampleFlow
 from whale.operations.nodes import op_name, trains_batch_norm
@@ -71,7 +71,7 @@ def find_mixing(captured: CapturedGraph) -> list[Mixing]:
             found[node] = Mixing(
                 node, "batch norm takes its statistics over the samples", "batch statistics"
             )
-        computed = kinds.get(node) in (Kind.ACTIVATION, Kind.WEIGHT)
+        computed = kinds.get(node) in (ValueKind.ACTIVATION, ValueKind.WEIGHT)
         if computed and isinstance(state, Mixed):
             found[state.origin] = Mixing(state.origin, state.reason)
         elif computed and node in flow.inner:

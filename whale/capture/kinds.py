@@ -14,7 +14,7 @@ from whale.operations.nodes import named_args, op_name, trains_batch_norm
 from whale.operations.table import is_random
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value depends on, which says where it may live (docs/internals.md section 1)."""
 
     CONSTANT = "constant"
@@ -23,7 +23,7 @@ class Kind(Enum):
     ACTIVATION = "activation"
 
 
-def value_kinds(captured: CapturedGraph) -> dict[Node, Kind]:
+def value_kinds(captured: CapturedGraph) -> dict[Node, ValueKind]:
     """The kind of every value.
 
     A buffer that this graph never updates is CONSTANT. A buffer that it updates (running
@@ -31,10 +31,10 @@ def value_kinds(captured: CapturedGraph) -> dict[Node, Kind]:
     do the values made from it.
     """
     updated = set(captured.buffer_updates) | _running_statistics(captured)
-    kinds: dict[Node, Kind] = {}
+    kinds: dict[Node, ValueKind] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            kinds[node] = Kind.INPUT
+            kinds[node] = ValueKind.INPUT
         elif node.op == "get_attr":
             kinds[node] = _state_kind(captured, str(node.target), updated)
         elif node.op == "call_function":
@@ -42,28 +42,28 @@ def value_kinds(captured: CapturedGraph) -> dict[Node, Kind]:
     return kinds
 
 
-def _state_kind(captured: CapturedGraph, name: str, updated: set[str]) -> Kind:
+def _state_kind(captured: CapturedGraph, name: str, updated: set[str]) -> ValueKind:
     if captured.state[name].kind == "parameter":
-        return Kind.WEIGHT
-    return Kind.ACTIVATION if name in updated else Kind.CONSTANT
+        return ValueKind.WEIGHT
+    return ValueKind.ACTIVATION if name in updated else ValueKind.CONSTANT
 
 
-def _result_kind(node: Node, operands: set[Kind]) -> Kind:
+def _result_kind(node: Node, operands: set[ValueKind]) -> ValueKind:
     if isinstance(node.meta.get("val"), torch.SymInt | int) and op_name(node).startswith(
         ("sym_size", "sym_numel", "sym_stride")
     ):
-        return Kind.INPUT  # the size of an activation is known from the batch
+        return ValueKind.INPUT  # the size of an activation is known from the batch
     if (
         is_random(node)
         or trains_batch_norm(node)
-        or Kind.ACTIVATION in operands
-        or {Kind.INPUT, Kind.WEIGHT} <= operands
+        or ValueKind.ACTIVATION in operands
+        or {ValueKind.INPUT, ValueKind.WEIGHT} <= operands
     ):
-        return Kind.ACTIVATION
-    for kind in (Kind.WEIGHT, Kind.INPUT):
+        return ValueKind.ACTIVATION
+    for kind in (ValueKind.WEIGHT, ValueKind.INPUT):
         if kind in operands:
             return kind
-    return Kind.CONSTANT
+    return ValueKind.CONSTANT
 
 
 def _running_statistics(captured: CapturedGraph) -> set[str]:

@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, insert_call, user_line
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.sample_states import Irregular, Mixed, PerSample, Shared, Summed, Whole
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeBatch
@@ -160,7 +160,7 @@ class _Rewriter:
         leaves = [
             leaf
             for leaf in self.flow.leaves
-            if leaf in self.flow.live and self.flow.kinds[leaf] is Kind.ACTIVATION
+            if leaf in self.flow.live and self.flow.kinds[leaf] is ValueKind.ACTIVATION
         ]
         self._lift(leaves)
         reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)

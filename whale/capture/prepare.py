@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from whale.capture.clean import Capture
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind, value_kinds
+from whale.capture.kinds import ValueKind, value_kinds
 from whale.capture.losses import (
     LossPlan,
     NotAdditive,
@@ -33,7 +33,7 @@ class CapturedModel:
     """A capture whose results are loss terms (training) or output tensors (evaluation)."""
 
     capture: Capture
-    kinds: dict[Node, Kind]
+    kinds: dict[Node, ValueKind]
     loss: LossPlan
     num_terms: int
     """the first results of the graph are terms of the loss"""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.sample_rules import row_state, unknown_state
 from whale.capture.sample_states import (
     Irregular,
@@ -301,7 +301,7 @@ def _class_mean_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> Sta
     """The mean goes over targets that are not `ignore_index`, so the targets must be known for the
     whole mini-batch.
     """
-    if flow.kinds[args["target"]] in (Kind.INPUT, Kind.CONSTANT):
+    if flow.kinds[args["target"]] in (ValueKind.INPUT, ValueKind.CONSTANT):
         return flow.reduction(node, "class mean")
     source = args["target"]
     while isinstance(source, Node) and op_name(source) in CASTS | VIEWS | PERMUTES:

@@ -30,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.sample_pick_rules import POSITION_USED, loss_state
 from whale.capture.sample_rules import linear_state, row_state
 from whale.capture.sample_states import (
@@ -78,7 +78,7 @@ class SampleFlow:
     """
 
     def __init__(
-        self, captured: CapturedGraph, kinds: dict[Node, Kind], all_reduce: bool = False
+        self, captured: CapturedGraph, kinds: dict[Node, ValueKind], all_reduce: bool = False
     ) -> None:
         self.symbol = captured.batch_symbol
         self.shapes = Shapes(captured.batch_symbol)
@@ -147,7 +147,7 @@ class SampleFlow:
         is_shape = op_name(node).startswith(("sym_size", "sym_numel"))
         read = [] if is_shape else [self.states[operand] for operand in node.all_input_nodes]
         if any(isinstance(state, Whole | PerSample | Summed | Mixed) for state in read):
-            if self.kinds[node] is Kind.INPUT:
+            if self.kinds[node] is ValueKind.INPUT:
                 return Whole()
             return Mixed(node, "a Python number is made from the samples")
         return Size() if self.symbols & expression(value).free_symbols else SHARED
@@ -159,7 +159,7 @@ class SampleFlow:
         dims = self.dims(value)
         if not isinstance(state, Mixed):
             state = self._checked_by_shape(node, state, value, dims)
-        if self.kinds[node] in (Kind.INPUT, Kind.CONSTANT) and not dims:
+        if self.kinds[node] in (ValueKind.INPUT, ValueKind.CONSTANT) and not dims:
             lifted = any(self._reads_whole(node, operand) for operand in node.all_input_nodes)
             return Whole() if lifted or isinstance(state, Summed | Mixed) else state
         for operand in node.all_input_nodes:
@@ -264,7 +264,9 @@ class SampleFlow:
     def reduction(self, node: Node, how: str) -> State:
         """State of a sum or mean over the samples; notes it as one of `leaves`."""
         self.leaves[node] = how
-        return SHARED if self.all_reduce and self.kinds[node] is Kind.ACTIVATION else Summed(node)
+        return (
+            SHARED if self.all_reduce and self.kinds[node] is ValueKind.ACTIVATION else Summed(node)
+        )
 
     def mean(self, node: Node, outer: int | Irregular) -> State:
         """A mean over a dim of samples. Rows picked by a mask must be counted on the whole
@@ -274,7 +276,7 @@ class SampleFlow:
         if mask is None:
             return self.reduction(node, "mean")
         is_plain = op_name(node) == "mean" or op_name(node) in POINTWISE_LOSSES
-        if self.kinds[mask] is Kind.ACTIVATION or not is_plain:
+        if self.kinds[mask] is ValueKind.ACTIVATION or not is_plain:
             return Mixed(
                 node,
                 f"`{op_name(node)}` is a mean over rows picked by a mask, whose number is not "

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.annotation import Strategy
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.planning.chunk_memory import Capacity, ChunkMemory, Devices, moments_in_flight
@@ -83,13 +83,13 @@ class ChunkCuts:
         return loop(number, self.count) if self.is_loop else zigzag(number, self.count)
 
     def each(
-        self, operations: Sequence[Node], kinds: Mapping[Node, Kind]
+        self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind]
     ) -> Iterator[tuple[TaskGraphs, Placement]]:
         """Gives different cuts, to be tried while memory is short: moved for the shortest step;
         moved so that no device is over-full, then for the shortest step; not moved. Each chunk is a
         TaskGraph of its own. Raises ValueError where the model has too few points.
         """
-        activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+        activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
         memory = cache(lambda: self._memory(activations, kinds))  # only where it is short
         ways = (
             (CutMoves(self.num_moves), ""),
@@ -107,7 +107,7 @@ class ChunkCuts:
                 yield replace(task_graphs, reason=task_graphs.reason + why), placement
 
     def _cut(
-        self, operations: Sequence[Node], kinds: Mapping[Node, Kind], moves: CutMoves | None
+        self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind], moves: CutMoves | None
     ) -> tuple[TaskGraphs, Placement]:
         config = self.config
         placement = self.placement
@@ -140,7 +140,7 @@ class ChunkCuts:
             f"{placement.reason}; their chunks lie in {shape} over them",
         )
 
-    def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, Kind]) -> ChunkMemory:
+    def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind]) -> ChunkMemory:
         """In the order that the schedule has; one that is made for its costs is taken to keep what
         1F1B does on these devices.
         """

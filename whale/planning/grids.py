@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from whale.annotation.scopes import GridShape
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.cluster.cluster import Cluster
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.network import Link
@@ -121,7 +121,7 @@ class GridProblem:
     """The stages of one draft that are to be put on grids."""
 
     captured: CapturedGraph
-    kinds: Mapping[Node, Kind]
+    kinds: Mapping[Node, ValueKind]
     assignment: Assignment
     device_of_stage: Sequence[int]
     placement: Placement

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.losses import NotAdditive
 from whale.cluster.cluster import Cluster
 from whale.config import Config
@@ -23,7 +23,7 @@ class Problem:
 
     captured: CapturedGraph
     """with the loss already split into terms"""
-    kinds: Mapping[Node, Kind]
+    kinds: Mapping[Node, ValueKind]
     marks: Mapping[Node, Mark]
     default_strategy: Strategy | None
     term_texts: tuple[str, ...]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.names import listed
 from whale.planning.grid_workspace import OnDevice
 from whale.planning.stages import Assignment
@@ -28,7 +28,7 @@ from whale.units import human_bytes, human_seconds
 
 def stage_program(
     captured: CapturedGraph,
-    kinds: Mapping[Node, Kind],
+    kinds: Mapping[Node, ValueKind],
     assignment: Assignment,
     stage: int,
     terms: Sequence[Node],

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.ops import could_carry_gradient
 from whale.costs.costs import value_bytes
 from whale.operations.nodes import op_name
@@ -61,10 +61,12 @@ class Assignment:
 
 
 def assign_stages(
-    operations: Sequence[Node], kinds: Mapping[Node, Kind], virtual_device_of: Mapping[Node, int]
+    operations: Sequence[Node],
+    kinds: Mapping[Node, ValueKind],
+    virtual_device_of: Mapping[Node, int],
 ) -> tuple[dict[Node, int], list[int]]:
     """(stage of each ACTIVATION, VirtualDevice of each stage). See docs/internals.md section 4."""
-    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
     stages = list(dict.fromkeys(virtual_device_of[node] for node in activations))
     stage_of: dict[Node, int] = {}
     for node in activations:
@@ -130,7 +132,7 @@ def _only_activation_input(node: Node, stage_of: Mapping[Node, int]) -> Node | N
 
 def place_weights(
     captured: CapturedGraph,
-    kinds: Mapping[Node, Kind],
+    kinds: Mapping[Node, ValueKind],
     stage_of: dict[Node, int],
     value_bytes: Callable[[Node], int],
     num_micro_batch: int,
@@ -162,7 +164,7 @@ def place_weights(
         result_stage[result] = stage_of.get(result, default)
     needed: dict[Node, set[int]] = {}
     for node in reversed(list(captured.compute_nodes())):
-        if kinds[node] is not Kind.WEIGHT:
+        if kinds[node] is not ValueKind.WEIGHT:
             continue
         stages = {result_stage[node]} if node in result_stage else set()
         for user in node.users:
@@ -189,13 +191,13 @@ def place_weights(
 
 
 def _parameter_closure(
-    captured: CapturedGraph, kinds: Mapping[Node, Kind]
+    captured: CapturedGraph, kinds: Mapping[Node, ValueKind]
 ) -> dict[Node, frozenset[str]]:
     closure: dict[Node, frozenset[str]] = {}
     for node in captured.graph.nodes:
         if node.op == "get_attr" and captured.state[str(node.target)].kind == "parameter":
             closure[node] = frozenset([str(node.target)])
-        elif kinds.get(node) is Kind.WEIGHT:
+        elif kinds.get(node) is ValueKind.WEIGHT:
             closure[node] = frozenset().union(
                 *(closure.get(a, frozenset()) for a in node.all_input_nodes)
             )
@@ -259,7 +261,7 @@ def live_operations(captured: CapturedGraph) -> list[Node]:
     return list(slice_stage(results, RECOMPUTED, {}).operations)
 
 
-def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
+def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, ValueKind]) -> Assignment:
     """The assignment of a plan that was made for this very graph."""
     nodes = list(captured.compute_nodes())
     if len(nodes) != len(plan.stage_of_operation):
@@ -278,13 +280,13 @@ def apply_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) 
     return _finish(captured, stage_of, results, len(plan.stages))
 
 
-def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind]) -> Assignment:
+def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, ValueKind]) -> Assignment:
     """An assignment for another graph of the same model (evaluation, another sequence length):
     operations go where their weights are.
     """
     stage_of: dict[Node, int] = {}
     for node in live_operations(captured):
-        if kinds[node] is not Kind.ACTIVATION:
+        if kinds[node] is not ValueKind.ACTIVATION:
             continue
         latest = max((stage_of[p] for p in node.all_input_nodes if p in stage_of), default=0)
         for name, is_direct in state_behind(node, kinds):
@@ -302,7 +304,7 @@ def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, Kind])
     )
 
 
-def state_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[tuple[str, bool]]:
+def state_behind(node: Node, kinds: Mapping[Node, ValueKind]) -> list[tuple[str, bool]]:
     """(parameter or buffer, whether it must be on the same stage) that an operation reads, also
     through values that are not ACTIVATION.
 
@@ -318,9 +320,9 @@ def state_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[tuple[str, bool
         seen.add(source)
         if source.op == "get_attr":
             names[str(source.target)] = names.get(str(source.target), False) or is_direct
-        elif source.op == "call_function" and kinds[source] is not Kind.ACTIVATION:
+        elif source.op == "call_function" and kinds[source] is not ValueKind.ACTIVATION:
             waiting.extend(
-                (each, is_direct and kinds[source] is not Kind.WEIGHT)
+                (each, is_direct and kinds[source] is not ValueKind.WEIGHT)
                 for each in source.all_input_nodes
             )
     return sorted(names.items())
@@ -328,7 +330,7 @@ def state_behind(node: Node, kinds: Mapping[Node, Kind]) -> list[tuple[str, bool
 
 def make_assignment(
     captured: CapturedGraph,
-    kinds: Mapping[Node, Kind],
+    kinds: Mapping[Node, ValueKind],
     stage_of: dict[Node, int],
     num_stages: int,
     num_micro_batch: int,

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from whale.annotation import Mark, Strategy
 from whale.capture.graph import module_name
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.costs.backward_workspace import live_between
 from whale.planning.cuts import SAME_TIME, Cuts, Floats, StageMemory, cut
 
@@ -41,14 +41,14 @@ class TaskGraphs:
 
 def from_marks(
     operations: Sequence[Node],
-    kinds: Mapping[Node, Kind],
+    kinds: Mapping[Node, ValueKind],
     marks: Mapping[Node, Mark],
     default: Strategy | None,
 ) -> TaskGraphs:
     """TaskGraphs of an annotated model. Unmarked operations get the default strategy; without one
     they join the TaskGraph of their latest producer, else of their earliest consumer.
     """
-    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
     said = sorted(
         {marks[node] for node in activations if node in marks},
         key=lambda mark: (_WHERE[mark.order[0]], mark.order[1]),
@@ -173,7 +173,7 @@ class _ModelChain:
 
 def from_cuts(
     operations: Sequence[Node],
-    kinds: Mapping[Node, Kind],
+    kinds: Mapping[Node, ValueKind],
     num_task_graph: int,
     costs: CutCosts,
     *,
@@ -186,7 +186,7 @@ def from_cuts(
     `memory_of` gives what each stage may hold. `only_thin`: cut where little crosses, as far as
     there are such points, since what crosses is saved for every micro-batch in flight.
     """
-    activations = [node for node in operations if kinds[node] is Kind.ACTIVATION]
+    activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
     times = costs.times(activations)
     crossing = np.array(live_between(activations, costs.crossing_seconds)[:-1])
     allowed = _cuttable(activations, times.max(axis=0), crossing)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
-from whale.capture.kinds import Kind
+from whale.capture.kinds import ValueKind
 from whale.capture.sample_states import batch_dim
 from whale.capture.samples import SampleFlow
 from whale.costs.costs import NodeCost
@@ -44,7 +44,7 @@ class StageProgram:
     """What one stage computes, and what it owes to others."""
 
     captured: CapturedGraph
-    kinds: Mapping[Node, Kind]
+    kinds: Mapping[Node, ValueKind]
     operations: tuple[Node, ...]
     """in graph order"""
     inputs: tuple[Node, ...]
@@ -95,7 +95,7 @@ class Space:
         all_options: dict[Node, tuple[Option, ...]] = {}
         for node in program.operations:
             if (
-                program.kinds[node] in (Kind.ACTIVATION, Kind.WEIGHT)
+                program.kinds[node] in (ValueKind.ACTIVATION, ValueKind.WEIGHT)
                 and op_name(node) != "getitem"
                 and shapes.tensors(node)
             ):
@@ -216,7 +216,7 @@ class Space:
         return [
             slot
             for slot, source in enumerate(inputs)
-            if kinds[source] is Kind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
+            if kinds[source] is ValueKind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
         ]
 
     def _gathered_parameters(self) -> frozenset[Node]:
