@@ -4,7 +4,7 @@ inputs and weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,16 +114,6 @@ def insert_call(
             value = target(*fake_args, **fake_kwargs)
     node.meta.update({key: like.meta[key] for key in TRACE_KEYS if key in like.meta}, val=value)
     return node
-
-
-def size_for(size: Any, values: Mapping[sympy.Symbol, int]) -> int:
-    """A size, which is a number or an expression of symbols, for these values of the symbols."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if expression in values:  # nearly always: the number of samples itself
-        return values[expression]
-    return int(expression.subs(values))
 
 
 def user_line(node: Node) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import size_for
 from whale.capture.ops import FINAL_VALUE, gradient_carriers, remove_dead, returned_argument
 from whale.compat import schema
 from whale.operations.nodes import argument, aten_name, written_names
@@ -194,8 +193,9 @@ def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
             continue
         size = source.meta.get("val")
         if isinstance(size, torch.SymInt):
-            symbols = size.node.expr.free_symbols
-            values[source] = size_for(size, dict.fromkeys(symbols, batch_size))
+            expression = size.node.expr
+            symbols = dict.fromkeys(expression.free_symbols, batch_size)
+            values[source] = int(expression.subs(symbols))
         else:
             args, kwargs = map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = source.target(*args, **kwargs)  # type: ignore[operator]
