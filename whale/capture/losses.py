@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,9 +112,12 @@ def find_problem(captured: CapturedGraph, flow: SampleFlow) -> NotAdditive | Non
     return None
 
 
-def rewrite_loss(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
+def rewrite_loss(
+    captured: CapturedGraph, flow: SampleFlow, keep: Collection[Node] = ()
+) -> LossPlan:
     """Changes the graph so that its first outputs, summed over disjoint parts of the mini-batch,
-    give exactly the loss. A loss that is not additive leaves the graph as it was.
+    give exactly the loss. A loss that is not additive leaves the graph as it was. Nodes in `keep`
+    stay, though nothing in the graph uses them.
 
     With `flow.all_reduce`, the nodes in `LossPlan.reductions` (they also carry
     `meta["all_reduce"] = "sum"`) must be all-reduced over all parts during the forward; the outputs
@@ -122,12 +126,14 @@ def rewrite_loss(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
     problem = find_problem(captured, flow)
     if problem is not None:
         return LossPlan(not_additive=problem)
-    return _Rewriter(captured, flow).run(has_loss=True)
+    return _Rewriter(captured, flow, keep).run(has_loss=True)
 
 
-def rewrite_outputs(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
+def rewrite_outputs(
+    captured: CapturedGraph, flow: SampleFlow, keep: Collection[Node] = ()
+) -> LossPlan:
     """Does the same for a graph whose results are outputs of the model and no loss."""
-    return _Rewriter(captured, flow).run(has_loss=False)
+    return _Rewriter(captured, flow, keep).run(has_loss=False)
 
 
 def weigh_loss(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
@@ -144,7 +150,9 @@ def weigh_loss(captured: CapturedGraph, flow: SampleFlow) -> LossPlan:
 class _Rewriter:
     """One rewriting of one graph."""
 
-    def __init__(self, captured: CapturedGraph, flow: SampleFlow) -> None:
+    def __init__(
+        self, captured: CapturedGraph, flow: SampleFlow, keep: Collection[Node] = ()
+    ) -> None:
         self.captured = captured
         self.flow = flow
         self.graph = captured.graph
@@ -153,6 +161,8 @@ class _Rewriter:
         """result of a rewritten leaf or addend -> what it is"""
         self.replaced: list[Node] = []
         """nodes that may have lost their last user"""
+        self.keep = {*keep, *captured.buffer_updates.values()}
+        """nodes that stay without users"""
         self._num_samples_here: Node | None = None
 
     def run(self, has_loss: bool) -> LossPlan:
@@ -467,12 +477,11 @@ class _Rewriter:
 
     def _prune(self) -> None:
         """Erases replaced nodes that nothing uses any more, and what only they used."""
-        updates = set(self.captured.buffer_updates.values())
         waiting = self.replaced
         erased: set[Node] = set()
         while waiting:
             node = waiting.pop()
-            if node in erased or node.users or node in updates or node.op != "call_function":
+            if node in erased or node.users or node in self.keep or node.op != "call_function":
                 continue
             waiting += node.all_input_nodes
             self.graph.erase_node(node)

@@ -152,16 +152,14 @@ class _Outputs:
             else:
                 together.append(node)
         captured.output.args = ((*self.loss, *together),)
-        keeper = _keep(captured, apart)
         flow.live = ancestors(captured.output)
-        loss = rewrite_loss(captured, flow) if self.loss else rewrite_outputs(captured, flow)
-        rewritten_apart = _release(captured, keeper)
+        rewrite = rewrite_loss if self.loss else rewrite_outputs
+        loss = rewrite(captured, flow, keep=apart)
         if loss.not_additive is not None:
             captured.output.args = (tuple(self.loss),)
             return loss
         num_terms = len(loss.terms)
         rewritten = captured.results[num_terms:]
-        self.now |= zip(apart, rewritten_apart, strict=True)
         self.now |= zip(together, rewritten, strict=True)
         for node in together:
             new = self.now[node]
@@ -204,17 +202,3 @@ def _mark_rows_out_of_order(flow: SampleFlow) -> None:
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, PerSample) and part.outer != 1:
                 node.meta["rows_out_of_order"] = True
-
-
-def _keep(captured: CapturedGraph, nodes: list[Node]) -> Node:
-    """A node that uses these, so that taking the loss apart does not remove them."""
-    with captured.graph.inserting_before(captured.output):
-        keeper = captured.graph.call_function(tuple, (nodes,))
-    keeper.meta["val"] = ()
-    return keeper
-
-
-def _release(captured: CapturedGraph, keeper: Node) -> list[Node]:
-    nodes = list(keeper.args[0])  # type: ignore[arg-type]
-    captured.graph.erase_node(keeper)
-    return nodes  # type: ignore[return-value]
