@@ -417,7 +417,7 @@ def test_orders_of_four_devices_in_two_stages() -> None:
             3,
             2,
         ),  # replica 0: V100 then P100, replica 1 the same
-        "replica by replica, like devices": (1, 3, 0, 2),
+        "replica by replica, equal devices": (1, 3, 0, 2),
     }
     assert (
         len(device_orders(MIXED, 1, "fp32"))

@@ -316,7 +316,7 @@ def test_picture_keeps_the_ratio_of_times() -> None:
     assert rows[-1] == "bubble 0.0 %"
     with pytest.raises(ValueError, match="must take time"):
         draw(build("1f1b", StageGraph.chain(1), 1), forward=0.0)
-    with pytest.raises(ValueError, match="width 10 leaves no room"):
+    with pytest.raises(ValueError, match="width 10 leaves no column"):
         draw(build("1f1b", StageGraph.chain(1), 1), width=10)
 
 

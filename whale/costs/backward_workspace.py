@@ -50,9 +50,7 @@ def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """From where to where the storages of a stage are alive in its backward, by the places of its
-    operations.
-    """
+    """How long the storages of a stage are alive in its backward, in places of its operations."""
 
     num_operations: int
     first_saved: dict[int, int]

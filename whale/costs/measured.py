@@ -125,7 +125,7 @@ class Curve:
 
 @lru_cache(maxsize=256)
 def curves(kind: DeviceKind) -> dict[str, Curve]:
-    """Of a kind that was measured; empty for figures of a data sheet."""
+    """Curves of a kind that was measured; empty for figures of a data sheet."""
     points: dict[str, dict[float, tuple[float, float]]] = {}
     for point in kind.operations:
         points.setdefault(point.name, {})[point.work] = (
@@ -145,20 +145,17 @@ def curves(kind: DeviceKind) -> dict[str, Curve]:
 def measured_seconds(
     kind: DeviceKind, operation: str, flop: float, moved_bytes: float, backward: bool
 ) -> float | None:
-    """Of one call of `aten.linear` or the like; None where nothing was measured that could stand
-    for it.
+    """Seconds of one call of `aten.linear` or the like; None where nothing was measured that could
+    stand for it.
     """
     known = curves(kind)
     if not known:
         return None
     name = operation.removeprefix("aten.")
-    name = (
-        VIEW
-        if not flop and not moved_bytes
-        else name
-        if name in known
-        else _MEASURED_AS.get(name, OTHERS)
-    )
+    if not flop and not moved_bytes:
+        name = VIEW
+    elif name not in known:
+        name = _MEASURED_AS.get(name, OTHERS)
     curve = known.get(name)
     if curve is None:
         return None

@@ -5,7 +5,7 @@ First for parameters without data (`meta`). Optimizers that look at values canno
 small parameters instead, each dim of a length that no other dim has, so that the shape of a state
 tells which dims of its parameter it has:
 
-    parameter [960, 1024, 21248] -> [2, 3, 5]         state [2, 3, 1] -> [960, 1024, 1]                                    (1)
+    parameter [960, 1024, 21248] -> [2, 3, 5]         state [2, 3, 1] -> [960, 1024, 1]          (1)
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ def state_ratio(captured: CapturedGraph, make: MakeOptimizer) -> float | None:
     for device in ("meta", "cpu"):
         try:
             return _state_bytes(trained, make, device) / total
-        except Exception:  # whatever it does with values: it is asked for its size only, and planning goes on without
+        except Exception:
+            # whatever it does with values: only its size is asked for, and planning continues
+            # without
             continue
     return None
 
 
 def _state_bytes(trained: Sequence[StateTensor], make: MakeOptimizer, device: str) -> int:
-    """On `meta` with the real shapes, elsewhere with small ones: line (1)."""
+    """Bytes of state for parameters on `meta` with the real shapes, elsewhere with small ones and
+    line (1).
+    """
     parameters = []
     for state in trained:
         shape = (

@@ -2,7 +2,8 @@
 they save.
 
 A storage is counted once in each stage, however many operations save it. Weights, buffers and the
-batch itself do not count: they are there anyway. What a stage receives and sends it holds as well (`runtime/actions.py`).
+batch itself do not count: they are there anyway. What a stage receives and sends it holds as well
+(`runtime/actions.py`).
 
 Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`),
 and what it did is then written down for all others: which arguments it saves, which new storages it

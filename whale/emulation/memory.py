@@ -1,4 +1,4 @@
-"""An emulated device that is over-full raises what a real one does. What is counted when:
+"""An emulated device that is out of memory raises what a real one does. What is counted when:
 `simulation/memory.py`.
 """
 
@@ -15,7 +15,7 @@ from whale.units import human_bytes
 
 
 class EmulatedOutOfMemory(torch.OutOfMemoryError):
-    """An emulated device is over-full. The same type as a real one raises."""
+    """An emulated device is out of memory. The same type as a real one raises."""
 
 
 class Memory(Account):
@@ -39,19 +39,19 @@ class Memory(Account):
         super().take(what, num_bytes, action)
 
     def _refusal(self, what: str, num_bytes: float, action: str) -> str:
-        room = self.device.kind.memory_bytes
+        capacity = self.device.kind.memory_bytes
         used = ", ".join(f"{name} {human_bytes(size)}" for name, size in self.used.items())
         return (
             f"rank {self.device.rank} (an emulated {self.device.kind.name} on {self.device.host}) "
             f"is out of memory at {action}: "
             f"{what} need {human_bytes(num_bytes)} more, but only "
-            f"{human_bytes(room - sum(self.used.values()))} of {human_bytes(room)} "
-            f"are free (used: {used}). Take more micro-batches or a smaller batch, cut the model "
+            f"{human_bytes(capacity - self.total)} of {human_bytes(capacity)} "
+            f"are free (used: {used}). Try: more micro-batches or a smaller batch, the model cut "
             "over more devices, or recompute"
         )
 
     def update(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """After the first update the optimizer has its state."""
+        """The optimizer has its state after its first update."""
         if optimizer is not None and not self.used[OPTIMIZER]:
             self.place_optimizer(state_per_weight(optimizer))
         self.begin_update()

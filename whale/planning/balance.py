@@ -71,7 +71,7 @@ def device_orders(cluster: Cluster, width: int, dtype: str) -> tuple[Order, ...]
     orders = (
         given,
         Order("stage by stage, larger memory first", by_stage),
-        Order("replica by replica, like devices", tuple(best_first)),
+        Order("replica by replica, equal devices", tuple(best_first)),
     )
     distinct: dict[tuple[int, ...], Order] = {}
     for order in orders:

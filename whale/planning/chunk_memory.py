@@ -95,7 +95,7 @@ class ChunkMemory:
         )
 
     def over_full(self, starts: Sequence[int]) -> float:
-        """Line (1) for chunks that start at these operations."""
+        """How over-full devices are by line (1), where chunks start at these operations."""
         found = 0.0
         bounds = list(pairwise((*starts, len(self.saved))))
         for device, (moments, capacity) in enumerate(

@@ -115,8 +115,8 @@ class OnDevice:
         )
 
     def _changes(self) -> dict[int, list[Change]]:
-        """By the operation that is the first to read the result; those of results of the stage
-        behind all operations.
+        """Exchanges of each operation that is the first to read their result; those of the results
+        of the stage stand behind all operations.
         """
         found: dict[tuple[Value, Layout], tuple[int, Node | None, int]] = {}
         num_readers: Counter[tuple[Value, Layout]] = Counter()

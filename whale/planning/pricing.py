@@ -3,7 +3,9 @@ are made for.
 
 Devices that share the samples of a stage by their speed take, together,
 
-    1 / sum_i(1 / t_i),        t_i: time of device i if it did everything in micro-batches of the usual size.             (1)
+    1 / sum_i(1 / t_i)                                                                           (1)
+
+where t_i is the time of device i if it did everything in micro-batches of the usual size.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ def stage_seconds(
     num_micro_batch: int,
     again: Container[Node] = (),
 ) -> MiniBatchSeconds:
-    """Line (1): of a mini-batch that devices of these kinds share. An operation that none of them
-    times takes no time.
+    """Seconds by line (1) of a mini-batch that devices of these kinds share. An operation that none
+    of them times takes no time.
 
     `again`: operations whose forward is run once more in backward.
     """
@@ -111,7 +113,7 @@ def figures_of(
     wanted: Recompute,
     on_grids: OnGrids | None = None,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is computed again in
+    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is recomputed in
     backward; `on_grids`: what grids change.
     """
     on_grids = on_grids or OnGrids()
@@ -179,11 +181,13 @@ def all_reduces_inside(
     kind: DeviceKind,
     again: Container[Node],
 ) -> StageTimes:
-    """Of the few numbers that the devices of a stage sum inside its forward and backward: two sums
-    and one for a batch norm, one and one for a loss that is not additive. Only where a sum was
-    measured: what is known of links says little of so short messages. These are told to everyone in
-    one hop, where a sum takes two. A batch norm over devices also computes in another way than
-    torch's own."""
+    """Times of the small all-reduces inside forward and backward of a stage: two and one for a
+    batch norm, one and one for a loss that is not additive.
+
+    Only where an all-reduce was measured: what is known of links says little of so short messages.
+    These are all-gathered in one hop, where an all-reduce takes two. A batch norm over devices also
+    computes in another way than torch's own.
+    """
     found = StageTimes(Seconds(0.0), Seconds(0.0), Seconds(0.0))
     if network.all_reduce is None or len(ranks) < 2:
         return found
@@ -208,8 +212,8 @@ def update_seconds(
     optimizer_ratio: float,
     kind: DeviceKind,
 ) -> float:
-    """Of the optimizer: as measured, by the number of its parameters and their bytes; else limited
-    by memory bandwidth.
+    """Seconds of the optimizer: as measured, by the number of its parameters and their bytes; else
+    limited by memory bandwidth.
 
     On a CPU nothing hides what is around it: the norm reads the gradients, those that are summed
     were copied into their buckets one by one, and the runtime itself makes some small calls in

@@ -1,13 +1,13 @@
-"""Regions whose activations are not kept but computed again in backward.
+"""Regions whose activations are not saved but recomputed in backward.
 
 Three may ask for it: the user with `torch.utils.checkpoint` in the model, the config with names of
 modules, and the planner where memory is short (`recompute_choice.py`). A region is a run of
-operations of one stage in graph order. It keeps what enters it; its backward begins with its
-forward, so a backward costs one forward more and needs room for the activations of one region.
+operations of one stage in graph order. It saves what enters it; its backward begins with its
+forward, so a backward costs one forward more and needs memory for the activations of one region.
 
 The planner cuts a stage into R regions of about the same bytes, at points where little is alive (in
 a transformer: between layers, where only the residual stream is), and has the first r of them
-computed again. Two integers in the plan: every rank cuts in the same way.
+recomputed. Two integers in the plan: every rank cuts in the same way.
 
 Never in a region: batch statistics and sums over devices, whose running values and messages belong
 to the forward alone. Values that depend on no weight (masks, positions) stay outside as well; they
@@ -31,10 +31,10 @@ from whale.names import nearest
 from whale.operations.nodes import trains_batch_norm
 
 Regions = Mapping[Node, Hashable]
-"""operation -> its region; operations that are not there are kept"""
+"""operation -> its region; operations that are not there save what they need"""
 Counts = tuple[int, int]
 """of a stage: regions that the planner cut it into, and how many of them, from the first on, are
-computed again
+recomputed
 """
 Recompute = bool | str | Sequence[str]
 """the config's: "auto", True, False, or names of modules"""
@@ -100,7 +100,7 @@ def _runs(
     gradients: Collection[Node],
     region_of: Callable[[Node], Hashable | None],
 ) -> dict[Node, Hashable]:
-    """Regions broken where something between may not be computed again, so that each can be called
+    """Regions broken where something between may not be recomputed, so that each can be called
     as one block.
     """
     found: dict[Node, Hashable] = {}

@@ -1,14 +1,15 @@
-"""How much of each stage is computed again in backward: as little as memory asks for.
+"""How much of each stage is recomputed in backward: as little as memory asks for.
 
 Without limits by memory nothing is. Otherwise three drafts are priced and the one with the shortest
 step is taken:
 
-    nothing      where it fits; memory may then give samples to slower devices, or ask for a schedule that keeps less and waits more
-    enough       every device gets the samples that its speed asks for, in the fastest schedule, and computes again as few regions as
-                 make them fit
+    nothing      where it fits; memory may then give samples to slower devices, or ask for a
+                 schedule that has less in flight and waits more
+    enough       every device gets the samples that its speed asks for, in the fastest schedule, and
+                 recomputes as few regions as make them fit
     everything   all regions of all stages: the smallest memory that there is
 
-A stage is cut into the number of regions that makes  in flight * what the regions keep + the
+A stage is cut into the number of regions that makes  in flight * what the regions save + the
 largest region  smallest.
 """
 
@@ -37,12 +38,12 @@ SHOWN = 8
 """stages that are written out in a reason"""
 
 Choice = tuple[Counts, ...]
-"""of every stage: (regions, regions that are computed again)"""
+"""of every stage: (regions, regions that are recomputed)"""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one draft, and what they keep under any choice."""
+    """The stages of one draft, and what they hold under any choice."""
 
     workload: Workload
     assignment: Assignment
@@ -85,7 +86,7 @@ class Stages:
         return self._known[stage, counts]
 
     def best_regions(self, stage: int, in_flight: int) -> int:
-        """The number of regions with which the stage needs least, all of them computed again."""
+        """The number of regions with which the stage needs least, all of them recomputed."""
 
         def peak(count: int) -> float:
             needed = self.memory_of(stage, (count, count))
@@ -96,9 +97,12 @@ class Stages:
         tries_left = PATIENCE
         for count in TRIED_REGIONS[1:]:
             needed = peak(count)
-            best, least, tries_left = (
-                (count, needed, PATIENCE) if needed < least else (best, least, tries_left - 1)
-            )
+            if needed < least:
+                best = count
+                least = needed
+                tries_left = PATIENCE
+            else:
+                tries_left -= 1
             if not tries_left:
                 break
         return best
@@ -116,7 +120,7 @@ class Stages:
         choice: Mapping[int, Counts],
         order: tuple[scheduling.Action, ...],
     ) -> DeviceMemory:
-        """Of a device that runs these stages."""
+        """Memory of a device that runs these stages."""
         slices = [self.assignment.slices[stage] for stage in stages]
         return self.workload.memory(
             slices, {stage: self.memory_of(stage, choice[stage]) for stage in stages}, order
@@ -130,7 +134,7 @@ class Demand:
     stages: tuple[int, ...]
     order: tuple[scheduling.Action, ...]
     shared_bytes: int
-    """of gradients that are summed with other devices"""
+    """bytes of gradients that are all-reduced with other devices"""
     ranks: tuple[tuple[int, int], ...]
     """(samples of a micro-batch, bytes of the device or 0 where they are not known) of every rank
     """
@@ -144,14 +148,14 @@ class Demand:
             memory = self.on_grid(memory, choice)
         static = memory.static_bytes + self.shared_bytes
         return all(
-            not room or static + samples * memory.sample_bytes <= room
-            for samples, room in self.ranks
+            not capacity or static + samples * memory.sample_bytes <= capacity
+            for samples, capacity in self.ranks
         )
 
 
 def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Schedule) -> Choice:
-    """As few regions as make the samples of every device fit; all of them where even that is too
-    much.
+    """Recomputes as few regions as make the samples of every device fit; all of them where even
+    that is too much.
     """
     choice = dict(enumerate(stages.nothing))
     in_flight = scheduling.peaks_in_flight(schedule)
@@ -176,7 +180,7 @@ def _add_regions(
 def explain(
     choice: Choice, wanted: Recompute, more_work: float, saved_bytes: float
 ) -> tuple[str, str] | None:
-    """(choice, why) for the plan; None where the planner has nothing computed again. Figures are of
+    """(choice, why) for the plan; None where the planner recomputes nothing. Figures are of
     the device with most of each.
     """
     chosen = [stage for stage, (_, number) in enumerate(choice) if number]

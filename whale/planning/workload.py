@@ -54,8 +54,9 @@ Parts = tuple[float, float, float]
 """seconds of a forward, and of the input gradient and the weight gradient of a backward"""
 
 INSIDE_OPERATIONS = 0.02
-"""of weights, gradients and state, and of what is kept: about as much is held for a moment inside
-operations and by messages on their way; measured by benchmarks/prediction.py"""
+"""fraction of weights, gradients and state, and of what is saved, that is held for a moment inside
+operations and by messages on their way; measured by benchmarks/prediction.py
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Workload:
 
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
-        """Of the whole mini-batch."""
+        """Costs of every operation for the whole mini-batch."""
         return node_costs(self.captured, self.batch_size)
 
     @cached_property
@@ -102,8 +103,8 @@ class Workload:
     def times(
         self, operations: Iterable[Node], kind: DeviceKind, again: Container[Node] = ()
     ) -> StageTimes:
-        """Of these operations together on such a device, one micro-batch. `again`: those whose
-        forward is run once more in backward.
+        """Times of these operations together on such a device, for one micro-batch. `again`: those
+        whose forward is run once more in backward.
         """
         known = self._times_of_nodes(kind)
         parts = [(known[node], node in again) for node in operations]
@@ -117,8 +118,8 @@ class Workload:
         )
 
     def forward_seconds(self, operations: Sequence[Node], kind: DeviceKind) -> list[float]:
-        """Of each operation alone, for a mini-batch in micro-batches of the usual size on one such
-        device.
+        """Seconds of each operation alone, for a mini-batch in micro-batches of the usual size on
+        one such device.
         """
         known = self._times_of_nodes(kind)
         times = self.batch_size / self.share
@@ -188,7 +189,7 @@ class Workload:
         return Seconds(0.0, sum(one_by_one))
 
     def trained_bytes(self, part: StageSlice) -> list[int]:
-        """Of each parameter of a stage that gets a gradient."""
+        """Bytes of each parameter of a stage that gets a gradient."""
         states = [self.captured.state[str(node.target)] for node in part.state]
         return [
             state.num_bytes for state in states if state.kind == "parameter" and state.trainable
@@ -214,8 +215,8 @@ class Workload:
         crossing = tuple(crossing)
         saved = self.saved.total(operations, crossing, regions)
         recomputed = self.saved.largest_region(regions)
-        # a split backward computes the weight gradients of these operations later, from their inputs
-        # and from the gradients of their results
+        # a split backward computes the weight gradients of these operations later, from their
+        # inputs and from the gradients of their results
         inputs = set()
         gradient_bytes = 0
         for node in operations:
@@ -249,8 +250,8 @@ class Workload:
         stages: Mapping[int, ActionMemory],
         order: tuple[Action, ...],
     ) -> DeviceMemory:
-        """Of a device that runs these slices in this order of actions; capacity is left at 0.
-        `stages`: by their number.
+        """Memory of a device that runs these slices in this order of actions; its capacity is left
+        at 0. `stages`: by their number.
         """
         names = {str(node.target) for part in slices for node in part.state}
         states = [self.captured.state[name] for name in sorted(names)]
@@ -278,8 +279,8 @@ class Workload:
         return self.workspace_of_weights(max(trained, default=0), sum(trained))
 
     def workspace_of_weights(self, largest_bytes: int, trained_bytes: int) -> int:
-        """The same for trained parameters of so many bytes: a gradient is made before it is added
-        to the one that is there.
+        """`gradient_workspace` for trained parameters of so many bytes: a gradient is made before
+        it is added to the one that is there.
         """
         return largest_bytes + round(INSIDE_OPERATIONS * (2 + self.optimizer_ratio) * trained_bytes)
 
@@ -291,7 +292,7 @@ class Workload:
 
     @cached_property
     def batch_bytes(self) -> int:
-        """Of the whole mini-batch, which every device gets."""
+        """Bytes of the whole mini-batch, which every device gets."""
         return sum(
             self.costs[node].output_bytes
             for node in self.captured.graph.nodes

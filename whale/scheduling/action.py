@@ -8,9 +8,9 @@ Text form of an action, used in JSON plans and in errors:
 
     F2.0                forward of stage 2, micro-batch 0
     B2.0                its whole backward
-    I2.0                first half of a split backward, the input gradient: the gradients of what the
+    I2.0                first half of a split backward, the input gradient: gradients of what the
                         stage received
-    W2.0                second half, the weight gradient: the gradients of its parameters, later than
+    W2.0                second half, the weight gradient: gradients of its parameters, later than
                         I2.0; a micro-batch has either B, or I and W
     send F 2>3.0        stage 2 sends its activation of micro-batch 0 to stage 3
     receive B 3>2.0     stage 2 receives the gradient of that activation from stage 3 (always

@@ -43,10 +43,11 @@ def build(
 
     - `gpipe`, `1f1b`: any stage graph.
     - `interleaved`: stages placed in a loop. `wave`: stages placed in waves, in Hanayo's order.
-    - `zero-bubble`: backwards split. ZB-H1 (in a loop of several chunks its interleaved form) when there are no costs, else list scheduled.
+    - `zero-bubble`: backwards split. ZB-H1 (in a loop of several chunks its interleaved form) when
+      there are no costs, else list scheduled.
     - `auto`: list scheduled, backwards split where it helps.
 
-    Without costs, `zero-bubble` and `auto` take like devices, a backward twice as long as its
+    Without costs, `zero-bubble` and `auto` take equal devices, a backward twice as long as its
     forward, and 1F1B's memory. `tries` bounds the search of the list scheduler.
     """
     require_name(name)

@@ -1,5 +1,5 @@
 """The proof that a schedule may run: complete, in dependency order, free of deadlock, within
-memory; and how much it keeps in flight.
+memory; and how much it has in flight.
 
 `check` goes from the small to the large, so that each error names one action on one device: first
 each action alone, then what is missing, then the order on each device, then all devices together.
@@ -353,8 +353,8 @@ def _describe_deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
 
 
 def _first_out_of_channel_order(schedule: Schedule) -> str | None:
-    """The first message that both ends of a channel do not see at the same place, told; None when
-    there is none.
+    """Sentence about the first message that the ends of a channel do not list at the same place;
+    None when there is none.
     """
     place = schedule.stage_graph.device_of_stage
     sent: dict[tuple[int, int], list[Action]] = {}

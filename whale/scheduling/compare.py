@@ -1,7 +1,7 @@
-"""All schedules side by side for like devices: what `whale schedule` shows.
+"""All schedules side by side for equal devices: what `whale schedule` shows.
 
 Times are those of one device for one micro-batch; a device with C chunks does each in 1 / C of
-them. The unit of memory is what one micro-batch keeps on one device.
+them. The unit of memory is what one micro-batch saves on one device.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Row:
     num_chunks: int
     timeline: Timeline
     num_weights: int = 1
-    """copies of the weights that it keeps"""
+    """copies of the weights that it holds"""
 
     @property
     def peak(self) -> float:

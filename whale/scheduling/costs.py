@@ -5,13 +5,15 @@ The least time of a step that any order can reach with these costs (`lower_bound
 must do all its work, cannot begin before the first of its stages is reached, and after its last
 action something of the micro-batch may be left to do elsewhere:
 
-    step >= max over devices of  earliest start of its stages + its work + least time that is left after one of its actions
+    step >= max over devices of  earliest start of its stages + its work
+                                 + least time that is left after one of its actions
 
 On P equal devices with C chunks each, backwards split, this is  work + (P - 1)(Tf / C + Tc). And
 every stage must do all its forwards, and after the last of them that micro-batch still has its way
 to the end and back:
 
-    step >= max over stages of  earliest start of its forward + M times its forward + way from there to the end of the backward
+    step >= max over stages of  earliest start of its forward + M times its forward
+                                + way from there to the end of the backward
 
 which is more where messages are slow and micro-batches few.
 """
@@ -139,9 +141,9 @@ def even_costs(
     memory_cap: float | None = None,
     unsplit: frozenset[int] = frozenset(),
 ) -> Costs:
-    """Like devices: every device needs these times for one micro-batch, cut evenly into its chunks.
+    """Costs of equal devices, which need these times for one micro-batch, cut evenly into chunks.
 
-    The unit of memory is one micro-batch on one device, so a chunk keeps 1 / chunks of it.
+    The unit of memory is one micro-batch on one device, so a chunk saves 1 / chunks of it.
     """
     chunks = [len(graph.stages_of(device)) for device in graph.device_of_stage]
     return Costs(
@@ -199,7 +201,8 @@ def _ways(
     graph: StageGraph, costs: Costs, tails: Sequence[float], whole: Sequence[bool]
 ) -> list[float]:
     """Least time from the end of a stage's forward to the end of the step, for one micro-batch."""
-    # from the start of a backward on: itself, then its weight gradient or what waits for its gradient
+    # from the start of a backward on: itself, then its weight gradient, or what waits for what it
+    # sends
     ways = []
     for stage in range(graph.num_stages):
         first = costs.input_backward_s[stage] + costs.action_s

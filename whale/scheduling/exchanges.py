@@ -26,8 +26,8 @@ NEAR = 1e-9
 def latest_starts(
     problem: Problem, jobs: Jobs, durations: Sequence[float], needs: Needs
 ) -> list[float]:
-    """For every job, the latest start that does not make the step longer when all orders stay as
-    they are.
+    """The latest start of every job that does not make the step longer when all orders stay as they
+    are.
     """
     ends, sequence = run_in_order(jobs, durations, needs)
     latest_ends = [max(ends)] * len(ends)
@@ -104,8 +104,8 @@ def _run_again(
     sequence: list[int],
     first: int,
 ) -> tuple[list[float], list[int]]:
-    """As `run_in_order`, when two neighbours were exchanged: what was done before the `first` of
-    them stays as it was.
+    """Result of `run_in_order` when two neighbours were exchanged: what was done before the `first`
+    of them stays as it was.
     """
     done = sequence.index(first)
     new_ends = list(ends)

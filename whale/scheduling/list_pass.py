@@ -17,8 +17,8 @@ Memory never stops a pass on a chain. Let m be the micro-batch that is stopped f
 stage s on device d. Micro-batches beyond it are through their forward and need no more memory, so
 they finish and free theirs. What is left on d was started by chunks before s, the last of them with
 memory for all later chunks. Where branches of a graph make this untrue, a pass can get stuck;
-`in_turn` then admits micro-batches to a device one after the other, each with memory for all that it
-will ever hold there: the oldest one can always continue.
+`in_turn` then admits micro-batches to a device one after the other, each with memory for all that
+it will ever hold there: the oldest one can always continue.
 """
 
 from __future__ import annotations

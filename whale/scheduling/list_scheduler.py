@@ -7,8 +7,8 @@ path, within a budget that is counted.
    with weight gradients taken to be shorter than they are. Such a pass puts weight gradients into
    gaps that are too short for them. That delays a device once; what it waits for then arrives in
    time, where before every round had a little gap that nothing fits into.
-3. From the best orders, passes whose keys are the latest starts that would not make the step longer:
-   what has slack goes back, and what had to wait behind it goes ahead.
+3. From the best orders, passes whose keys are the latest starts that would not make the step
+   longer: what has slack goes back, and what had to wait behind it goes ahead.
 4. Exchanges of neighbours on a device, along the critical path (`exchanges`).
 5. An input gradient with its weight gradient right behind it becomes a whole backward again where
    that delays nothing.
@@ -56,8 +56,8 @@ MANY_EXCHANGES = 600
 LIGHT = (0.75, 0.6, 0.5)
 NUM_LIGHT = 3
 LIGHT_SHARE = 12
-"""parts of their time that weight gradients are taken for, and how many of the best policies are tried
-so: at most one in so many
+"""fractions of their time that weight gradients are taken for, and how many of the best policies
+are tried so: at most one in so many
 """
 NEAR = 1e-9
 ROUNDING = 1e-6
@@ -65,7 +65,9 @@ ROUNDING = 1e-6
 part of its time
 """
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
-"""of passes that start from known orders: their keys are good enough to place weight gradients too"""
+"""policies of passes that start from known orders: their keys are good enough to place weight
+gradients too
+"""
 
 
 @dataclass
@@ -127,7 +129,7 @@ class Search:
         self.justify()
         if not self.found:
             raise ValueError(
-                "no order was found that stays within the memory caps; raise them or take more "
+                "no order was found that stays within the memory caps. Try: higher caps, or more "
                 "micro-batches"
             )
         self.exchange()
@@ -203,8 +205,8 @@ class Search:
                 )
 
     def limit(self, is_split: bool) -> float:
-        """Of the next pass: one that takes longer is none of those from which the search goes on,
-        so it need not be finished.
+        """Time at which the next pass may be given up: one that takes longer is none of those from
+        which the search continues.
         """
         going_on = [
             (

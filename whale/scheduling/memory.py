@@ -127,8 +127,9 @@ def peak_of(changes: Iterable[float]) -> float:
 
 
 def in_flight(order: Iterable[Action], stages: Sequence[int]) -> list[tuple[int, ...]]:
-    """After each change, for each of these stages of a device: how many of its micro-batches have
-    begun their forward and not ended their backward (of a split one: its weight gradient).
+    """Micro-batches in flight of each of these stages of a device, at first and after each change:
+    those that have begun their forward and not ended their backward (of a split one: its weight
+    gradient).
     """
     column = {stage: index for index, stage in enumerate(stages)}
     now = [0] * len(stages)

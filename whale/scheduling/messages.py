@@ -1,6 +1,4 @@
-"""From compute orders to everything that devices do: messages, synchronise and update are added by
-a pass.
-"""
+"""A pass that makes compute orders complete: it adds messages, synchronise and update."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def _sources(stage_graph: StageGraph, action: Action) -> tuple[int, ...]:
 
 
 def _arriving(stage_graph: StageGraph, orders: Orders) -> list[dict[int, list[Action]]]:
-    """For each device: sender device -> the receives of its messages, in the order in which they
-    are sent.
-    """
+    """Receives of every device, by the device that sends, in the order in which they are sent."""
     arriving: list[dict[int, list[Action]]] = [{} for _ in orders]
     for sender, order in enumerate(orders):
         for action in order:
@@ -114,11 +110,11 @@ def _add_receives(
 def arrived_by(
     stage_graph: StageGraph, orders: Orders, device: int
 ) -> dict[Action, tuple[Action, ...]]:
-    """For each receive of a device: its own sends that must have arrived before this message was
-    sent, and were not named earlier.
+    """Receive of a device -> its own sends that must have arrived before this message was sent, and
+    were not named earlier.
 
     A device that sends something has done all receives that stand before. So a sender knows from
-    the schedule alone when it may let go of what it sent, without asking: gloo cannot tell.
+    the schedule alone when it may free what it sent, without asking: gloo cannot tell.
     """
     found: dict[Action, tuple[Action, ...]] = {}
     holder = stage_graph.device_of_stage

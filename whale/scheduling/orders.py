@@ -34,10 +34,10 @@ Wave (Hanayo). A device has two lanes. One follows the legs that come to it from
 other those from its near side:
 
     main   F(1, .) F(3, .) ... F(2W-1, .)   B(2W-2, .) ... B(2, .) B(0, .)
-    side   F(0, .) F(2, .) ... F(2W-2, .)   B(2W-1, .) ... B(3, .) B(1, .)       (.: micro-batches 0..M-1)
+    side   F(0, .) F(2, .) ... F(2W-2, .)   B(2W-1, .) ... B(3, .) B(1, .)
 
-It starts with min(P - d, M) actions of `side`, then takes one from each in turn, `main` first, and
-what is left in the end.
+each for micro-batches 0..M-1. It starts with min(P - d, M) actions of `side`, then takes one from
+each in turn, `main` first, and what is left in the end.
 
 Interleaved 1F1B. Micro-batches go in groups of P; a group passes chunk after chunk. Device d does
 (C - 1) P + 2 (P - d - 1) forwards ahead, then one forward and one backward in turn. A last group
@@ -45,8 +45,8 @@ that is not full is ordered as if it were, and what is not there is left out: an
 deadlock has none when all actions of some micro-batches are taken away.
 
 ZB-H1. 1F1B with the input gradient in the place of the backward; weight gradients follow d actions
-behind, so that all devices hold at most P micro-batches, and then fill the end. With C chunks the same on
-the lanes of interleaved 1F1B, (C - 1) P + P - d forwards ahead.
+behind, so that all devices hold at most P micro-batches, and then fill the end. With C chunks the
+same on the lanes of interleaved 1F1B, (C - 1) P + P - d forwards ahead.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def forward_only(stage_graph: StageGraph, num_micro_batch: int) -> Orders:
 
 
 def gpipe(stage_graph: StageGraph, num_micro_batch: int) -> Orders:
-    """All forwards, then all backwards. Every stage keeps all micro-batches in flight."""
+    """All forwards, then all backwards. Every stage has all micro-batches in flight."""
     remaining = stages_to_end(stage_graph)
     longest = max(remaining)
 
@@ -95,7 +95,7 @@ def gpipe(stage_graph: StageGraph, num_micro_batch: int) -> Orders:
 
 
 def one_f_one_b(stage_graph: StageGraph, num_micro_batch: int) -> Orders:
-    """One forward, one backward. Stage s keeps at most min(d(s), M) micro-batches in flight."""
+    """One forward, one backward. Stage s has at most min(d(s), M) micro-batches in flight."""
     remaining = stages_to_end(stage_graph)
     longest = max(remaining)
 

@@ -6,8 +6,8 @@
     0 forward of micro-batch 0, 0' its backward, . idle
     bubble 33.3 %
 
-Chunks of one device share its row. A split backward is drawn as `0-` (input gradient) and `0+` (weight
-part), each half as long.
+Chunks of one device share its row. A split backward is drawn as `0-` (input gradient) and `0+`
+(weight gradient), each half as long.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
     visible = (width - label_width - len(CLIPPED)) // CELL_WIDTH
     if visible < 1:
         raise ValueError(
-            f"width {width} leaves no room beside the row names, which take {label_width}; give "
+            f"width {width} leaves no column beside the row names, which take {label_width}; give "
             f"at least {label_width + 3}"
         )
     rows = _rows(schedule, *_columns(forward, backward))
@@ -129,8 +129,8 @@ def _rows(schedule: Schedule, forward_columns: int, backward_columns: int) -> li
     return [row + [IDLE.ljust(CELL_WIDTH)] * (end - len(row)) for row in rows]
 
 
-def _is_clipped(row: list[str], room: int) -> bool:
-    return len("".join(row).rstrip()) > room
+def _is_clipped(row: list[str], width: int) -> bool:
+    return len("".join(row).rstrip()) > width
 
 
 def _label(device: int, stages: tuple[int, ...]) -> str:

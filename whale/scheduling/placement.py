@@ -3,11 +3,13 @@
 P devices, C chunks on each, S = P C stages. Stage s is chunk c = s // P of its device:
 
     loop   device s mod P: each chunk starts again at device 0 (interleaved 1F1B)
-    wave   even chunks go down the devices, odd ones come back up: device s mod P, or P - 1 - (s mod P). W waves are 2 W chunks. The
-           stages at a turn are neighbours on one device, so W waves have 2 W - 1 hops without a message, and device 0 holds the first
-           and the last stage
+    wave   even chunks go down the devices, odd ones come back up: device s mod P, or
+           P - 1 - (s mod P). W waves are 2 W chunks. The stages at a turn are neighbours on one
+           device, so W waves have 2 W - 1 hops without a message, and device 0 holds the first and
+           the last stage
 
-    P = 4, 2 waves    device 0: 0 7 8 15   device 1: 1 6 9 14   device 2: 2 5 10 13   device 3: 3 4 11 12
+    P = 4, 2 waves
+    device 0: 0 7 8 15   device 1: 1 6 9 14   device 2: 2 5 10 13   device 3: 3 4 11 12
 
 Any other map is as good to everything that does not ask for one of these: it is a tuple with the
 device of each stage.

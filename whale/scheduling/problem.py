@@ -130,8 +130,8 @@ class Problem:
         return forwards + backwards + weights
 
     def needs(self) -> list[tuple[tuple[int, float], ...]]:
-        """For every job: (job that must be over, time on the way) without what is given by the
-        order of a device.
+        """Needs of every job: (job that must be over, time on the way), without what is given by
+        the order of a device.
         """
         result: list[tuple[tuple[int, float], ...]] = []
         count = self.num_micro_batch

@@ -19,7 +19,7 @@ Thing = TypeVar("Thing", bound=Hashable)
 
 @dataclass(frozen=True)
 class Slots(Generic[Thing]):
-    """Where each thing lies."""
+    """Slot of each thing that a device holds between its actions."""
 
     of: dict[Thing, int]
     freed: tuple[tuple[int, ...], ...]

@@ -7,8 +7,8 @@ each direction of each pair; all messages that leave a host share its network ca
 all-reduces of gradients.
 
 An all-reduce takes the time of a ring over the slowest link of its group. A ring of k devices that
-reduces n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps a
-bucket:
+reduces n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps
+a bucket:
 
     T = 2 (k - 1) (n / k / rate + b latency)                                                     (1)
 
@@ -18,8 +18,8 @@ Bucket i is ready at t - d + d i / b and takes T / b, so that the last one is th
     max(t - d + d / b + T,  t + T / b)                                                           (2)
 
 A group does one all-reduce after the other, and begins when the last of its members is ready: the
-latest end that any member comes to by itself is the end for all. Where a ring leaves a host it takes
-the network card of that host, after what was there before it.
+latest end that any member comes to by itself is the end for all. Where a ring leaves a host it
+takes the network card of that host, after what was there before it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def all_reduces_of(
 def all_reduce_seconds(
     num_bytes: float, num_buckets: int, ranks: Sequence[int], network: Network
 ) -> tuple[float, list[tuple[str, float]]]:
-    """Seconds by line (1) for these ranks, or as measured where an all-reduce was; and (host, seconds
-    on its card) where the ring leaves a host.
+    """Seconds by line (1) for these ranks, or as measured where an all-reduce was; and (host,
+    seconds on its card) where the ring leaves a host.
     """
     pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
     links = [network.link(a, b) for a, b in pairs]

@@ -1,9 +1,12 @@
 """Memory of a device by accounting: what the plan puts there, action by action.
 
-weights, buffers     from the start; buffers are the model's own, those in which shared gradients are summed, and the mini-batch
+weights, buffers     from the start; buffers are the model's own, the buckets in which shared
+                     gradients are all-reduced, and the mini-batch
 gradients            of a stage from its first backward of a step to the next step
-optimizer state      from the first update on, as many bytes for a byte of weights as the user's optimizer makes
-activations          what a stage keeps of a micro-batch, from its forward to the end of its backward, and room to work
+optimizer state      from the first update on, as many bytes for a byte of weights as the user's
+                     optimizer makes
+activations          what a stage saves of a micro-batch and the workspace of a backward, by the
+                     table of `scheduling/memory.py`
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Account:
     def __init__(
         self, figures: Figures, own_stages: Sequence[int], shared_bytes: int, bucket_bytes: int = 0
     ) -> None:
-        """`shared_bytes`: gradients that this device sums with others, in buckets of at most
+        """`shared_bytes`: gradients that this device all-reduces with others, in buckets of at most
         `bucket_bytes`.
         """
         self.figures = figures
@@ -59,7 +62,7 @@ class Account:
         self.take(BUFFERS, self.shared_bytes + self.figures.batch_bytes, "the start")
 
     def place_optimizer(self, ratio: float) -> None:
-        """Its state: `ratio` bytes for each byte of trained weights."""
+        """Adds the optimizer's state: `ratio` bytes for each byte of trained weights."""
         self.take(OPTIMIZER, ratio * sum(state.trained_bytes for state in self.held), "update")
 
     def begin_step(self) -> None:
@@ -107,8 +110,8 @@ class Account:
         self.take(ACTIVATIONS, -workspace, "update")
 
     def _grow_gradients(self, action: Action, is_last: bool) -> None:
-        """In its first backward a stage makes its gradients. If it is the last one too, all but the
-        last bucket have gone into theirs.
+        """Adds the gradients that a stage makes in its first backward. If it is the last one too,
+        all but the last bucket have gone into theirs.
         """
         for state in self._new_gradients(action.stage):
             left = state.trained_bytes
@@ -128,8 +131,8 @@ class Account:
         ]
 
     def take(self, what: str, num_bytes: float, action: str) -> None:
-        """Adds `num_bytes` (less than 0: frees them). An emulated device overrides this, to refuse what
-        does not fit.
+        """Adds `num_bytes` (less than 0: frees them). An emulated device overrides this, to refuse
+        what does not fit.
         """
         self.used[what] += num_bytes
         total = self.total
@@ -149,7 +152,7 @@ class Account:
 
 
 def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:
-    """Trained bytes on these stages whose gradients are summed with other devices."""
+    """Trained bytes on these stages whose gradients are all-reduced with other devices."""
     own = [state for state in figures.states if set(state.stages) & set(own_stages)]
     return sum(
         state.trained_bytes

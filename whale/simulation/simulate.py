@@ -7,9 +7,10 @@ continues; a receive waits until all its pieces are there. A stage that is close
 its gradients be all-reduced under way; when all of a rank's are there it waits for the others (the
 step's loss and gradient norm are reduced over all ranks) and updates its weights.
 
-Events are taken in the order of time because messages and all-reduces share links and network cards,
-first come, first served. Where nothing is shared but the devices, `scheduling.simulate` gives the
-same times from costs alone, with a loop that needs no such order (`scheduling/event_loop.py`).
+Events are taken in the order of time because messages and all-reduces share links and network
+cards, first come, first served. Where nothing is shared but the devices, `scheduling.simulate`
+gives the same times from costs alone, with a loop that needs no such order
+(`scheduling/event_loop.py`).
 """
 
 from __future__ import annotations

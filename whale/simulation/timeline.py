@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """From this moment on, until the next point."""
+    """What a device holds from this moment on, until the next point."""
 
     time_s: float
     total_bytes: float
@@ -57,7 +57,7 @@ class DeviceTimeline:
     kind: str
     host: str
     events: tuple[Event, ...]
-    """in the order of time: compute actions, waiting for messages, waiting for all-reduces, update"""
+    """in the order of time: compute actions, waiting for messages and all-reduces, update"""
     memory: tuple[MemoryPoint, ...]
     peak_bytes: dict[str, float]
     """class of memory -> bytes at the fullest moment"""

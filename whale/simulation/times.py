@@ -58,7 +58,7 @@ class Times:
         ]
 
     def seconds(self, action: Action, rank: int, num_samples: float) -> float:
-        """Of a compute action on the device of this rank."""
+        """Seconds of a compute action on the device of this rank."""
         kind = self.plan.device_kinds[rank]
         seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
         if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
@@ -88,8 +88,8 @@ class Times:
         return self._num_samples[rank]
 
     def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[Piece]:
-        """Of the message between two stages, or of its gradient on the way back; everything between
-        the same two ranks together.
+        """Pieces of the message between two stages, or of its gradient on the way back; everything
+        between the same two ranks is one.
         """
         key = (
             edge,
@@ -137,8 +137,8 @@ class Times:
 
     @cached_property
     def shortest_s(self) -> float:
-        """Of all compute actions of all ranks, but for those that take next to nothing: they would
-        stretch a step to hours.
+        """Seconds of the shortest compute action of any rank, but for those that take next to
+        nothing: they would stretch a step to hours.
         """
         times = []
         for rank in range(self.plan.num_devices):
