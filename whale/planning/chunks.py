@@ -97,7 +97,7 @@ class ChunkCuts:
                 CutMoves(self.most_moves, lambda starts: memory().over_full(starts)),
                 "; so that no device is over-full, as far as that goes",
             ),
-            (None, "; not moved: memory has no room for cuts with a shorter step"),
+            (None, "; not moved: cuts with a shorter step do not fit into memory"),
         )
         found: list[dict[Node, int]] = []
         for moves, why in ways:
@@ -141,8 +141,8 @@ class ChunkCuts:
         )
 
     def _memory(self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind]) -> ChunkMemory:
-        """In the order that the schedule has; one that is made for its costs is taken to keep what
-        1F1B does on these devices.
+        """What devices hold in the order of the schedule; one that is made for its costs is taken
+        to hold what 1F1B does on these devices.
         """
 
         def names_behind(node: Node) -> list[str]:
@@ -235,11 +235,11 @@ class ChunkCuts:
         return self.config.schedule not in FIXED_ORDERS
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
-        """Of a step with these forwards and crossings.
+        """Seconds of a step with these forwards and crossings.
 
         A published order is simulated. Made for its costs, an order comes near to the least time
-        that there is, which is a formula. A little is added for unlike work: where a change does
-        not make the step shorter, it may be half of one that does.
+        that there is, which is a formula. A little is added where devices have different work: a
+        change that does not make the step shorter may be half of one that does.
         """
         graph = scheduling.StageGraph.chain(len(stages), self.devices)
         number = self.config.num_micro_batch
@@ -276,5 +276,5 @@ class ChunkCuts:
         )
 
     def _work(self, stages: Floats) -> Floats:
-        """Of every VirtualDevice."""
+        """(VirtualDevices,): seconds of all chunks of each."""
         return np.bincount(self.devices, weights=stages).astype(np.float64)

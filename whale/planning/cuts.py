@@ -1,30 +1,34 @@
-"""Cut a chain of operations into stages.
+"""The dynamic programme that cuts a chain of operations into stages.
 
-Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data; stage k runs on
-a device of speed v_k (or has times of its own, t_ki, in place of t_i / v_k). Operation i takes m_ki
-bytes on stage k, which has M_k. The link in front of stage k may be another one: there c_k[p] = w_k
-c_p seconds are sent (w_k = 1 where nothing is said). With boundaries 0 = b_0 < b_1 < ... < b_K = n,
-inner ones from the allowed points, S the prefix sums of t, and c = 0 at both ends:
+Operation i takes t_i seconds; cutting before operation p sends c_p seconds of data. Stage k runs on
+a device of speed v_k (or has times of its own, t_ki, in place of t_i / v_k), and the link in front
+of it takes c_k[p] = w_k c_p seconds (w_k = 1 where nothing is said). Operation i takes m_ki bytes
+on stage k, which has M_k. With boundaries 0 = b_0 < b_1 < ... < b_K = n, inner ones from the
+allowed points, S the prefix sums of t, and c = 0 at both ends:
 
     time_k = (S[b_{k+1}] - S[b_k]) / v_k + c_k[b_k] + c_{k+1}[b_{k+1}]
-    minimise  T = max_k time_k,  then among all cuts with that T  the sum of c_k[b_k].          (1)
+
+    minimise    T = max over k of time_k, then, among all cuts with that T, sum of c_k[b_k]     (1)
+    subject to  the bytes of stage k are at most M_k                                            (3)
 
 A stage [p, q) on device k keeps within T exactly when
 
-    need_k[q] = S[q] / v_k + c_{k+1}[q] - T  <=  room_k[p] = S[p] / v_k - c_k[p].               (2)
+    need_k[q] = S[q] / v_k + c_{k+1}[q] - T  <=  slack_k[p] = S[p] / v_k - c_k[p].              (2)
 
-For a given T, point q can end stage k exactly when (2) holds for the largest room of all points p < q that can end stage k - 1:
-one running maximum a stage, O(K n) for a T, and the smallest T by bisection.                   (`_fits`, `_smallest_time`)
+Smallest T (`_smallest_time`). For a given T, point q can end stage k exactly when (2) holds for the
+largest slack of all points p < q that can end stage k - 1: one running maximum a stage, O(K n) for
+a T (`_ends`), and the smallest T by bisection.
 
-The least sum for that T is a second program: G_k[q] = c_{k+1}[q] + min G_{k-1}[p] over the p < q with (2). A point with less room and
-no lower sum than another is never needed, so the useful points form a staircase, room and sum both rising; the best is the
-first with enough room: O(K n log n).                                                           (`_least_crossing`)
+Least sum for that T (`_least_crossing`). A second programme: G_k[q] = c_{k+1}[q] + min G_{k-1}[p]
+over the p < q with (2). A point with less slack and no lower sum than another is never needed, so
+the useful points form a staircase, slack and sum both rising, and the best is the first with enough
+slack: O(K n log n).
 
-Memory allows stage k the operations [p, q) exactly when their bytes are at most M_k. Bytes are never negative, so for each q
-these are all p from some first one on, which rises with q.                                     (3)
-A cut without limits that keeps to them is the best with them as well, so they are looked at only if it does not. Then the running
-maximum becomes that of a window, and the second program tries every p of the window: O(K n^2), next to O(K n) where little crosses.
-                                                                (`_in_window`, `_least_crossing_in_windows`)
+Memory. Bytes are never negative, so for each q line (3) allows all p from some first one on, which
+rises with q (`_firsts`). A cut without limits that keeps to them is the best with them as well, so
+they are looked at only if it does not. Then the running maximum becomes that of a window
+(`_in_window`), and the second programme tries every p of the window: O(K n^2), next to O(K n) where
+little crosses (`_least_crossing_in_windows`).
 
 All are exact. Times closer than SAME_TIME (relative) count as equal, so that rounding never decides
 which cuts tie for T.
@@ -69,7 +73,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Line (3)."""
+    """Bytes of operations and of stages, for line (3)."""
 
     operation_bytes: Floats
     """(stages, operations): what each operation takes on each stage, micro-batches in flight
@@ -100,10 +104,10 @@ class _Chain:
         return len(self.elapsed)
 
     @cached_property
-    def room(self) -> Floats:
+    def slack(self) -> Floats:
         """(stages, points), line (2)"""
-        room: Floats = self.elapsed - self.crossing[:-1]
-        return room
+        slack: Floats = self.elapsed - self.crossing[:-1]
+        return slack
 
     def need(self, time: float) -> Floats:
         """(stages, points), line (2)"""
@@ -137,7 +141,7 @@ def cut(
         used = _prefix_sums(memory.operation_bytes)[:, chain.points]
         limit = np.asarray(memory.capacity_bytes, dtype=np.float64)
         within = replace(chain, firsts=_firsts(used, limit))
-        _check_room(within, used, limit)
+        _check_memory(within, used, limit)
         chosen = _best(chain)
         if (_between(used, chosen) > limit).any():
             free = float(_stage_times(chain, chosen).max())
@@ -199,9 +203,9 @@ def _firsts(used: Floats, limit: Floats) -> Indices:
     ).astype(np.int64)
 
 
-def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
-    """Refuse with numbers when no cut keeps within memory: take as much as fits on each stage in
-    turn.
+def _check_memory(chain: _Chain, used: Floats, limit: Floats) -> None:
+    """Raises `NoRoom`, with numbers, when no cut keeps within memory: found by taking as much as
+    fits on each stage in turn.
     """
     if _fits(chain, np.inf):
         return
@@ -212,21 +216,18 @@ def _check_room(chain: _Chain, used: Floats, limit: Floats) -> None:
         assert chain.firsts is not None
         before = np.concatenate([[0], np.cumsum(reached)])
         ends = np.arange(len(chain.points))
-        reached = (
-            before[ends] > before[np.minimum(chain.firsts[stage], ends)]
-        )  # some start from the first that fits to the end
+        # some start lies between the first that fits and the end
+        reached = before[ends] > before[np.minimum(chain.firsts[stage], ends)]
         if not reached.any():
             break
         done = int(np.flatnonzero(reached)[-1])
     rest = float(used[-1, -1] - used[-1, done])
     sizes = [human_bytes(max(0.0, float(most))) for most in limit]
-    room = (
-        f"{sizes[0]} each"
-        if len(set(sizes)) == 1
-        else f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
-    )
+    capacities = f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
+    if len(set(sizes)) == 1:
+        capacities = f"{sizes[0]} each"
     raise NoRoom(
-        f"no cut into {chain.num_stages} stages fits into memory: stages of {room} leave "
+        f"no cut into {chain.num_stages} stages fits into memory: stages of {capacities} leave "
         f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, "
         f"which need {human_bytes(rest)} more"
     )
@@ -268,16 +269,22 @@ def _ends(chain: _Chain, time: float) -> list[Indices] | None:
     ends = np.zeros(1, dtype=np.int64)
     found = []
     for stage in range(chain.num_stages):
-        room = chain.room[stage][ends]
-        # of points from the first end on: the largest room before it, and what the last of these
+        slack = chain.slack[stage][ends]
+        # of points from the first end on: the largest slack before it, and what the last of these
         # ends is
         points = np.arange(ends[0] + 1, last + 1)
         before = np.searchsorted(ends, points) - 1
-        best = np.maximum.accumulate(room)
+        best = np.maximum.accumulate(slack)
         reaches = best[before] >= needs[stage, points]
         if chain.firsts is not None:
             reaches &= _in_window(
-                room, best, ends, before, needs[stage, points], chain.firsts[stage, points], reaches
+                slack,
+                best,
+                ends,
+                before,
+                needs[stage, points],
+                chain.firsts[stage, points],
+                reaches,
             )
         ends = points[reaches]
         if not len(ends):
@@ -287,7 +294,7 @@ def _ends(chain: _Chain, time: float) -> list[Indices] | None:
 
 
 def _in_window(
-    room: Floats,
+    slack: Floats,
     best: Floats,
     ends: Indices,
     before: Indices,
@@ -295,17 +302,17 @@ def _in_window(
     firsts: Indices,
     asked: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.bool_]:
-    """Which of the `asked` points have enough room at an end that memory allows, from
+    """Which of the `asked` points have enough slack at an end that memory allows, from
     `firsts` on.
     """
     places = np.arange(len(ends))
-    # mostly the last end with the largest room of all before is such an end: rooms rise but where
+    # mostly the last end with the largest slack of all before is such an end: slacks rise but where
     # much crosses
-    latest = np.maximum.accumulate(np.where(room == best, places, 0))[before]
+    latest = np.maximum.accumulate(np.where(slack == best, places, 0))[before]
     starts = np.searchsorted(ends, firsts)
     inside: npt.NDArray[np.bool_] = latest >= starts
     for point in np.flatnonzero(asked & ~inside & (starts <= before)):
-        inside[point] = room[starts[point] : before[point] + 1].max() >= need[point]
+        inside[point] = slack[starts[point] : before[point] + 1].max() >= need[point]
     return inside
 
 
@@ -317,7 +324,7 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
     sums: dict[int, float] = {0: 0.0}  # G_{k-1}, of points that can end a stage
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        rooms = chain.room[stage].tolist()
+        slacks = chain.slack[stage].tolist()
         need = needs[stage].tolist()
         crossing = chain.crossing[stage + 1].tolist()
         stairs = _Staircase()
@@ -327,7 +334,7 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
         before = {}
         for point in ends.tolist():
             while start is not None and start[0] < point:
-                stairs.add(rooms[start[0]], start[1], start[0])
+                stairs.add(slacks[start[0]], start[1], start[0])
                 start = next(starts, None)
             cheapest = stairs.cheapest(need[point])
             assert cheapest is not None
@@ -339,8 +346,8 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
 
 
 def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
-    """As `_least_crossing`, with the starts that memory allows. A point that another beats may
-    outlive it here: so no staircase.
+    """The same as `_least_crossing`, with the starts that memory allows. A point that another beats
+    may outlive it here: so no staircase.
     """
     needs = chain.need(time)
     found = _ends(chain, time)
@@ -350,14 +357,14 @@ def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
     sums = np.zeros(1)
     chosen_before: list[dict[int, int]] = []
     for stage, ends in enumerate(found):
-        room = chain.room[stage][starts]
+        slack = chain.slack[stage][starts]
         need = needs[stage][ends]
         firsts = np.searchsorted(starts, chain.firsts[stage][ends])
         lasts = np.searchsorted(starts, ends)
         next_sums = np.empty(len(ends))
         before = {}
         for place, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
-            candidates = np.where(room[first:last] >= need[place], sums[first:last], np.inf)
+            candidates = np.where(slack[first:last] >= need[place], sums[first:last], np.inf)
             best = int(candidates.argmin())
             next_sums[place] = candidates[best] + chain.crossing[stage + 1, ends[place]]
             before[int(ends[place])] = int(starts[first + best])
@@ -376,29 +383,28 @@ def _backwards(chosen_before: list[dict[int, int]], last: int) -> list[int]:
 
 
 class _Staircase:
-    """Points with (room, sum), kept so that both rise: the cheapest with enough room is the first
-    with enough room.
+    """Points with (slack, sum), kept so that both rise: the cheapest with enough slack is the first
+    with enough slack.
     """
 
     def __init__(self) -> None:
-        self.rooms: list[float] = []
+        self.slacks: list[float] = []
         self.sums: list[float] = []
         self.points: list[int] = []
 
-    def add(self, room: float, total: float, point: int) -> None:
-        place = bisect_left(self.rooms, room)
-        if place < len(self.rooms) and self.sums[place] <= total:
-            return  # another has as much room for no more
-        first = bisect_left(
-            self.sums, total, 0, place
-        )  # from here to `place`: less room, and no cheaper
-        self.rooms[first:place] = [room]
+    def add(self, slack: float, total: float, point: int) -> None:
+        place = bisect_left(self.slacks, slack)
+        if place < len(self.slacks) and self.sums[place] <= total:
+            return  # another has as much slack for no more
+        # from here to `place`: less slack, and no cheaper
+        first = bisect_left(self.sums, total, 0, place)
+        self.slacks[first:place] = [slack]
         self.sums[first:place] = [total]
         self.points[first:place] = [point]
 
     def cheapest(self, need: float) -> tuple[float, int] | None:
-        place = bisect_left(self.rooms, need)
-        return (self.sums[place], self.points[place]) if place < len(self.rooms) else None
+        place = bisect_left(self.slacks, need)
+        return (self.sums[place], self.points[place]) if place < len(self.slacks) else None
 
 
 def _chain(

@@ -191,7 +191,8 @@ class PipelineCuts:
     @cached_property
     def boundary_weights(self) -> tuple[float, ...]:
         """Factor on `crossing_seconds` between each stage and the next, in the replica where the
-        message takes longest. All messages that leave a host at one boundary share its network card.
+        message takes longest. All messages that leave a host at one boundary share its network
+        card.
         """
         return tuple(
             slowest_pair(self.problem.cluster, list(zip(here, there, strict=True)))

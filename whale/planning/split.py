@@ -168,8 +168,8 @@ class Split:
         decision = Decision(
             "gathered tensors",
             "gathered again in backward",
-            f"memory asks for it, or the config: saves up to {human_bytes(saved_bytes)} on a device "
-            f"for {human_seconds(more_s)} more a micro-batch",
+            f"memory asks for it, or the config: saves up to {human_bytes(saved_bytes)} on a "
+            f"device for {human_seconds(more_s)} more a micro-batch",
         )
         return replace(self, shardings=shardings, decisions=(*self.decisions, decision))
 

@@ -1,7 +1,8 @@
 """Heterogeneous devices on a grid: which device stands at which place, and how unevenly each axis
 cuts.
 
-The device at coordinates (i, j, k) does the share x_i y_j z_k of the work. With speeds v the time is
+The device at coordinates (i, j, k) does the share x_i y_j z_k of the work. With speeds v the time
+is
 
     time = max over places of x_i y_j z_k / v_ijk                                               (1)
 

@@ -2,7 +2,7 @@
 
     minimise  sum over tables t of  t[choices of its variables]
 
-Variables are eliminated one after the other: all tables of a variable are added up, the smallest
+Variables are eliminated one after the other: all tables of a variable are summed, the smallest
 entry along it stays and its place is kept. The next variable is always the one that leaves the
 smallest table. Walking back gives every choice: the result is the optimum. Equal layers of a model
 give equal tables; each is computed once.

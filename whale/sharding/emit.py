@@ -1,5 +1,5 @@
 """The graph that one device of a grid runs for one stage and one number of samples: local
-operations with constant sizes, and exchanges.
+operations with constant sizes, and redistributions.
 
 All devices get the same nodes in the same order, so messages meet; only sizes and parts differ. A
 value is brought into another layout once, whoever needs it there, when the first one does.
@@ -44,7 +44,7 @@ SPECIAL = (
     "random",
     "replicas",
 )
-"""operations that talk to other devices, or draw random numbers; `replicas` adds up a value over
+"""operations that talk to other devices, or draw random numbers; `replicas` all-reduces a value over
 the model replicas
 """
 CALLS = "calls_of_whale"
@@ -68,13 +68,13 @@ class Special:
 
 
 class Communication(Protocol):
-    """Where modules that send come from: real ones, or those of a test."""
+    """Makes the modules that send: real ones, or those of a test."""
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
         """A module that brings its argument from one layout into another."""
 
     def operation(self, special: Special) -> nn.Module:
-        """A module that takes the tensors of the operation (after exchanges) and gives its
+        """A module that takes the tensors of the operation (after redistribution) and gives its
         results.
         """
 
@@ -91,7 +91,8 @@ def emit(
     """Arguments of the module: received values, then inputs. Results: sent values, outputs, the sum
     of the loss terms (if the stage has any), new values of buffers. `weights`: this device's part
     of every parameter, buffers and constants whole, by name. `regions`: operations that are
-    computed again in backward, by region; what is gathered for them is gathered again there."""
+    recomputed in backward, by region; what is gathered for them is gathered again there.
+    """
     return _Emitter(space, sharding, place, num_samples, weights, communication).emit(regions or {})
 
 
@@ -155,7 +156,7 @@ class _Emitter:
         results.extend(self.bring(node, {}) for node in program.updates.values())
         self.graph.output(tuple(results))
         for number, run in enumerate(runs):
-            self._compute_again(run, f"recomputed_{number}")
+            self._recompute(run, f"recomputed_{number}")
         for node in reversed(self.graph.nodes):
             if node.op == "get_attr" and not node.users:
                 self.graph.erase_node(node)
@@ -183,7 +184,7 @@ class _Emitter:
         self._autocast(None)
         return [run for run in runs if run]
 
-    def _compute_again(self, run: list[Node], name: str) -> None:
+    def _recompute(self, run: list[Node], name: str) -> None:
         """Makes a run of nodes one call that keeps only its arguments for backward."""
         own = set(run)
         body, entering, leaving = cut_region(run, set())
@@ -219,11 +220,11 @@ class _Emitter:
         self.layouts[value] = self.layout(value, placements)
 
     def layout(self, value: Value, placements: Mapping[str, Placement]) -> Layout:
-        """Of a value, from its placement on each axis."""
+        """The layout of a value from its placement on each axis."""
         return layout_of(self.space.granules.cuts(value, self.num_samples), placements)
 
     def bring(self, source: Node, placements: Mapping[str, Placement]) -> Node:
-        """The value of a node in this layout: as it is, or exchanged once."""
+        """The value of a node in this layout: as it is, or redistributed, once for all readers."""
         value = value_of(source)
         target = self.layout(value, placements)
         if is_alike(self.layouts[value], target):
@@ -249,8 +250,8 @@ class _Emitter:
     def _reduced_first(
         self, value: Value, source: Layout, placements: Mapping[str, Placement]
     ) -> Layout | None:
-        """The layout between, where one axis adds up and another gathers: terms that are not yet
-        added up would be sent to everyone.
+        """The layout in between where one axis reduces and another gathers: partial sums would be
+        sent to everyone otherwise. None where one step is enough.
         """
         adds = [axis for axis in source.partial if isinstance(placements.get(axis, SAME), int)]
         gathers = {
@@ -425,7 +426,7 @@ def _number(value: Any, shapes: Shapes) -> Any:
 
 
 def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Under its original name, in nested modules."""
+    """Puts a tensor under its original name, in nested modules."""
     *path, leaf = name.split(".")
     owner = root
     for step in path:

@@ -19,7 +19,7 @@ from whale.operations.table import EXPANDS, NEW_LIKE, POOLINGS, SPLITS, VIEWS
 
 aten = torch.ops.aten
 SUM = 2
-"""the argument `reduction` of torch's losses: add up"""
+"""the argument `reduction` of torch's losses: sum"""
 
 
 def local_call(
@@ -30,7 +30,8 @@ def local_call(
     mean: Shapes | None,
 ) -> Node:
     """The node of one operation. `shapes`: of its local results; None: it runs whole. `mean`: what
-    it takes a mean over is cut: it adds up its part and divides by the whole number."""
+    it takes a mean over is cut: it sums its part and divides by the whole number.
+    """
     positional, keywords = arguments
     name = op_name(node)
     if mean is not None:
@@ -71,7 +72,9 @@ def local_call(
 def _convolution(
     graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape
 ) -> Node:
-    """A device without channels: torch gives a result of the wrong shape there."""
+    """The node of a convolution on a device that may have no channels: torch gives a result of the
+    wrong shape there.
+    """
     bias = positional[2] if len(positional) > 2 else keywords.get("bias")
     others = {name: value for name, value in keywords.items() if name != "bias"}
     arguments: Any = (
@@ -104,8 +107,8 @@ def convolve(
 
 
 def empty_pooling(x: Tensor, shapes: list[list[int]]) -> Tensor | tuple[Tensor, Tensor]:
-    """Of a device without channels, which torch refuses: nothing, with a history; where asked for,
-    the places of the largest, too.
+    """The empty result, with a gradient history, of pooling on a device without channels, which
+    torch refuses; where asked for, the indices of the largest, too.
     """
     result = x.new_empty(shapes[0]) + x.sum()
     return result if len(shapes) == 1 else (result, x.new_empty(shapes[1], dtype=torch.int64))

@@ -59,8 +59,8 @@ def plan_redistribution(
     """
     if source.shape != target.shape:
         raise ValueError(
-            f"a redistribution keeps the tensor: its shape is {source.shape} before and {target.shape} "
-            "after"
+            f"a redistribution keeps the tensor: its shape is {source.shape} before and "
+            f"{target.shape} after"
         )
     key = (source, target, *_of_grid(grid), place, backend, backward, TWO_STEPS_FROM)
     if key not in _plan_cache:
@@ -148,7 +148,7 @@ def _steps(
 
 
 class _Hop:
-    """From one layout to another in one step, seen from all places."""
+    """One step from one layout to another, seen from all places."""
 
     def __init__(self, source: Layout, target: Layout, grid: Grid) -> None:
         self.source = source

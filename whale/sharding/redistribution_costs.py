@@ -78,7 +78,8 @@ def sent_bytes(
     is_parameter: bool = False,
 ) -> list[float]:
     """Bytes that a device sends along each axis, those of the backward included where there is a
-    gradient. `is_parameter`: axes that only store it stand innermost, so that lines (1) always hold.
+    gradient. `is_parameter`: axes that only store it stand innermost, so that lines (1) always
+    hold.
     """
     forward = _one_way(num_bytes, source, target, sizes, is_parameter)
     if not gradient:
@@ -166,7 +167,7 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _AxisLayout:
-    """By dim the axes that cut it, outermost first; axes and dims are numbers."""
+    """The axes that cut each dim, outermost first; axes and dims are numbers."""
 
     axes: tuple[tuple[int, ...], ...]
     partial: frozenset[int]
@@ -271,13 +272,13 @@ def _one_step(
 
 @lru_cache(maxsize=256)
 def _coordinates(sizes: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
-    """By axis, the coordinate of every place."""
+    """Coordinates of every place, by axis."""
     return tuple(each.ravel() for each in np.indices(sizes))
 
 
 @lru_cache(maxsize=4096)
 def _intervals(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Matrix, float]:
-    """Of a dim that these axes cut: where each place's interval begins, and how wide it is."""
+    """Where each place's interval of a dim that these axes cut begins, and how wide it is."""
     coordinates = _coordinates(sizes)
     width = 1.0
     start = np.zeros(len(coordinates[0]))

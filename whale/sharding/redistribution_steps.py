@@ -75,7 +75,7 @@ class Step:
     input
     """
     terms: tuple[tuple[Block, ...], ...]
-    """what is added up, in order; the blocks of one term, this place's among them, do not overlap;
+    """what is summed, in order; the blocks of one term, this place's among them, do not overlap;
     ranges of the local result
     """
     pattern: str
@@ -131,15 +131,15 @@ class Step:
 
     @cached_property
     def arrives_in_place(self) -> bool:
-        """In an all-to-all of two places, the other one's part can be received straight into the
+        """Whether in an all-to-all of two places the other one's part is received straight into the
         result.
         """
         return len(self.places) == 2 and self.is_made_of_runs
 
     @cached_property
     def own_travels(self) -> bool:
-        """In an all-to-all, what this place keeps goes through the buffers too: then they need no
-        putting together.
+        """Whether in an all-to-all what this place keeps goes through the buffers too: then they
+        need no putting together.
         """
         return (self.is_in_order and not self.arrives_in_place) or (
             self.is_sum_of_wholes and len(self.terms) > 2

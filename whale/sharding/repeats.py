@@ -127,7 +127,9 @@ def _longest_run(sorts: npt.NDArray[np.intp]) -> tuple[int, int, int] | None:
 
 
 class _Run:
-    """Whether the layers of a run read alike, and which of their parameters stand for each other."""
+    """Whether the layers of a run read alike, and which of their parameters stand for each
+    other.
+    """
 
     def __init__(
         self,

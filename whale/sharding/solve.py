@@ -1,6 +1,6 @@
 """The cheapest layouts of a stage on a grid.
 
-    variables    the option of every operation, and the stored layout of every parameter, on all axes
+    variables    the option of every operation, the stored layout of every parameter, on all axes
     minimise     seconds of one micro-batch
         work             seconds of an operation x the largest share on one device  -> Terms.work
         redistribution   every value in every other layout that somebody needs,

@@ -74,8 +74,8 @@ class StageProgram:
 
 
 class Space:
-    """All options of a stage. Nodes are of three sorts: `operations` have options, `parameters` have
-    a stored layout, all others are fixed.
+    """All options of a stage. Nodes are of three sorts: `operations` have options, `parameters`
+    have a stored layout, all others are fixed.
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -258,7 +258,7 @@ class Space:
         return found
 
     def _summa(self, node: Node) -> tuple[Option, ...]:
-        """Where SUMMA is asked for and possible: its option along x, then those along y."""
+        """The options of SUMMA where it is asked for and possible: along x, then those along y."""
         if node not in self.program.summa or not self.is_product(node):
             return ()
         found = tuple(option for option in self.options[node] if option.local == "summa")
@@ -267,8 +267,8 @@ class Space:
     def joint_options(
         self, node: Node, axes: Sequence[str], others: Mapping[str, Option]
     ) -> list[tuple[Option, ...]]:
-        """Every choice of one option for each of these axes, with `others` chosen on the rest. x and
-        y cut different dims of a product's weight, when it has two that can be cut.
+        """Every choice of one option for each of these axes, with `others` chosen on the rest. x
+        and y cut different dims of a product's weight, when it has two that can be cut.
         """
         result: list[tuple[Option, ...]] = [()]
         for axis in axes:

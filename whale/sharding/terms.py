@@ -1,5 +1,5 @@
-"""The terms of the solver's objective (solve.py), as tables over the choices of one operation, or of
-a value's producer and readers. All are seconds of one micro-batch, forward and backward.
+"""The terms of the solver's objective (solve.py), as tables over the choices of one operation, or
+of a value's producer and readers. All are seconds of one micro-batch, forward and backward.
 """
 
 from __future__ import annotations
