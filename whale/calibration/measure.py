@@ -29,7 +29,7 @@ from whale.calibration.operations import operations_of, updates_of
 from whale.calibration.turns import Subject, Turn, loop, once, take_turns
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Link
 from whale.cluster.discovery import this_kind
-from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate
+from whale.cluster.kinds import DEVICE_KINDS, DTYPES, DeviceKind, MatmulRate, OperationPoint
 from whale.cluster.matching import Place, this_place
 from whale.distributed.message import Message
 from whale.distributed.ranks import Ranks
@@ -124,6 +124,9 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     points = [
         MatmulRate(dtype, size, 2.0 * size**3 / seconds[dtype, size][0]) for dtype, size in products
     ]
+    operation_points: list[OperationPoint] = []
+    for number, each in enumerate(operations):
+        operation_points += each.points(seconds[number])
     # sizes ascend, so the last rate of a dtype is that of the largest size
     rates = {point.dtype: point.flop_per_s for point in points}
     local = sum(host == this_place().host for host in ranks.gather(this_place().host))
@@ -136,11 +139,7 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
         bf16_flop_per_s=rates.get("bf16"),
         fp16_flop_per_s=rates.get("fp16"),
         matmul_rates=tuple(points),
-        operations=tuple(
-            point
-            for number, each in enumerate(operations)
-            for point in each.points(seconds[number])
-        ),
+        operations=tuple(operation_points),
     )
     small_s = 0.0
     large_s = 0.0
@@ -302,18 +301,23 @@ def _alike(a: DeviceKind, b: DeviceKind) -> bool:
 
 
 def _mean(group: Sequence[DeviceKind], name: str) -> DeviceKind:
+    """One kind with the means of these devices, and the least of their memory."""
+
     def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
         return statistics.fmean(known) if known else None
 
+    # devices of one kind were measured at the same sizes, in the same order
     first = group[0]
-    points = tuple(
-        replace(
-            point,
-            flop_per_s=statistics.fmean(kind.matmul_rates[place].flop_per_s for kind in group),
-        )
-        for place, point in enumerate(first.matmul_rates)
-    )
+    rates = []
+    for points in zip(*(kind.matmul_rates for kind in group), strict=True):
+        mean_rate = statistics.fmean(point.flop_per_s for point in points)
+        rates.append(replace(points[0], flop_per_s=mean_rate))
+    operations = []
+    for measured in zip(*(kind.operations for kind in group), strict=True):
+        forward_s = statistics.fmean(point.forward_s for point in measured)
+        backward_s = statistics.fmean(point.backward_s for point in measured)
+        operations.append(replace(measured[0], forward_s=forward_s, backward_s=backward_s))
     return replace(
         first,
         name=name,
@@ -323,13 +327,6 @@ def _mean(group: Sequence[DeviceKind], name: str) -> DeviceKind:
         tf32_flop_per_s=mean([kind.tf32_flop_per_s for kind in group]),
         bf16_flop_per_s=mean([kind.bf16_flop_per_s for kind in group]),
         fp16_flop_per_s=mean([kind.fp16_flop_per_s for kind in group]),
-        matmul_rates=points,
-        operations=tuple(
-            replace(
-                point,
-                forward_s=statistics.fmean(kind.operations[place].forward_s for kind in group),
-                backward_s=statistics.fmean(kind.operations[place].backward_s for kind in group),
-            )
-            for place, point in enumerate(first.operations)
-        ),
+        matmul_rates=tuple(rates),
+        operations=tuple(operations),
     )

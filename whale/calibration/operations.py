@@ -183,11 +183,9 @@ def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
     """
     alone = [trial for trial in chosen if width >= LARGE_WIDTH and trial.name in LONG]
     others = [trial for trial in chosen if trial not in alone]
-    models = [
-        [trial for trial in others if (trial.name in OF_CONVOLUTIONS) is is_convolutional]
-        for is_convolutional in (False, True)
-    ]
-    return [*models, *([trial] for trial in alone)]
+    transformer = [trial for trial in others if trial.name not in OF_CONVOLUTIONS]
+    convolutional = [trial for trial in others if trial.name in OF_CONVOLUTIONS]
+    return [transformer, convolutional, *([trial] for trial in alone)]
 
 
 def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
@@ -219,9 +217,14 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
         loop(_backward(trial, gradient), ranks)
         for trial, gradient in zip(chosen, gradients, strict=True)
     ]
-    return Operations(
-        Subject(lambda: [seconds for subject in each for seconds in subject.turn()]), points
-    )
+
+    def turn() -> list[float]:
+        seconds: list[float] = []
+        for subject in each:
+            seconds += subject.turn()
+        return seconds
+
+    return Operations(Subject(turn), points)
 
 
 def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
@@ -271,11 +274,11 @@ def _backward(trial: Trial, gradient: Tensor) -> Callable[[], object]:
 
 def updates_of(ranks: Ranks) -> list[Operations]:
     """Updates of both optimizers at both sizes."""
-    return [
-        _update(name, make, width, number, ranks)
-        for name, make in ((WITHOUT_STATE, torch.optim.SGD), (WITH_TWO_STATES, torch.optim.AdamW))
-        for width, number in UPDATE_WIDTHS[ranks.device.is_accelerator]
-    ]
+    found = []
+    for width, number in UPDATE_WIDTHS[ranks.device.is_accelerator]:
+        found.append(_update(WITHOUT_STATE, torch.optim.SGD, width, number, ranks))
+        found.append(_update(WITH_TWO_STATES, torch.optim.AdamW, width, number, ranks))
+    return found
 
 
 def _update(

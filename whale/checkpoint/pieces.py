@@ -232,6 +232,4 @@ def _own_name(name: str, shard: Shard) -> str:
     """Name of what belongs to this very part: `optimizer/w/row of [0:4] x [2:6]`."""
     if shard.ranges is None:
         return name
-    return f"{name} of " + " x ".join(
-        "[" + ", ".join(f"{start}:{stop}" for start, stop in dim) + "]" for dim in shard.ranges
-    )
+    return f"{name} of " + " x ".join(_text(dim) for dim in shard.ranges)

@@ -139,7 +139,10 @@ class PretrainedReader:
         rename = dict(attempts)[how]
         found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
         used = set(found.values())
-        tied_too = {stored for tied in ties.values() for stored in tied if len(tied) > 1}
+        tied_too: set[str] = set()
+        for tied in ties.values():
+            if len(tied) > 1:
+                tied_too.update(tied)
         unexpected = tuple(
             name for name in self._file_of if name not in used and name not in tied_too
         )

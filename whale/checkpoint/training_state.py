@@ -120,7 +120,9 @@ def unpack_optimizer(
             f"uses {kind}"
         )
     packed = optimizer.state_dict()
-    options_of = {name: group["options"] for group in values["groups"] for name in group["names"]}
+    options_of: dict[str, dict[str, Any]] = {}
+    for saved_group in values["groups"]:
+        options_of |= dict.fromkeys(saved_group["names"], saved_group["options"])
     by_position = {group["position"]: group["options"] for group in reversed(values["groups"])}
     state: dict[Any, dict[str, Any]] = dict(values["shared"])
     groups = []

@@ -150,21 +150,21 @@ class _Kind(_Part):
                     f"kind {name!r}: matmul_tflop_per_s has no dtype {dtype!r}; it may have "
                     f"{', '.join(DTYPES)}"
                 )
-        rates = [
-            MatmulRate(dtype, size, rate * TERA)
-            for dtype, sizes in self.matmul_tflop_per_s.items()
-            for size, rate in sizes.items()
-        ]
+        rates = []
+        for dtype, sizes in self.matmul_tflop_per_s.items():
+            rates += [MatmulRate(dtype, size, rate * TERA) for size, rate in sizes.items()]
         tf32, bf16, fp16 = (
             None if rate is None else rate * TERA
             for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
         )
         memory_bytes = round(self.memory_gb * GIGA)
-        points = tuple(
-            OperationPoint(operation, work, forward_us / MICROSECONDS, backward_us / MICROSECONDS)
-            for operation, sizes in self.operations.items()
-            for work, forward_us, backward_us in sizes
-        )
+        points = []
+        for operation, measured in self.operations.items():
+            for work, forward_us, backward_us in measured:
+                forward_s = forward_us / MICROSECONDS
+                points.append(
+                    OperationPoint(operation, work, forward_s, backward_us / MICROSECONDS)
+                )
         return DeviceKind(
             name,
             self.tflop_per_s * TERA,
@@ -174,7 +174,7 @@ class _Kind(_Part):
             bf16,
             fp16,
             tuple(rates),
-            points,
+            tuple(points),
         )
 
 
@@ -346,9 +346,8 @@ def dumps(cluster: Cluster) -> str:
         for device in cluster.devices
         if DEVICE_KINDS.get(device.kind.name) != device.kind
     }
-    clash = next(
-        (name for name in own if name.lower() in {known.lower() for known in DEVICE_KINDS}), None
-    )
+    built_in = {known.lower() for known in DEVICE_KINDS}
+    clash = next((name for name in own if name.lower() in built_in), None)
     if clash is not None:
         raise ValueError(
             f"kind {clash!r} has other figures than the built-in kind of that name; give it "

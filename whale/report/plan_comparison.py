@@ -85,7 +85,8 @@ def _schedule(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _shares(a: Plan, b: Plan) -> Iterator[str]:
-    first, second = ([sum(each) for each in samples_by_rank(plan)] for plan in (a, b))
+    first = [sum(each) for each in samples_by_rank(a)]
+    second = [sum(each) for each in samples_by_rank(b)]
     if first != second:
         yield f"samples by rank: {listed(first, SHOWN, '+')} -> {listed(second, SHOWN, '+')}"
 

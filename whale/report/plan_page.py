@@ -29,6 +29,9 @@ from whale.simulation.simulate import figures_in
 from whale.simulation.timeline import Timeline
 from whale.units import count, human_bytes, human_flop, human_rate, human_seconds, ranges
 
+RENAMED_FIELDS = {"told_bytes": "exchanged_bytes"}
+"""fields of the JSON, old -> new: it holds both, and this table once under `renamed`"""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -201,7 +204,14 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "shardings": [_sharding(each) for each in plan.shardings],
         "decisions": [asdict(decision) for decision in plan.decisions],
         "notes": list(plan.notes),
+        "renamed": RENAMED_FIELDS,
     }
+
+
+def _with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and those that had another name until 0.1.0 under that name too."""
+    old = {name: fields[new] for name, new in RENAMED_FIELDS.items() if new in fields}
+    return fields | old
 
 
 def _sharding(sharding: StageSharding) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def _sharding(sharding: StageSharding) -> dict[str, Any]:
     names = ("stage", "num_samples", "seconds", "sent_bytes", "keeps_gathered", "replicated")
     return {
         **{name: getattr(sharding, name) for name in names},
-        "operations": [asdict(operation) for operation in sharding.operations],
+        "operations": [_with_old_names(asdict(operation)) for operation in sharding.operations],
         "parameters": {name: asdict(stored) for name, stored in sharding.stored.items()},
     }
 

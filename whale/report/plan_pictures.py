@@ -310,7 +310,9 @@ def timeline_picture(timeline: Timeline) -> Markup:
     top = 26.0
     fullest = max(device.peak_total_bytes for device in shown) or 1.0
     scale = (WIDTH - LABEL - 1) / timeline.step_s if timeline.step_s else 0.0
-    used = {_sort(event) for device in shown for event in device.events if event.seconds > 0}
+    used = set()
+    for device in shown:
+        used |= {_sort(event) for event in device.events if event.seconds > 0}
     entries = [(EVENT_COLOURS[name], words) for name, words in EVENT_NAMES.items() if name in used]
     legend(
         drawing, 0, 12, [*entries, (MEMORY_CURVE, f"memory, full height {human_bytes(fullest)}")]

@@ -74,7 +74,10 @@ def render_plan(plan: Plan) -> Group:
     parts += [_Picture(plan.schedule), _decisions(plan)]
     if plan.notes:
         parts.append(_lines("Notes", plan.notes))
-    return Group(*(piece for part in parts for piece in (part, Text())))
+    spaced: list[RenderableType] = []
+    for part in parts:
+        spaced += [part, Text()]
+    return Group(*spaced)
 
 
 def _task_graphs(plan: Plan) -> Table:
@@ -146,7 +149,9 @@ def _parameters_of(plan: Plan, virtual_device: int) -> str:
     if device.grid is not None and plan.memory:
         return human_bytes(max(plan.memory[rank].parameter_bytes for rank in device.ranks[0]))
     stages = [stage for stage in plan.stages if stage.virtual_device == virtual_device]
-    names = Counter(name for stage in stages for name in stage.parameters)
+    names: Counter[str] = Counter()
+    for stage in stages:
+        names.update(stage.parameters)
     bound = "at most " if any(times > 1 for times in names.values()) else ""
     return bound + human_bytes(sum(stage.parameter_bytes for stage in stages))
 
@@ -234,7 +239,7 @@ def _mini_batch_bytes(plan: Plan, crossing: Crossing) -> int:
 
 
 def _tied(plan: Plan) -> RenderableType | None:
-    parameters = {name for stage in plan.stages for name in stage.parameters}
+    parameters = set().union(*(stage.parameters for stage in plan.stages))
     tied = {
         name: stages
         for name, stages in plan.holders.items()

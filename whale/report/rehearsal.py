@@ -45,11 +45,14 @@ class Rehearsal:
 
     @property
     def step_s(self) -> float:
-        """Median over the steps, from the first action of any rank to the last sum."""
-        together = zip(*(record.steps for record in self.records))
-        return statistics.median(
-            max(end for _, end in step) - min(start for start, _ in step) for step in together
-        )
+        """Median over the steps of the seconds from the first action of any rank to the last
+        all-reduce.
+        """
+        seconds = []
+        for spans in zip(*(record.steps for record in self.records)):
+            starts, ends = zip(*spans)
+            seconds.append(max(ends) - min(starts))
+        return statistics.median(seconds)
 
     @property
     def measured(self) -> list[list[Event]]:
@@ -59,6 +62,14 @@ class Rehearsal:
             [(name, start - origin, end - origin) for name, start, end in record.events]
             for record in self.records
         ]
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds of the last step, over all ranks."""
+        longest = 0.0
+        for row in self.measured:
+            longest = max(longest, *(end for _, _, end in row))
+        return longest
 
     @property
     def overruns(self) -> tuple[int, int]:
@@ -151,7 +162,7 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     step_s = rehearsal.step_s
     predicted_s = rehearsal.predicted_gradients_s
     labels = [f"rank {record.rank} {record.kind}" for record in rehearsal.records]
-    last_s = max(end for row in rehearsal.measured for _, _, end in row)
+    last_s = rehearsal.last_step_s
     text = [
         f"\npredicted, {human_seconds(rehearsal.predicted_step_s)} with the update of the "
         "weights, which is not emulated",
@@ -199,7 +210,7 @@ def _table(rehearsal: Rehearsal) -> Table:
         "of",
     ):
         table.add_column(name, justify="left" if name == "device" else "right")
-    last_s = max(end for row in rehearsal.measured for _, _, end in row)
+    last_s = rehearsal.last_step_s
     for record, measured, predicted in zip(
         rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True
     ):
