@@ -159,7 +159,7 @@ def print_times(results: list[wh.StepResult]) -> None:
     parts = {
         "compute": sum(result.timing.compute_s for result in results),
         "waiting for other stages (bubble)": sum(result.timing.bubble_s for result in results),
-        "waiting for gradient sums": sum(result.timing.communication_s for result in results),
+        "waiting for all-reduces": sum(result.timing.communication_s for result in results),
     }
     parts["the rest"] = total_s - sum(parts.values())
     print(

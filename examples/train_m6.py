@@ -266,7 +266,7 @@ def summary(
     for rank, spent in enumerate(time_split if has_trained else ()):
         parts = [
             ("compute", spent.compute_s),
-            ("gradient sums", spent.communication_s),
+            ("all-reduce", spent.communication_s),
             ("bubble", spent.bubble_s),
         ]
         stages = ", ".join(str(stage) for stage in engine.plan.stages_of_rank(rank))

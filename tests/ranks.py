@@ -108,19 +108,22 @@ class ModelServer:
         world_size: int,
         *args: Any,
         timeout_s: float = TIMEOUT_S,
+        backend: str = "gloo",
     ) -> list[Any]:
-        """`function(prepared, *args)` on `world_size` ranks with a gloo group; the results in rank
-        order.
+        """`function(prepared, *args)` on `world_size` ranks with a process group; the results in
+        rank order.
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}.")
-        return self._request(_Request(pickle.dumps((function, args)), world_size, True, timeout_s))
+        return self._request(
+            _Request(pickle.dumps((function, args)), world_size, backend, timeout_s)
+        )
 
     def run_local(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
     ) -> Any:
         """`function(prepared, *args)` in one forked child without a process group."""
-        return self._request(_Request(pickle.dumps((function, args)), 1, False, timeout_s))[0]
+        return self._request(_Request(pickle.dumps((function, args)), 1, None, timeout_s))[0]
 
     def close(self) -> None:
         """Ends the server and everything that it started."""
@@ -151,7 +154,7 @@ class ModelServer:
     def _request(self, request: _Request) -> list[Any]:
         if self._closed:
             raise RuntimeError("This ModelServer is closed.")
-        what = f"{request.world_size} ranks" if request.grouped else "one process"
+        what = f"{request.world_size} ranks" if request.backend is not None else "one process"
         try:
             self._connection.send_bytes(pickle.dumps(request))
         except OSError as error:
@@ -211,8 +214,8 @@ class _Request:
     payload: bytes
     """pickled (function, args)"""
     world_size: int
-    grouped: bool
-    """with a process group"""
+    backend: str | None
+    """of the process group; None: without one"""
     timeout_s: float
 
 
@@ -353,7 +356,7 @@ def _fork(
 
 def _rank_answer(rank: int, request: _Request, place: Path, call: Callable[[], Any]) -> bytes:
     try:
-        if not request.grouped:
+        if request.backend is None:
             return _success(pickle.dumps(call()))
         import torch.distributed as dist
 
@@ -366,7 +369,7 @@ def _rank_answer(rank: int, request: _Request, place: Path, call: Callable[[], A
         # the limit of this file comes first: it shows where the rank stands
         limit = timedelta(seconds=2 * request.timeout_s)
         dist.init_process_group(
-            "gloo",
+            request.backend,
             init_method=f"file://{place}/rendezvous",
             rank=rank,
             world_size=request.world_size,

@@ -313,7 +313,8 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: lambda tensor: _run_now(aten.nonzero.default, ((tensor,), {})),
     aten.set_.source_Storage_storage_offset: _set,
     aten.record_stream.default: record_stream,
-    aten._has_compatible_shallow_copy_type.default: lambda a, b: a.device == b.device,
+    # `tensor.data = ...` may move a tensor between the CPU and the device, as with CUDA
+    aten._has_compatible_shallow_copy_type.default: lambda a, b: True,
     aten.is_pinned.default: lambda tensor, device=None: is_pinned(tensor),
 }
 

@@ -167,7 +167,7 @@ def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
     expected = weights(last)
     shutil.rmtree(last)
     again = run(tmp_path, "python", EXAMPLES / "train_m6.py", *SMALL)
-    assert "going on from step 3; remove m6 to start anew" in again
+    assert "continuing from step 3; remove m6 to start anew" in again
     assert losses(again) == pytest.approx(losses(printed)[3:], rel=1e-3)  # printed with 4 digits
     found = weights(last)
     assert found.keys() == expected.keys()

@@ -31,8 +31,8 @@ class Subject:
     prepared: CapturedModel | None
 
 
-def prepare_subject(name: str) -> Subject:
-    """Runs in a model server: builds and captures once, with the self-checks.
+def prepare_subject(name: str, device: str = "cpu", check: bool = True) -> Subject:
+    """Runs in a model server: builds and captures once, with the self-checks (`check`).
 
     Where a model has labels of the shape of its input, the sample has one tensor for both: a
     capture that took them for one input would be wrong in every plan that trains with labels of
@@ -43,7 +43,7 @@ def prepare_subject(name: str) -> Subject:
     model = case.build()
     with Float64Mode():
         layout, tensors = read_batch(batches(case, has_labels_like_input(case), 1)[0])
-        prepared = api._prepare(model, layout, tensors, case.loss, wh.Config(), "cpu", check=True)
+        prepared = api._prepare(model, layout, tensors, case.loss, wh.Config(), device, check)
         saved_for_backward(
             prepared.captured, layout.batch_size
         )  # torch keeps what its operations do, and every plan asks for it

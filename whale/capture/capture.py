@@ -21,7 +21,12 @@ from enum import Enum
 import torch
 
 from whale.capture.batch import BatchLayout
-from whale.capture.checks import compare_parts, compare_with_eager
+from whale.capture.checks import (
+    compare_parts,
+    compare_with_eager,
+    fits_for_checks,
+    weights_on,
+)
 from whale.capture.clean import Capture, clean
 from whale.capture.export import Task, export_model
 from whale.capture.guards import refuse
@@ -47,13 +52,21 @@ def capture_model(
 ) -> CapturedModel:
     """Captures a model for training: all steps of the path."""
     capture = capture_training(model, layout, tensors, task)
+    if trust is Trust.COMPARE and not fits_for_checks(model, task.device):
+        trust = Trust.NOBODY
+        capture.captured.notes.append(
+            f"the whole model does not fit on {task.device}: the capture was not compared with it"
+        )
     if trust is Trust.COMPARE:
-        compare_with_eager(capture, model, tensors, task)
+        on_device = [tensor.to(task.device) for tensor in tensors]
+        with weights_on(model, task.device):
+            compare_with_eager(capture, model, on_device, task)
     elif trust is Trust.NOBODY:
         refuse(capture.findings)
     captured_model = prepare(capture, config.num_micro_batch, config.loss_per_micro_batch)
     if trust is Trust.COMPARE and not config.loss_per_micro_batch:
-        why_not = compare_parts(captured_model, model, tensors)
+        with weights_on(model, task.device):
+            why_not = compare_parts(captured_model, model, on_device)
         if why_not:
             capture.captured.notes.append(why_not)
     return captured_model

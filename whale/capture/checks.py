@@ -28,6 +28,7 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel
 from whale.capture.python_state import attributes, changed_attributes
 from whale.compat import tensor_stores
+from whale.devices import device_of
 from whale.operations.nodes import op_name, trains_batch_norm
 from whale.operations.table import is_random
 
@@ -47,6 +48,42 @@ SEED = 0
 ATTENTION = "scaled_dot_product_attention"
 TINY = 1e-30
 """smallest loss that a difference is divided by"""
+
+
+# --- where the checks run
+
+
+CHECK_COPIES = 3
+"""of the weights on the device: these and the gradients of both sides"""
+
+
+def fits_for_checks(model: torch.nn.Module, device: str) -> bool:
+    """Whether the device has memory for the whole model and its gradients."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device == torch.device(device) for tensor in tensors):
+        return True
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    target = device_of(torch.device(device))
+    return not target.is_accelerator or CHECK_COPIES * num_bytes <= target.free_memory_bytes()
+
+
+@contextmanager
+def weights_on(model: torch.nn.Module, device: str) -> Iterator[None]:
+    """The model's weights lie on `device` inside, wherever the user has put them: the captured
+    graph makes its tensors there.
+
+    The tensors stay the same objects, so hooks on them still fire.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device != torch.device(device):
+                before.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
 
 
 # --- the graph against the eager model

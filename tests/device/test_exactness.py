@@ -1,0 +1,93 @@
+"""The exactness table on the test device: asynchronous streams, races found, NCCL's rules.
+
+What is trained locally on the CPU in float64 must come out of ranks whose accelerator is the test
+device. 20 rows run always, the whole table is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device.collectives import BACKEND
+from tests.device.training import check_on_device, prepare_on_device, train_on_device
+from tests.exactness import Trace, compare
+from tests.integration.table import PLANS, PlanCase
+from tests.integration.training import has_labels_like_input, merge, train_locally
+from tests.ranks import ModelServer, preload
+from tests.zoo import CASES, MAIN
+
+preload("tests.integration.training", "tests.device.training")
+
+QUICK = {
+    "chain": [plan.name for plan in PLANS if not plan.one_tensor],
+    "batch_norm": ["DP 3, batch 10", "2 stages x DP 2"],
+    "tied": ["2 stages x DP 2", "auto cut into 4"],
+    "gpt2": ["replicate(2) -> replicate(1)"],
+}
+"""model -> plans that always run"""
+
+
+def _rows() -> list[object]:
+    found = []
+    for case in MAIN:
+        for plan in PLANS:
+            if plan.one_tensor and not has_labels_like_input(case):
+                continue
+            marks = () if plan.name in QUICK.get(case.name, ()) else (pytest.mark.slow,)
+            found.append(pytest.param(case.name, plan, marks=marks, id=f"{case.name}, {plan.name}"))
+    return found
+
+
+class Servers:
+    """One process for each model that has it captured for the device, with its local trainings."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._server: ModelServer | None = None
+        self._references: dict[object, Trace] = {}
+
+    def of(self, name: str) -> ModelServer:
+        """The server of a model; only the last one is kept."""
+        if self._name != name or self._server is None:
+            self.close()
+            self._name = name
+            self._references = {}
+            self._server = ModelServer(prepare_on_device, name)
+        return self._server
+
+    def reference(self, name: str, plan: PlanCase) -> Trace:
+        """Local training on the CPU."""
+        key = (plan.one_tensor, plan.num_micro_batch if CASES[name].batch_statistics else 1)
+        if key not in self._references:
+            self._references[key] = self.of(name).run_local(train_locally, plan)
+        return self._references[key]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    found = Servers()
+    yield found
+    found.close()
+
+
+# not called `plan`: tests/conftest.py would choose which of the table's rows are slow
+@pytest.mark.parametrize(("name", "row"), _rows())
+def test_trains_like_the_cpu(servers: Servers, name: str, row: PlanCase) -> None:
+    server = servers.of(name)
+    reference = servers.reference(name, row)
+    ranks = server.run(train_on_device, row.num_ranks, row, backend=BACKEND)
+    compare(reference, merge([rank.trace for rank in ranks], CASES[name].build()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "batch_norm"])
+def test_a_capture_is_checked_on_the_device(servers: Servers, name: str) -> None:
+    """The user's model is on the CPU; the graph makes its positions and masks on the device."""
+    notes = servers.of(name).run_local(check_on_device)
+    assert not any("was not compared with" in note for note in notes)
