@@ -23,8 +23,7 @@ from whale.capture.prepare import CapturedModel
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.costs.elementwise import note_on_parts
-from whale.costs.optimizer_state import state_ratio
+from whale.costs.optimizers import note_on_parts, state_ratio
 from whale.distributed.job_cluster import (
     ClusterLike,
     chosen_cluster,

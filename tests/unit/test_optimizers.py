@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whale.costs.elementwise import note_on_parts, works_by_element
+from whale.costs.optimizers import note_on_parts, works_by_element
 
 OPTIM = torch.optim
 

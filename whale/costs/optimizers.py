@@ -1,0 +1,133 @@
+"""What is known of the user's own optimizer, found by trying it without the user's weights: how
+much memory its state needs, and whether it treats every number on its own.
+
+Its state is measured on parameters without data (`meta`). Optimizers that look at values cannot do
+that; they get small parameters instead, each dim of a length that no other dim has, so that the
+shape of a state tells which dims of its parameter it has:
+
+    parameter [960, 1024, 21248] -> [2, 3, 5]         state [2, 3, 1] -> [960, 1024, 1]        (1)
+
+On a grid each device updates its own part of a parameter. SGD, Adam and their like give the same
+numbers then. Adafactor, Shampoo, Muon or LAMB look at rows, columns or the norm of a whole tensor:
+on parts they are another optimizer, good or bad, and the plan says so. This is found by the same
+steps on a matrix and on its two halves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from whale.capture.graph import CapturedGraph, StateTensor
+
+MakeOptimizer = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+
+LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19)
+"""lengths of the dims of a small parameter"""
+
+SHAPE = (4, 6)
+"""shape of the matrix on which the optimizer makes NUM_STEPS steps"""
+NUM_STEPS = 3
+CLOSE = 1e-9
+"""relative: far above rounding in float64, far below what a row's mean changes"""
+
+
+def state_ratio(captured: CapturedGraph, make: MakeOptimizer) -> float | None:
+    """Bytes of optimizer state for each byte of trainable parameters; None where the optimizer runs
+    in neither way.
+    """
+    trained = [
+        state for state in captured.state.values() if state.kind == "parameter" and state.trainable
+    ]
+    total = sum(state.num_bytes for state in trained)
+    if not total:
+        return 0.0
+    for device in ("meta", "cpu"):
+        try:
+            return _state_bytes(trained, make, device) / total
+        except Exception:
+            # whatever it does with values: only its size was asked for, planning goes on without
+            continue
+    return None
+
+
+def _state_bytes(trained: Sequence[StateTensor], make: MakeOptimizer, device: str) -> int:
+    """Bytes of state after one step: on `meta` with the real shapes, elsewhere with small ones,
+    line (1).
+    """
+    parameters = []
+    for state in trained:
+        shape = state.shape if device == "meta" else LENGTHS[: len(state.shape)]
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=state.dtype, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        parameters.append(parameter)
+    names = [state.name for state in trained]
+    optimizer = make(iter(list(zip(names, parameters, strict=True))))
+    optimizer.step()
+    held = 0
+    for state, parameter in zip(trained, parameters, strict=True):
+        sizes = dict(zip(parameter.shape, state.shape, strict=True))
+        for value in optimizer.state.get(parameter, {}).values():
+            held += _num_bytes(value, sizes)
+    return held
+
+
+def _num_bytes(value: Any, sizes: dict[int, int]) -> int:
+    """Bytes of one entry of the state at real lengths; scalars (the step count) are not worth
+    counting. `sizes`: length of a dim -> its real length.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return 0
+    return math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
+
+
+def note_on_parts(make: MakeOptimizer, name: str) -> str | None:
+    """What a user should know of an optimizer that gets parts of parameters; None for one that is
+    exact on them. `name`: of a parameter that is cut.
+    """
+    if works_by_element(make, name) is not False:
+        return None
+    kind = type(make(iter([(name, torch.nn.Parameter(torch.zeros(SHAPE)))]))).__name__
+    return (
+        f"{kind} looks at more than one number at a time: where a parameter is cut ({name}, say) "
+        "it sees the part of each device and gives "
+        "other values than on the whole. SGD, Adam, AdamW and others that treat every number "
+        "alone are exact on any grid"
+    )
+
+
+def works_by_element(make: MakeOptimizer, name: str) -> bool | None:
+    """Whether the optimizer treats every number on its own; None where it could not be tried.
+    `name`: of a parameter of the model, since a factory may choose by name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    gradients = [
+        torch.randn(SHAPE, generator=generator, dtype=torch.float64) * (1 + step)
+        for step in range(NUM_STEPS)
+    ]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _trained(make, name, start, gradients)
+            half = SHAPE[0] // 2
+            parts = [
+                _trained(make, name, start[rows], [g[rows] for g in gradients])
+                for rows in (slice(0, half), slice(half, None))
+            ]
+    except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
+        return None
+    return bool(torch.allclose(whole, torch.cat(parts), rtol=CLOSE, atol=CLOSE))
+
+
+def _trained(
+    make: MakeOptimizer, name: str, start: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = make(iter([(name, parameter)]))
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
