@@ -1,0 +1,208 @@
+"""Trains a random model under random plans on real ranks, and locally, and compares.
+
+python -m tests.fuzz.running --start 1000 --seconds 300       many seeds
+python -m tests.fuzz.running --start 1234 --count 1 --show    one seed again, with its source
+"""
+
+from __future__ import annotations
+
+import argparse
+import linecache
+import time
+import types
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import whale as wh
+from tests.exactness import Trace, compare, local_training
+from tests.fuzz.grammar import FuzzModel, FuzzPlan, make_batch, make_model, make_plan
+from tests.ranks import ModelServer, RankError, preload
+from whale import api
+from whale.capture.batch import read_batch
+from whale.capture.prepare import CapturedModel
+from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+
+preload("tests.fuzz.running")
+
+NUM_STEPS = 3
+NUM_PLANS = 3
+LEARNING_RATE = 0.05
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Subject:
+    """A model that a server has captured."""
+
+    model: FuzzModel
+    module: nn.Module
+    prepared: CapturedModel
+
+
+def build(model: FuzzModel) -> nn.Module:
+    """The module that the source describes; the same weights every time."""
+    file = f"<model of seed {model.seed}>"
+    linecache.cache[file] = (len(model.source), None, model.source.splitlines(True), file)
+    module = types.ModuleType(f"fuzz_{model.seed}")
+    exec(compile(model.source, file, "exec"), module.__dict__)
+    torch.manual_seed(model.seed)
+    made: nn.Module = module.Model().train()
+    return made
+
+
+def prepare(model: FuzzModel) -> Subject:
+    torch.set_num_threads(1)
+    module = build(model)
+    layout, tensors = read_batch(make_batch(0, 6))
+    config = wh.Config()
+    return Subject(model, module, api._prepare(module, layout, tensors, None, config, "cpu", True))
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
+def train_locally(model: FuzzModel, plan: FuzzPlan) -> Trace:
+    module = build(model)
+    data = [make_batch(step, plan.batch_size) for step in range(NUM_STEPS)]
+    number = dict(plan.config)["num_micro_batch"] if model.is_stateful else 1
+    return local_training(module, data, None, make_optimizer, number)
+
+
+def train_on_rank(subject: Subject, plan: FuzzPlan) -> Any:
+    torch.set_default_dtype(torch.float64)
+    wh.init(wh.Config(dict(plan.config)))
+    marks = {}
+    for glob, (kind, number, *grid) in plan.marks:
+        marks[glob] = wh.split(number, *grid) if kind == "split" else wh.replicate(number)
+    wh.annotate(subject.module, marks)
+    data = [make_batch(step, plan.batch_size) for step in range(NUM_STEPS)]
+    engine = wh.parallelize(
+        subject.module,
+        data[0],
+        optimizer=make_optimizer,
+        prepared=subject.prepared,
+        cluster=cluster_of(plan),
+    )
+    losses = []
+    gradients = {}
+    for step, batch in enumerate(data):
+        losses.append(engine.step(batch).loss)
+        if step == 0:
+            gradients = {name: each.clone() for name, each in engine.full_gradients().items()}
+    return losses, gradients, engine.full_state_dict()
+
+
+def cluster_of(plan: FuzzPlan) -> wh.Cluster | None:
+    if not plan.kinds:
+        return None
+    devices = [Device(r, "localhost", r, device_kind(kind)) for r, kind in enumerate(plan.kinds)]
+    return wh.Cluster(tuple(devices), PCIE_3_X16, ETHERNET_50G)
+
+
+@dataclass
+class Tally:
+    """What came of the cases."""
+
+    num_right: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    useless: Counter[str] = field(default_factory=Counter)
+    """models that torch itself does not train"""
+    finds: list[str] = field(default_factory=list)
+
+    @property
+    def num_cases(self) -> int:
+        return self.num_right + self.refused.total() + len(self.finds)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_cases} cases: {self.num_right} right, {self.refused.total()} refused, "
+            f"{len(self.finds)} finds"
+        )
+
+
+def try_seed(seed: int, tally: Tally, num_plans: int = NUM_PLANS) -> None:
+    """The model of this seed under some plans."""
+    model = make_model(seed)
+    try:
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        reference = train_locally(model, FuzzPlan(1, config=(("num_micro_batch", 1),)))
+    except Exception as error:
+        tally.useless[f"{type(error).__name__}: {error}"[:160]] += 1
+        return
+    finally:
+        torch.set_default_dtype(before)
+    if not all(map(torch.isfinite, map(torch.tensor, reference.losses))):
+        return
+    try:
+        server = ModelServer(prepare, model)
+    except RankError as error:
+        _note(error, f"seed {seed}, capture", model, tally)
+        return
+    with server:
+        for number in range(num_plans):
+            plan = make_plan(number, model)
+            what = f"seed {seed}, plan {number}: {plan}"
+            try:
+                _compare(server, model, plan)
+                tally.num_right += 1
+            except (RankError, AssertionError) as error:
+                _note(error, what, model, tally)
+
+
+def _compare(server: ModelServer, model: FuzzModel, plan: FuzzPlan) -> None:
+    reference = server.run_local(_train_reference, plan)
+    results = server.run(train_on_rank, plan.num_ranks, plan, timeout_s=TIMEOUT_S)
+    losses, gradients, state = results[0]
+    for rank, (others, _, _) in enumerate(results):
+        assert others == losses, f"rank {rank} saw other losses than rank 0"
+    weights = {name: state[name] for name in reference.weights}
+    buffers = {name: state[name] for name in reference.buffers or {}}
+    compare(reference, Trace(losses, gradients, weights, buffers))
+
+
+def _train_reference(subject: Subject, plan: FuzzPlan) -> Trace:
+    return train_locally(subject.model, plan)
+
+
+def _note(error: Exception, what: str, model: FuzzModel, tally: Tally) -> None:
+    original = error.original if isinstance(error, RankError) else None
+    if isinstance(original, ValueError):
+        tally.refused[str(original)[:160]] += 1
+        return
+    tally.finds.append(f"{what}\n{str(error)[-3000:]}\n{model.source}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--start", type=int, default=1000)
+    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--plans", type=int, default=NUM_PLANS)
+    parser.add_argument("--show", action="store_true", help="print source and refusals")
+    options = parser.parse_args()
+    tally = Tally()
+    end = time.monotonic() + options.seconds
+    for seed in range(options.start, options.start + options.count):
+        if time.monotonic() > end:
+            break
+        seen = len(tally.finds)
+        if options.show:
+            print(make_model(seed).source)
+        try_seed(seed, tally, options.plans)
+        for find in tally.finds[seen:]:
+            print("=" * 100, find, sep="\n", flush=True)
+    print("=" * 100)
+    for text, count in tally.refused.most_common(30):
+        print(count, text)
+    print("not trained by torch itself:", dict(tally.useless))
+    print(f"seeds {options.start} to {seed}: {tally}")
+
+
+if __name__ == "__main__":
+    main()
