@@ -21,3 +21,13 @@ def in_memory(tensor: Tensor) -> Tensor:
     read. Whoever reads the memory itself (a message, a hash, a file) would miss that bit.
     """
     return tensor.resolve_conj().resolve_neg()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's values as bytes, flat: a view of its memory where they lie there one after the
+    other. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is only
+    moved has none.
+    """
+    flat = in_memory(tensor).reshape(-1).contiguous()
+    # a single number counts as contiguous with any stride, but `view` asks for stride 1
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

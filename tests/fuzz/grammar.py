@@ -187,7 +187,7 @@ IN_PLACE = """{out}[:, 0] = 0.5 | {out}[..., 1:] += 0.3 | {out}.mul_(0.5) | {out
 {out}[:, 0].copy_({out}[:, 1].clone()) | F.relu_({out}) | {out}.transpose(1, 2).add_(0.2) | {out}.masked_fill_({b} > 0.4, 0.0) | {out}.tanh_()
 {out}[:, :1].zero_() | {out} *= {b} | {out}.view({out}.shape[0], -1)[:, ::2].mul_(2.0) | {out}[:, -1] = {b}[:, 0] | {out}.flatten(1).sigmoid_()
 {out}.unsqueeze(1).sub_(0.1) | {out}.index_fill_(1, torch.tensor([0]), 0.3) | {out}[:, [0, 1]] = 0.1 | {out}.copy_({b} * 2) | {out} += {out}[:, :1].clone()
-{out}.index_add_(1, torch.tensor([0]), {b}[:, :1]) | {out}.chunk(2, 1)[0].neg_() | {out}.scatter_(1, {b}[:, :1].detach().argmax(-1, keepdim=True) * 0, 0.2)"""
+{out}.index_add_(1, torch.tensor([0]), {b}[:, :1]) | {out}.narrow(1, 0, 1).neg_() | {out}.scatter_(1, {b}[:, :1].detach().argmax(-1, keepdim=True) * 0, 0.2)"""
 NO_GRAD = """{a} * 2 | {a}.softmax(-1) | {a}.tanh() | ({a} > 0).double() | {a}.clone().mul_(0.5)"""
 
 
@@ -393,6 +393,8 @@ class FuzzModel:
     num_blocks: int
     is_stateful: bool
     """buffers change with each micro-batch: the reference has the same ones"""
+    mixes: bool
+    """samples know of each other: for one micro-batch only"""
 
 
 def make_model(seed: int) -> FuzzModel:
@@ -410,7 +412,7 @@ def make_model(seed: int) -> FuzzModel:
 def _make_model(seed: int) -> FuzzModel:
     rng = random.Random(seed)
     num_blocks = rng.randint(2, 4)
-    mixes = rng.random() < 0.03
+    mixes = rng.random() < 0.08
     stateless = rng.random() < 0.7
     blocks: list[Block] = []
     texts: list[str] = []
@@ -444,7 +446,7 @@ def _make_model(seed: int) -> FuzzModel:
         blocks.append(block)
     is_stateful = any(block.is_stateful for block in blocks)
     texts.append(_model_text(rng, num_blocks, calls, is_stateful))
-    return FuzzModel(seed, HEAD + "\n\n".join(["", *texts]), num_blocks, is_stateful)
+    return FuzzModel(seed, HEAD + "\n\n".join(["", *texts]), num_blocks, is_stateful, mixes)
 
 
 def _write_lines(block: Block, operations: list[tuple[Operation, int]], count: int) -> None:
@@ -530,7 +532,7 @@ def _block_text(number: int, block: Block, taken: list[str]) -> str:
 
 LOSSES = [
     "F.cross_entropy(self.head(h.mean(1)), labels)",
-    "F.mse_loss(self.head(h).squeeze(-1).mean(-1), target)",
+    "F.mse_loss(self.head(h).mean((1, 2)), target)",
     "(self.head(h).square().mean(-1) * mask).sum() / mask.sum()",
     "F.cross_entropy(self.head(h).flatten(0, 1), (ids % 3).flatten())",
     "self.head(h).square().flatten(1).sum(1).mean()",
@@ -624,7 +626,7 @@ GRIDS: dict[int, list[tuple[int, int, int] | None]] = {
 def make_plan(seed: int, model: FuzzModel) -> FuzzPlan:
     """The plan of this seed for that model."""
     rng = random.Random(f"{model.seed} {seed}")
-    config: dict[str, Any] = {"num_micro_batch": rng.choice([1, 2, 2, 3, 4])}
+    config: dict[str, Any] = {"num_micro_batch": 1 if model.mixes else rng.choice([1, 2, 2, 3, 4])}
     kind = rng.choice(
         ["data", "stages", "stages", "stages", "cut", "split", "split stages", "mixed"]
     )
@@ -665,7 +667,11 @@ def make_plan(seed: int, model: FuzzModel) -> FuzzPlan:
         rng, config, (bool(marks) and kind in ("stages", "split stages")) or kind == "cut"
     )
     kinds = tuple(rng.choice(KINDS) for _ in range(num_ranks)) if rng.random() < 0.25 else ()
-    return FuzzPlan(num_ranks, tuple(marks), tuple(config.items()), kinds, rng.choice([4, 6, 7, 9]))
+    widths = [what[1] for _, what in marks if what[0] == "replicate"]
+    widest = max(widths, default=1) if marks else num_ranks
+    least = config["num_micro_batch"] * widest
+    batch_size = max(least, rng.choice([4, 6, 7, 9])) + rng.choice([0, 0, 1, 2])
+    return FuzzPlan(num_ranks, tuple(marks), tuple(config.items()), kinds, batch_size)
 
 
 def _more_settings(rng: random.Random, config: dict[str, Any], is_pipeline: bool) -> None:

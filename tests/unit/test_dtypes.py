@@ -20,11 +20,13 @@ from whale.capture.prepare import CapturedModel
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.pretrained import export_safetensors
 from whale.checkpoint.tensor_files import TensorFile, write_tensors
-from whale.dtypes import in_memory, is_differentiable
+from whale.costs.backward_workspace import live_between
+from whale.dtypes import as_bytes, in_memory, is_differentiable
 from whale.lowering.weights import digest_weights, initialise_weights
 from whale.planning.stages import carries_gradient
 from whale.runtime.messages import Message, Piece
 from whale.runtime.split import Deferred, replacements, run_products
+from whale.sharding.local import empty_transform
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -115,6 +117,53 @@ def test_a_message_holds_what_a_lazy_view_stands_for(lazy, num_pieces: int) -> N
     assert not packed.is_conj() and not packed.is_neg()
     for tensor, got in zip(tensors, message.unpack(packed), strict=True):
         assert torch.equal(got, tensor)
+
+
+STRIDED = [
+    lambda: torch.randn(4, 6)[:, 0],  # `reshape(-1)` gives a view that is not contiguous
+    lambda: torch.randn(4, 6)[1:2, 0],  # one number: contiguous, with a stride of 6
+    lambda: torch.randn(7, 5).t()[:, :1],  # contiguous, with a last stride of 5
+    lambda: torch.randn(()),
+    lambda: torch.randn(0, 3),
+]
+
+
+@pytest.mark.parametrize("make", STRIDED)
+def test_values_of_any_strides_as_bytes(make) -> None:  # type: ignore[no-untyped-def]
+    """Found by tests/fuzz: `view(torch.uint8)` asks for a last stride of 1."""
+    tensor = make()
+    plain = torch.frombuffer(bytearray(tensor.numpy().tobytes() or b"0"), dtype=torch.uint8)
+    assert torch.equal(as_bytes(tensor), plain[: tensor.nbytes])
+    assert digest([tensor]) == digest([tensor.clone(memory_format=torch.contiguous_format)])
+    message = Message(
+        1, 0, tuple(Piece(i, None, tuple(tensor.shape), tensor.dtype) for i in (0, 1))
+    )
+    assert all(torch.equal(each, tensor) for each in message.unpack(message.pack([tensor, tensor])))
+
+
+def test_a_transform_of_nothing_has_a_history() -> None:
+    """Found by tests/fuzz: MKL refuses a transform without rows, which a device of a grid may have
+    where samples are few. Its backward takes part in exchanges all the same.
+    """
+    x = torch.zeros(0, 4, 6, dtype=torch.float64, requires_grad=True)
+    z = empty_transform(x, [0, 4, 4], torch.complex128)
+    assert z.shape == (0, 4, 4) and z.dtype == torch.complex128
+    back = empty_transform(z, [0, 4, 6], torch.float64)
+    assert back.shape == x.shape and back.dtype == x.dtype
+    back.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_sums_of_live_values_are_never_negative() -> None:
+    """Found by tests/fuzz: a crossing time of -7e-23 s was refused. Sizes are added and taken away
+    again.
+    """
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(3):
+        nodes.append(graph.call_function(torch.sin, (nodes[-1],)))
+    sizes = dict(zip(nodes, [0.1, 0.7, 1e-17, 0.3]))
+    assert min(live_between(nodes, sizes.__getitem__)) >= 0
 
 
 def test_hashes_see_the_difference_between_a_value_and_its_conjugate() -> None:

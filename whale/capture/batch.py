@@ -17,7 +17,7 @@ import torch
 
 from whale.capture.graph import BatchTensor
 from whale.compat import pytree
-from whale.dtypes import in_memory
+from whale.dtypes import as_bytes
 from whale.names import nearest
 
 MIN_SAMPLES = 2  # torch.export makes a dim of size 1 a constant
@@ -151,12 +151,8 @@ def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:
     """
     state = hashlib.blake2b(repr(paths).encode(), digest_size=8)
     for tensor in tensors:
-        plain = in_memory(tensor.detach()).contiguous().cpu()
-        state.update(repr((tuple(plain.shape), plain.dtype)).encode())
-        if plain.numel() and plain.ndim:
-            state.update(plain.view(torch.uint8).numpy().tobytes())
-        else:
-            state.update(repr(plain.tolist()).encode())
+        state.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        state.update(as_bytes(tensor.detach()).cpu().numpy().data)
     return state.digest()
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.pieces import Box, byte_segments, extents, slices
+from whale.dtypes import as_bytes
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -356,15 +357,7 @@ def _write_tensor(descriptor: int, tensor: Tensor) -> str:
     """Writes a tensor's bytes; gives its blocks' checksums."""
     if tensor.numel() == 0:
         return ""
-    flat = (
-        tensor.detach()
-        .cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-    )
+    flat = as_bytes(tensor.detach().cpu())
     view = flat.numpy().data
     checksums = []
     for start in range(0, len(view), WRITE_BYTES):

@@ -45,7 +45,8 @@ def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -
     for node, index in position.items():
         last = max((position[user] for user in node.users if user in position), default=index)
         ranges.append((index + 1, last + 1, size_of(node)))
-    return live(ranges, len(operations) + 1, 0.0)
+    # sums that go up and down again may end below zero by rounding
+    return [max(0.0, size) for size in live(ranges, len(operations) + 1, 0.0)]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from whale.dtypes import in_memory
+from whale.dtypes import as_bytes, in_memory
 
 NUM_EPOCHS = 256
 """then epochs repeat; ranks are never more than a step apart"""
@@ -88,7 +88,7 @@ class Message:
         if self.is_packed:
             return torch.cat(
                 [
-                    in_memory(piece.of(t).detach()).reshape(-1).view(torch.uint8)
+                    as_bytes(piece.of(t).detach())
                     for piece, t in zip(self.pieces, tensors, strict=True)
                 ]
             )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.devices import backend_of
-from whale.dtypes import in_memory, is_differentiable
+from whale.dtypes import as_bytes, in_memory, is_differentiable
 from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step, in_order
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -232,13 +232,6 @@ def _keep_own(x: Tensor, step: Step, result: Tensor) -> None:
     if step.own is not None:
         here, there = step.own
         _part(result, there.ranges).copy_(_gathered(x, here))
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """A view. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is
-    only moved has none.
-    """
-    return flat.view(torch.uint8)
 
 
 def _must(work: dist.Work | None) -> dist.Work:

@@ -18,9 +18,9 @@ from whale import scheduling
 from whale.capture.graph import user_line
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
+from whale.dtypes import as_bytes
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
-from whale.lowering.exchange import as_bytes
 from whale.lowering.messages import Bridges, build_bridges
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from whale.devices import backend_of
 from whale.distributed.ranks import Ranks
-from whale.dtypes import in_memory
-from whale.lowering.exchange import Groups, as_bytes, sent
+from whale.dtypes import as_bytes, in_memory
+from whale.lowering.exchange import Groups, sent
 from whale.plans.grid import Grid
 from whale.plans.plan import Plan
 from whale.sharding.row_messages import DIRECT_UP_TO_BYTES

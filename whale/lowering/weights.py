@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from whale.compat import tensor_stores
-from whale.dtypes import in_memory, is_differentiable
+from whale.dtypes import as_bytes, is_differentiable
 
 Init = Callable[[torch.nn.Module, str], None]
 """initialises the parameters and buffers that stand directly in a module, given its name"""
@@ -219,12 +219,8 @@ def digest_weights(model: torch.nn.Module) -> dict[str, str]:
     """Hash of each tensor, to see whether ranks were given the same model."""
     digests = {}
     for name, _, _, tensor in named_tensors(model):
-        plain = in_memory(tensor.detach()).cpu().contiguous().reshape(-1)
-        digests[name] = (
-            hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
-            if plain.numel()
-            else ""
-        )
+        plain = as_bytes(tensor.detach()).cpu()
+        digests[name] = hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
     return digests
 
 
