@@ -44,8 +44,8 @@ SPECIAL = (
     "random",
     "replicas",
 )
-"""operations that talk to other devices, or draw random numbers; `replicas` all-reduces a value over
-the model replicas
+"""operations that talk to other devices, or draw random numbers; `replicas` all-reduces a value
+over the model replicas
 """
 CALLS = "calls_of_whale"
 """attribute that holds modules which send; no model has it"""
