@@ -166,7 +166,7 @@ def test_one_fault_ends_the_job_everywhere(
     assert re.match(rf"rank {other} at step \d, ", stood), outcome.verdicts[0]
     if fault.kind != "raise outside":  # the other one is in the same step, and waits for this one
         assert re.search(
-            rf"action \d+ of \d+, receive .* from rank {fault.rank}|sums of gradients", stood
+            rf"action \d+ of \d+, receive .* from rank {fault.rank}|all-reduce of gradients", stood
         ), outcome.verdicts[0]
     assert outcome.ended_s[0] < PROMISED_S
     assert not jobs.orphans()
@@ -184,7 +184,7 @@ def test_four_faults_in_one_job(jobs: Jobs, references: References, tmp_path: Pa
     check(outcome, jobs, references[2])
     assert len(outcome.fired) == len(faults)
     assert "not finite: layers.2.weight on rank 1" in outcome.output
-    assert 'or go on with "on_nonfinite": "skip"' in outcome.output
+    assert 'or continue with "on_nonfinite": "skip"' in outcome.output
 
 
 def test_disk_faults_do_not_stop_training(

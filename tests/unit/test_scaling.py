@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import whale as wh
-from whale.runtime.scaling import LossScale
+from whale.runtime.update import LossScale
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])

@@ -70,14 +70,14 @@ class Watch:
     rank: int
     num_ranks: int
     timeout_s: float
-    position: Any = "the start"  # str() of it is told
-    """where this rank stands: written by the executor at each action, told to the hub with each
+    position: Any = "the start"  # str() of it is sent
+    """where this rank stands: written by the executor at each action, sent to the hub with each
     beat
     """
     during: str | None = None
     """the step or evaluation of the position"""
     batch: tuple[int, Any] = (0, "")
-    """how many batches this rank was given so far, and the last one's shapes (str() of it is told):
+    """how many batches this rank was given so far, and the last one's shapes (str() of it is sent):
     the hub compares them
     """
     hub: Hub | None = None
@@ -101,13 +101,13 @@ class Watch:
         return str(self.position) if self.during is None else f"{self.during}, {self.position}"
 
     def note_batch(self, shapes: Any) -> None:
-        """A batch that the other ranks must have too. It is told with the next beat, so a step
+        """A batch that the other ranks must have too. It is sent with the next beat, so a step
         costs nothing.
         """
         self.batch = self.batch[0] + 1, shapes
 
     def is_for(self, rank: int, num_ranks: int) -> bool:
-        """Whether this watch goes on, in this process, for the same job."""
+        """Whether this watch still runs, in this process, for the same job."""
         return (self.rank, self.num_ranks, self._pid) == (
             rank,
             num_ranks,
@@ -200,7 +200,7 @@ class Watch:
         silent_s = 0.0
         last = time.monotonic()
         next_beat = 0.0
-        told = 0
+        num_sent = 0
         with selectors.DefaultSelector() as selector:
             for source in filter(None, (self._connection, self._signals)):
                 selector.register(source, selectors.EVENT_READ)
@@ -228,8 +228,12 @@ class Watch:
                 if now >= next_beat:
                     next_beat = now + beat_s(self.num_ranks)
                     number, shapes = self.batch
-                    news = {"batch": (number, str(shapes)[:LONGEST_TEXT])} if number != told else {}
-                    told = number
+                    news = (
+                        {"batch": (number, str(shapes)[:LONGEST_TEXT])}
+                        if number != num_sent
+                        else {}
+                    )
+                    num_sent = number
                     self._say({"position": self.where} | news)
         return None
 
@@ -382,7 +386,7 @@ def report_failure(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def telling(watch: Watch | None, what: str) -> Iterator[None]:
+def reporting(watch: Watch | None, what: str) -> Iterator[None]:
     """Around what all ranks do together, a step or an evaluation: the others hear at once what this
     rank raises there.
     """

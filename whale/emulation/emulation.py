@@ -1,4 +1,4 @@
-"""One emulated job on one rank: how long its actions, messages and sums take, what its memory
+"""One emulated job on one rank: how long its actions, messages and all-reduces take, what its memory
 holds, and what happened when.
 """
 
@@ -23,12 +23,11 @@ from whale.config import Config
 from whale.distributed.job_cluster import ClusterLike
 from whale.distributed.platform import Event, Platform, StandIn
 from whale.distributed.ranks import Ranks
-from whale.emulation.links import EmulatedTransport, NetworkCards
+from whale.emulation.links import AllReduceClock, EmulatedTransport, NetworkCards
 from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import Settings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
-from whale.emulation.sums import AllReduceClock
 from whale.emulation.timeline import Recorder
 from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
@@ -107,7 +106,10 @@ class EmulatedPlatform(Platform):
     def start(
         self, plan: Plan, prepared: CapturedModel | None, cluster: Cluster, config: Config
     ) -> StandIn | None:
-        """Without `prepared` on rank 0 the plan has figures of this cluster, and stub chunks run."""
+        """Prices the plan on the emulated cluster and fills its memories with the weights.
+
+        Without `prepared` on rank 0 the plan has figures of this cluster, and stub chunks run.
+        """
         ranks = self.ranks
         settings = self._settings
         start = self._start(plan, prepared, cluster, config)
@@ -286,7 +288,7 @@ def _on(plan: Plan, cluster: Cluster) -> Plan:
 def _figures(
     cluster: Cluster, plan: Plan, prepared: CapturedModel | None, config: Config
 ) -> Figures:
-    """Of the plan on the emulated cluster, which need not be the one that it was made for."""
+    """Figures of the plan on the emulated cluster, which need not be the one it was made for."""
     if prepared is None:
         return figures_in(plan)
     ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
@@ -319,7 +321,7 @@ def _ranks_of(plan: Plan, stages: tuple[int, ...]) -> set[int]:
 
 
 def _create_cards(cluster: Cluster) -> str | None:
-    """A file in which the processes of this machine tell each other when network cards are free;
+    """A file in which the processes of this machine share when network cards are free;
     None for one host.
     """
     if len(cluster.hosts) == 1:

@@ -1,4 +1,4 @@
-"""What `whale run --emulate` tells its ranks, and how many ranks this machine can start. No torch:
+"""What `whale run --emulate` passes on to its ranks, and how many ranks this machine can start. No torch:
 the command line reads it.
 """
 

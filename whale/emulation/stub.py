@@ -9,7 +9,7 @@ is detached. Stage s computes
 
 and where the plan has a loss term, mean(h_s).
 
-The machinery of real models (capture, lowering, bridges, executor, gradient sums) runs it
+The machinery of real models (capture, lowering, bridges, executor, all-reduces) runs it
 unchanged. Its losses mean nothing.
 """
 
@@ -163,7 +163,7 @@ class Stub:
         ]
 
     def num_bytes(self, message: Message) -> float:
-        """Of the message that this one stands for."""
+        """Bytes of the message that this one stands for."""
         return sum(piece.numel * self._unit_bytes[piece.value] for piece in message.pieces)
 
 

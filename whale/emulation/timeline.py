@@ -38,7 +38,7 @@ class RankRecord:
     peak_bytes: dict[str, float]
     """by class of tensors, when most was used"""
     steps: list[tuple[float, float]]
-    """start and end of every step, gradient sums included"""
+    """start and end of every step, all-reduces included"""
     events: list[Event]
     """of the last step"""
     num_actions: int
@@ -131,7 +131,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Of all ranks, in their order."""
+    """Records of all ranks, in their order."""
     return [
         RankRecord(**json.loads(path.read_text())) for path in sorted(folder.glob("rank_*.json"))
     ]

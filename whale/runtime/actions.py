@@ -135,15 +135,15 @@ class Forward:
         self.num_results = len(chunk.sent) + chunk.num_outputs
         self.is_idle = _is_idle(program, action)
 
-    def run(self, this: Pass) -> None:
+    def run(self, state: Pass) -> None:
         if self.is_idle:
-            self._count(this, [])
+            self._count(state, [])
             return
-        received = [self._received(this, argument) for argument in self.arguments]
+        received = [self._received(state, argument) for argument in self.arguments]
         if self.chunk.is_random:
-            torch.manual_seed(self._seed(this.given.step))
-        start, stop = this.given.samples[self.micro_batch]
-        tensors = this.given.tensors
+            torch.manual_seed(self._seed(state.given.step))
+        start, stop = state.given.samples[self.micro_batch]
+        tensors = state.given.tensors
         results = self.function(
             *received,
             *(
@@ -151,30 +151,30 @@ class Forward:
                 for place, batched in self.inputs
             ),
         )
-        self._keep(this, results)
+        self._keep(state, results)
 
-    def _received(self, this: Pass, argument: _Argument) -> Tensor:
+    def _received(self, state: Pass, argument: _Argument) -> Tensor:
         """A received tensor, or the result of another stage of this rank, as a leaf of this chunk's
         autograd graph.
         """
-        tensor = this.held[argument.slot if argument.source is None else argument.source]
+        tensor = state.held[argument.slot if argument.source is None else argument.source]
         if argument.source is None and argument.empty is not None:
             tensor = argument.empty.detach()
         assert tensor is not None
         if argument.source is not None:
             tensor = tensor.detach()
-        if argument.gradient and this.gradients is not None:
+        if argument.gradient and state.gradients is not None:
             tensor.requires_grad_()
-        this.held[argument.slot] = tensor
+        state.held[argument.slot] = tensor
         return tensor
 
-    def _keep(self, this: Pass, results: tuple[Tensor, ...]) -> None:
+    def _keep(self, state: Pass, results: tuple[Tensor, ...]) -> None:
         chunk = self.chunk
-        outcome = this.outcome
+        outcome = state.outcome
         roots: list[Root] = []
         for slot, result in zip(self.results, results, strict=False):
-            this.held[slot] = result
-            if this.gradients is not None:
+            state.held[slot] = result
+            if state.gradients is not None:
                 roots.append(get_gradient_edge(result) if result.requires_grad else None)
         if chunk.num_outputs:
             outcome.outputs[self.visit] = results[self.num_sent : self.num_results]
@@ -187,14 +187,14 @@ class Forward:
         ):
             with torch.no_grad():
                 buffer.copy_(value)
-        self._count(this, roots)
+        self._count(state, roots)
 
-    def _count(self, this: Pass, roots: list[Root]) -> None:
-        if this.gradients is not None:
-            this.roots[self.visit] = roots
-            count = this.num_kept[self.stage] = this.num_kept.get(self.stage, 0) + 1
-            if count > this.outcome.peak_in_flight.get(self.stage, 0):
-                this.outcome.peak_in_flight[self.stage] = count
+    def _count(self, state: Pass, roots: list[Root]) -> None:
+        if state.gradients is not None:
+            state.roots[self.visit] = roots
+            count = state.num_kept[self.stage] = state.num_kept.get(self.stage, 0) + 1
+            if count > state.outcome.peak_in_flight.get(self.stage, 0):
+                state.outcome.peak_in_flight[self.stage] = count
 
     def _seed(self, step: int) -> int:
         parts = (*self.seed_parts, step, self.micro_batch, self.stage)
@@ -204,8 +204,8 @@ class Forward:
 
 
 class Backward:
-    """Differentiates what `Forward` kept: wholly, or with `deferred` without the weight products,
-    which are kept for `WeightBackward`.
+    """Differentiates what `Forward` saved: wholly, or with `deferred` without the weight products,
+    which are saved for `WeightBackward`.
     """
 
     def __init__(
@@ -249,15 +249,15 @@ class Backward:
                     (slots.of[Role.INPUT, *self.visit, value.index], target, local)
                 )
 
-    def run(self, this: Pass) -> None:
-        known = this.roots.pop(self.visit)
-        this.num_kept[self.stage] -= 1
+    def run(self, state: Pass) -> None:
+        known = state.roots.pop(self.visit)
+        state.num_kept[self.stage] -= 1
         if self.is_idle:
             return  # its gradients, if there are any, are final when the stage is closed
         roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         for (slot, zeros, dtype), root in zip(self.sent, known, strict=False):
-            gradient = this.held[slot] if slot is not None else None
+            gradient = state.held[slot] if slot is not None else None
             if (
                 gradient is None and zeros is not None
             ):  # nobody wants this part; the exchanges behind it need all devices all the same
@@ -270,23 +270,23 @@ class Backward:
             assert isinstance(loss, Tensor)
             if loss.requires_grad:
                 roots.append(loss)
-                seeds.append(torch.full_like(loss, this.given.loss_scale))
-        assert this.gradients is not None
+                seeds.append(torch.full_like(loss, state.given.loss_scale))
+        assert state.gradients is not None
         if self.is_last:
-            this.gradients.last_backward(self.stage)
+            state.gradients.last_backward(self.stage)
         if self.deferred is not None:
-            this.products[self.visit] = self.deferred.begin()
+            state.products[self.visit] = self.deferred.begin()
         if roots:
             run_backward(roots, seeds)
         for slot, target, local in self.returned:
-            tensor = this.held[slot]
+            tensor = state.held[slot]
             assert tensor is not None
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             tensor.grad = None  # a weight gradient may wait with the tensor for long, but needs no gradient of it
             if local:
-                this.add(target, gradient)
+                state.add(target, gradient)
             else:
-                this.held[target] = gradient
+                state.held[target] = gradient
 
 
 class WeightBackward:
@@ -295,9 +295,9 @@ class WeightBackward:
     def __init__(self, action: Action) -> None:
         self.visit = (action.stage, action.micro_batch)
 
-    def run(self, this: Pass) -> None:
+    def run(self, state: Pass) -> None:
         run_products(
-            this.products.pop(self.visit, [])
+            state.products.pop(self.visit, [])
         )  # none where this device has no samples of the micro-batch
 
 
@@ -307,11 +307,11 @@ class Synchronise:
     def __init__(self, action: Action) -> None:
         self.stage = action.stage
 
-    def run(self, this: Pass) -> None:
-        if this.gradients is not None:
-            this.gradients.close_stage(self.stage)
-        if this.updates is not None:
-            this.updates.close_stage(self.stage)
+    def run(self, state: Pass) -> None:
+        if state.gradients is not None:
+            state.gradients.close_stage(self.stage)
+        if state.updates is not None:
+            state.updates.close_stage(self.stage)
 
 
 def _is_idle(program: Program, action: Action) -> bool:

@@ -86,7 +86,7 @@ class Adapting:
                 for steps in zip(*everyone, strict=True)
             ]
             found = rebalance(self._job.plan, window, self._config.adapt_threshold, step)
-            self._tell(found, step)
+            self._log(found, step)
         found = self._ranks.from_first(found)
         return found.plan if found is not None and self._config.adapt == "on" else None
 
@@ -96,12 +96,12 @@ class Adapting:
         self._known_executors.clear()
         self._own = []
 
-    def _tell(self, found: Rebalanced | None, step: int) -> None:
+    def _log(self, found: Rebalanced | None, step: int) -> None:
         if found is None:
             self._suggested = None
         elif self._config.adapt == "on":
             logger.warning("step %d: %s", step, found.text)
-        elif found.shares != self._suggested:  # told once, and again when it changes
+        elif found.shares != self._suggested:  # said once, and again when it changes
             self._suggested = found.shares
             logger.warning(
                 'step %d: %s; nothing is changed, "adapt": "on" would do it', step, found.text

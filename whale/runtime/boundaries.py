@@ -1,11 +1,11 @@
 """The tensors at the boundaries of one rank's stages: who makes and who wants each, and the
 numbered slot that it lies in meanwhile.
 
-              what it is                                                  lives from                  to
-    INPUT     what a stage received, or took from another of this rank    receive or forward          backward
-    RESULT    what other stages want of it                                forward                     the last send or forward that takes it
-    GRADIENT  of a result, summed over the stages that used it            the first one that comes    backward
-    RETURNED  the gradient of an input, for the stage that made it        backward                    send
+    INPUT     what a stage received, or took from another stage of this rank:
+              from receive or forward to backward
+    RESULT    what other stages want of it: from forward to the last send or forward that takes it
+    GRADIENT  of a result, summed over the stages that used it: from the first one to backward
+    RETURNED  the gradient of an input, for the stage that made it: from backward to send
 
 Slots are numbered when the program is made (`scheduling/slots.py`). So the memory of boundaries is
 what is in flight, however many micro-batches there are, and known before anything runs.
@@ -35,7 +35,7 @@ Boundary = tuple[Role, int, int, int]
 
 
 def boundary_slots(program: Program) -> Slots[Boundary]:
-    """For all boundary tensors of a rank."""
+    """The slots of all boundary tensors of a rank."""
     return assign_slots([_mentioned(program, action) for action in program.actions])
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle, nothing_to_save
-from whale.distributed.watch import telling
+from whale.distributed.watch import reporting
 from whale.lowering.program import Lowered
 from whale.plans.plan import Plan
 from whale.runtime.adapting import Adapting
@@ -23,11 +23,10 @@ from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
-from whale.runtime.metrics import Metrics, Shares
+from whale.runtime.metrics import Metrics, Shares, write_trace
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
-from whale.runtime.trace import write_trace
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
 
@@ -85,10 +84,10 @@ class Engine:
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, gradient sums and update for one mini-batch: the whole one on every
+        """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one on every
         rank, or one of `engine.loader`.
         """
-        with telling(self._job.ranks.watch, f"step {self.step_count}"):
+        with reporting(self._job.ranks.watch, f"step {self.step_count}"):
             return self._step(batch)
 
     def _step(self, batch: Any) -> StepResult:
@@ -228,7 +227,7 @@ class Engine:
         A sum or mean over samples is that of the whole batch; what parts of it do not add up to (a
         maximum) is None, with a warning.
         """
-        with telling(self._job.ranks.watch, f"the evaluation before step {self.step_count}"):
+        with reporting(self._job.ranks.watch, f"the evaluation before step {self.step_count}"):
             return self._evaluate(batch, outputs)
 
     def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
@@ -289,10 +288,10 @@ class Engine:
 
     def save(self, folder: str | Path | None = None, data: Any = None) -> Handle:
         """Saves a checkpoint into `folder` (default: `checkpoints` in the run folder) while
-        training goes on. All ranks must call it.
+        training continues. All ranks must call it.
 
         `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns
-        when the checkpoint is in place and raises when it could not be written; training goes on in
+        when the checkpoint is in place and raises when it could not be written; training continues in
         both cases.
         """
         if self._leaves_out("engine.save writes nothing"):
@@ -387,7 +386,8 @@ class Engine:
         if folder is None:
             if self._job.config.tensorboard:
                 raise ValueError(
-                    '"tensorboard": true needs a place to write to: set "run_folder", or start the script with whale run'
+                    '"tensorboard": true needs a place to write to. Try: set "run_folder", or '
+                    "start the script with whale run"
                 )
             return None
         peak = (
@@ -500,8 +500,8 @@ class Engine:
             )
 
     def _note_batch(self, shapes: Any) -> None:
-        """Between the steps at which values are compared, the watch still compares shapes: unlike
-        ones would make ranks wait for ever.
+        """Between the steps at which values are compared, the watch still compares shapes: ranks
+        with different ones would hang.
         """
         watch = self._job.ranks.watch
         if watch is not None and self._job.config.check_batches:

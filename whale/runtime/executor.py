@@ -174,12 +174,12 @@ class Executor:
         if transport is not None:
             transport.begin()
         held: list[Tensor | None] = [None] * self.slots.count
-        this = Pass(
+        state = Pass(
             given, outcome, gradients, updates, transport, self._receives, self.window, held
         )
         try:
             with torch.set_grad_enabled(gradients is not None):
-                this.post_receives()
+                state.post_receives()
                 for action, run, freed, position in self._prepared:
                     if watch is not None:
                         watch.position = position
@@ -189,7 +189,7 @@ class Executor:
                         updated = now()
                         events.append((Action(Kind.UPDATE), start, updated))
                         start = updated
-                    run(this)
+                    run(state)
                     for slot in freed:
                         held[slot] = None
                     if pace is not None and action.is_compute:
@@ -197,7 +197,9 @@ class Executor:
                     events.append((action, start, now()))
             if watch is not None:
                 watch.position = (
-                    "sums of gradients and loss" if gradients is not None else "the sum of the loss"
+                    "all-reduce of gradients and loss"
+                    if gradients is not None
+                    else "all-reduce of the loss"
                 )
             if transport is not None:
                 transport.drain()

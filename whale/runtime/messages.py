@@ -33,11 +33,11 @@ class Send:
             for each in self.messages
         ]
 
-    def run(self, this: Pass) -> None:
-        assert this.transport is not None
+    def run(self, state: Pass) -> None:
+        assert state.transport is not None
         for message, slots in zip(self.messages, self.slots, strict=True):
-            tensors = [tensor for slot in slots if (tensor := this.held[slot]) is not None]
-            this.transport.send(message.pack(tensors), message)
+            tensors = [tensor for slot in slots if (tensor := state.held[slot]) is not None]
+            state.transport.send(message.pack(tensors), message)
 
 
 class Receive:
@@ -69,16 +69,16 @@ class Receive:
             message for send in arrived for message in send.messages if message.peer in peers
         ]
 
-    def post(self, this: Pass) -> None:
+    def post(self, state: Pass) -> None:
         """Ahead of time, where that makes messages come earlier; what comes through memory needs no
-        room before it is read.
+        buffer before it is read.
         """
-        assert this.transport is not None
-        if not all(this.transport.is_through_memory(message.peer) for message in self.messages):
-            self._post(this)
+        assert state.transport is not None
+        if not all(state.transport.is_through_memory(message.peer) for message in self.messages):
+            self._post(state)
 
-    def _post(self, this: Pass) -> None:
-        assert this.transport is not None
+    def _post(self, state: Pass) -> None:
+        assert state.transport is not None
         arrivals: list[Arrival] = []
         wholes: dict[
             int, Tensor
@@ -94,17 +94,17 @@ class Receive:
                     buffer = piece.of(wholes[slot])
             if buffer is None or message.is_packed or not buffer.is_contiguous():
                 buffer = message.empty(self.device)
-            arrivals.append(this.transport.post(buffer, message, self.description))
-        this.arrivals[self.num_before] = arrivals, wholes
+            arrivals.append(state.transport.post(buffer, message, self.description))
+        state.arrivals[self.num_before] = arrivals, wholes
 
-    def run(self, this: Pass) -> None:
-        this.post_receives(self.num_before + 1)
-        assert this.transport is not None
-        if self.num_before not in this.arrivals:
-            self._post(this)
-        arrivals, complete = this.arrivals.pop(self.num_before)
+    def run(self, state: Pass) -> None:
+        state.post_receives(self.num_before + 1)
+        assert state.transport is not None
+        if self.num_before not in state.arrivals:
+            self._post(state)
+        arrivals, complete = state.arrivals.pop(self.num_before)
         for message, slots, arrival in zip(self.messages, self.slots, arrivals, strict=True):
-            this.transport.wait(arrival)
+            state.transport.wait(arrival)
             for piece, slot, tensor in zip(
                 message.pieces, slots, message.unpack(arrival.buffer), strict=True
             ):
@@ -119,12 +119,12 @@ class Receive:
                 else:
                     complete[slot] = tensor
         for message in self.arrived:
-            this.transport.retire(message)
+            state.transport.retire(message)
         for slot, tensor in complete.items():
             if self.gradient:
-                this.add(slot, tensor)
+                state.add(slot, tensor)
             else:
-                this.held[slot] = tensor
+                state.held[slot] = tensor
 
 
 def messages_of(program: Program, action: Action) -> list[Message]:

@@ -1,4 +1,6 @@
-"""Metrics of a run: one JSON line for each step and rank, always readable while the run goes on.
+"""What a run writes about itself: one line of metrics for each step and rank, and traces.
+
+Metrics are lines of JSON that can be read at any time.
 
 `run_folder/metrics/rank_00000.jsonl`, ... Each rank writes its own file, so nothing is sent for it.
 `whale top run_folder` reads them.
@@ -15,13 +17,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from whale.devices import LocalDevice
+from whale.distributed.ranks import Ranks
 from whale.metric_files import metrics_file
 from whale.plans.plan import Plan
+from whale.runtime.executor import StepOutcome
 from whale.runtime.result import StepResult
 
-BACKWARD_AND_FORWARD = (
-    3.0  # a step costs about three forwards (profiling.BACKWARD_PER_FORWARD is 2)
-)
+BACKWARD_AND_FORWARD = 3.0
+"""a step costs about three forwards: a backward is taken for two"""
+MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Metrics:
             self.tensorboard and importlib.util.find_spec("tensorboard") is None
         ):  # on every rank, so that all refuse alike
             raise ValueError(
-                '"tensorboard": true needs the extra: pip install "whale-parallel[tensorboard]", or leave it out'
+                '"tensorboard": true needs the extra. Try: '
+                'pip install "whale-parallel[tensorboard]", or leave it out'
             )
         path = metrics_file(self.run_folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,3 +129,42 @@ def _open_board(folder: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+
+# ---- traces
+
+
+def write_trace(path: str | Path, outcome: StepOutcome | None, ranks: Ranks) -> None:
+    """Writes the last step of all ranks as a Chrome trace, a row for each rank, on rank 0. Clocks are compared by wall time, so hosts
+    need a synchronised clock.
+    """
+    if outcome is None:
+        raise ValueError("there is no step to trace yet: call engine.step first")
+    shift = time.time() - time.perf_counter()
+    events = [
+        (str(action), str(action.kind), start + shift, end + shift)
+        for action, start, end in outcome.events
+    ]
+    everyone = ranks.gather(events)
+    if ranks.rank != 0:
+        return
+    origin = min(start for rank_events in everyone for _, _, start, _ in rank_events)
+    rows = [
+        {
+            "name": name,
+            "cat": kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": (start - origin) * MICROSECONDS,
+            "dur": (end - start) * MICROSECONDS,
+        }
+        for rank, rank_events in enumerate(everyone)
+        for name, kind, start, end in rank_events
+    ]
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(len(everyone))
+    ]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"traceEvents": names + rows}))

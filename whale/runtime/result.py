@@ -24,7 +24,7 @@ class Timing:
     compute_s: float
     """forward, backward and optimizer"""
     communication_s: float
-    """waiting for gradient sums: communication that compute did not hide"""
+    """waiting for all-reduces of gradients: communication that compute did not hide"""
     bubble_s: float
     """waiting for another stage's activations or gradients"""
 

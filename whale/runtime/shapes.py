@@ -163,7 +163,7 @@ class Shapes:
         return kept[key]
 
     def follow(self, plan: Plan) -> None:
-        """From now on with the shares of this plan, which is otherwise the same: who holds what has
+        """Takes the shares of this plan, which is otherwise the same, from now on: who holds what has
         not changed.
         """
         for lowered in (*self._training.values(), *self._evaluation.values()):
@@ -216,7 +216,7 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
         logger.warning(
             "a mini-batch of %d samples may not fit: %d of %d devices get more than their memory "
             "was planned for (rank %d: %d samples of a "
-            "micro-batch, room for %d); planned were %d. Give wh.parallelize a sample batch of "
+            "micro-batch, memory for %d); planned were %d. Give wh.parallelize a sample batch of "
             "the largest size, or more micro-batches",
             *(
                 batch_size,
@@ -231,12 +231,12 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
 
 
 def largest_micro_batches(plan: Plan, batch_size: int) -> int:
-    """As many micro-batches as in training, fewer for a smaller batch."""
+    """Number of micro-batches of an evaluation: as in training, fewer for a smaller batch."""
     return max(1, min(plan.num_micro_batch, batch_size // widest(plan)))
 
 
 def widest(plan: Plan) -> int:
-    """Over how many devices a micro-batch must be cut at most."""
+    """Largest number of devices that one micro-batch is cut over."""
     return max(plan.num_replicas * device.num_sample_parts for device in plan.virtual_devices)
 
 

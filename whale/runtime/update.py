@@ -17,12 +17,15 @@ from whale.config import Config
 from whale.distributed.ranks import Ranks
 from whale.runtime.gradients import Held, scale_gradients
 from whale.runtime.result import Totals
-from whale.runtime.scaling import LossScale
 from whale.runtime.stage_updates import StageUpdates
 
 logger = logging.getLogger("whale")
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+INITIAL_SCALE = 2.0**16
+GROWTH = 2.0
+BACKOFF = 0.5
+GROWTH_INTERVAL = 2000
 
 OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -52,6 +55,42 @@ def _check_factories(optimizer: object, scheduler: object) -> None:
         )
 
 
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: the loss is multiplied so that small gradients do not vanish,
+    and steps that overflow are skipped.
+
+    The rule is that of `torch.amp.GradScaler`: halve after a step with an infinite gradient, double
+    after `growth_interval` good steps. Whether a step overflowed is read from the gradient norm of
+    the whole model, which all ranks know alike: a step is skipped on all or on none.
+    """
+
+    scale: float = INITIAL_SCALE
+    growth_interval: int = GROWTH_INTERVAL
+    good_steps: int = 0
+    num_skipped: int = 0
+
+    def update(self, is_finite: bool) -> None:
+        """Counts a step whose gradient norm was finite or not."""
+        if not is_finite:
+            self.scale *= BACKOFF
+            self.good_steps = 0
+            self.num_skipped += 1
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= GROWTH
+            self.good_steps = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.num_skipped = int(state["num_skipped"])
+
+
 class NonFiniteError(ValueError):
     """A loss or gradient is not a finite number. Raised on every rank alike."""
 
@@ -63,7 +102,7 @@ class Update:
     seconds: float
     skipped: bool
     waited_s: float = 0.0
-    """for the sum of loss and gradient norm over all ranks"""
+    """seconds until loss and gradient norm of all ranks were there"""
 
 
 class Updater:
@@ -222,5 +261,5 @@ class Updater:
             else 'Lower the learning rate, set "clip_grad_norm"'
         )
         raise NonFiniteError(
-            f'{text}. The weights are unchanged. {advice}, or go on with "on_nonfinite": "skip"'
+            f'{text}. The weights are unchanged. {advice}, or continue with "on_nonfinite": "skip"'
         )
