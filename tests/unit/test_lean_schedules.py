@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
-from whale.planning.drafter import Drafter, Priced
+from whale.planning.assemble import _schedule_reason
 from whale.planning.pipeline_cuts import in_flight
-from whale.planning.planner import _schedule_reason
+from whale.planning.priced_cut import Priced, PricedCut
 from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
-from whale.planning.ways_out import with_more
+from whale.planning.suggestions import with_more
 from whale.plans.plan import diff
 from whale.plans.revise import revise
 from whale.scheduling import StageGraph, build
@@ -176,16 +176,16 @@ def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
     nothing.
     """
     looked_at: list[int] = []
-    price = Drafter._price
+    price = PricedCut._price
 
-    def counted(drafter: Drafter, choice: Choice, name: str) -> Priced:
+    def counted(drafter: PricedCut, choice: Choice, name: str) -> Priced:
         looked_at[-1] += 1
         return price(drafter, choice, name)
 
-    monkeypatch.setattr(Drafter, "_price", counted)
+    monkeypatch.setattr(PricedCut, "_price", counted)
     plans = []
-    for bound in (Drafter._least_seconds, lambda drafter, choice: 0.0):
-        monkeypatch.setattr(Drafter, "_least_seconds", bound)
+    for bound in (PricedCut._least_seconds, lambda drafter, choice: 0.0):
+        monkeypatch.setattr(PricedCut, "_least_seconds", bound)
         looked_at.append(0)
         plans.append(plan_of(0.92 * plain[1], schedule="zero-bubble", recompute="auto"))
     assert diff(*plans) == []

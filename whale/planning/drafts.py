@@ -1,8 +1,15 @@
-"""Stages, schedule and shares of one order of the devices."""
+"""The best draft of a plan for one order of the devices.
+
+OrderDrafts.best        for every number of chunks on a device that the config allows ...
+  _with_chunks          for every cut into so many that is worth a look (`pipeline_cuts.py`,
+                        `chunks.py`) ...
+    _draft              its stages, the layouts on its grids (`grids.py`), then the best schedule
+                        and choice of what is recomputed (`priced_cut.py`)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -11,18 +18,31 @@ from torch.fx import Node
 from whale import scheduling
 from whale.costs.costs import value_bytes
 from whale.planning.balance import DeviceLoads, Order
-from whale.planning.drafter import Drafter, Priced
-from whale.planning.grids import GridProblem
-from whale.planning.problem import Problem
+from whale.planning.chunks import ChunkCuts, chunk_counts
+from whale.planning.grids import GridProblem, with_grids
+from whale.planning.pipeline_cuts import PipelineCuts
+from whale.planning.priced_cut import Priced, PricedCut
+from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import Choice
+from whale.planning.schedules import ACTION_S
 from whale.planning.split import Split
-from whale.planning.stages import Assignment, assign_stages, make_assignment, move_free_operations
+from whale.planning.stages import (
+    Assignment,
+    assign_stages,
+    live_operations,
+    make_assignment,
+    move_free_operations,
+)
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, Stage
-from whale.plans.shares import those_that_fit
-from whale.plans.virtual_devices import Placement
+from whale.plans.shares import DoesNotFit, check_batch, those_that_fit
+from whale.plans.virtual_devices import Placement, place
+from whale.units import human_seconds
+
+CHUNKED_CUTS = 2
+"""cuts into chunks that are drafted where memory makes the first one slower"""
 
 
 @dataclass(frozen=True)
@@ -39,22 +59,22 @@ class Draft:
     schedule: scheduling.Schedule
     costs: scheduling.Costs
     """that the schedule was made for"""
-    situation: DeviceLoads
+    device_loads: DeviceLoads
     slowest_s: float
     """of the device that takes longest for the largest micro-batch"""
-    without_recompute: DeviceLoads
-    """what it would be if the planner had nothing computed again"""
+    loads_without_recompute: DeviceLoads
+    """what it would be if nothing were recomputed"""
     lost_s: float
     """how much longer the slowest device takes because memory keeps samples from faster ones"""
     is_short_of_memory: bool
     """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
-    """of every stage: what is computed again in backward"""
+    """of every stage: what is recomputed in backward"""
     why_chunks: str = ""
 
     @cached_property
     def predicted_s(self) -> float:
-        """Of forwards and backwards."""
+        """Seconds of the forwards and backwards of a step."""
         return scheduling.simulate(self.schedule, self.costs).step_s + self.lost_s
 
     @property
@@ -63,7 +83,7 @@ class Draft:
 
     @property
     def num_actions(self) -> int:
-        """Of all devices in a step."""
+        """Actions of all devices in a step."""
         devices = self.placement.virtual_devices
         return sum(
             len(order) * device.num_devices * len(device.ranks)
@@ -75,94 +95,204 @@ class Draft:
         return tuple((stage.num_regions, stage.num_recomputed) for stage in self.stages)
 
 
-def draft_stages(
-    problem: Problem,
-    workload: Workload,
-    operations: list[Node],
-    order: Order,
-    task_graphs: TaskGraphs,
-    why: str,
-    placement: Placement,
-    is_chunked: bool,
-) -> Draft:
-    """Stages, schedule and shares for these TaskGraphs. `is_chunked`: every TaskGraph is a stage of
-    its own.
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut the model."""
+
+    task_graphs: TaskGraphs
+    why: str
+    placement: Placement
+    is_chunked: bool
+    """every TaskGraph is a stage of its own"""
+
+
+@dataclass(frozen=True)
+class OrderDrafts:
+    """The drafts for one order of the devices."""
+
+    problem: Problem
+    workload: Workload
+    order: Order
+
+    def best(self) -> Draft:
+        """The draft with the best number of chunks; raises where memory is too small for every one."""
+        problem = self.problem
+        drafts: dict[int, Draft] = {}
+        refused: list[ValueError] = []
+        counts = chunk_counts(problem.config, len(self._placement.virtual_devices))
+        for num_chunks in counts[:1] if problem.is_trial else counts:
+            try:
+                drafts[num_chunks] = self._with_chunks(num_chunks)
+            except DoesNotFit as error:  # "auto": other numbers of chunks lie otherwise in memory
+                refused.append(error)
+            except ValueError as error:  # "auto": more chunks than the model has points
+                refused.append(error)
+                break
+        if not drafts:
+            raise refused[0]
+        if len(drafts) == 1:
+            return next(iter(drafts.values()))
+        best = min(drafts, key=lambda number: drafts[number].predicted_s)
+        compared = ", ".join(
+            f"{number}: {human_seconds(each.predicted_s)}" for number, each in drafts.items()
+        )
+        why = (
+            f"; {best} chunks on each VirtualDevice take least time ({compared}; with "
+            f"{ACTION_S * 1e3:g} ms for each action of the runtime)"
+        )
+        return replace(drafts[best], why_chunks=why)
+
+    @cached_property
+    def _operations(self) -> list[Node]:
+        return live_operations(self.problem.captured)
+
+    @cached_property
+    def _cuts(self) -> PipelineCuts:
+        return PipelineCuts(self.problem, self.workload, self._operations, self.order)
+
+    @cached_property
+    def _placement(self) -> Placement:
+        """VirtualDevices with the ranks of this order; refuses a batch that they cannot share."""
+        problem = self.problem
+        config = problem.config
+        wanted = self._cuts.wanted
+        placement = place(
+            [strategy.num_devices for strategy in wanted.strategies],
+            problem.cluster.num_devices,
+            colocate=config.colocate,
+        )
+        placement = with_grids(placement, wanted)
+        devices = placement.virtual_devices
+        widest = max(placement.num_replicas * device.num_sample_parts for device in devices)
+        check_batch(problem.batch_size, config.num_micro_batch, widest)
+        check_loss_and_buffers(
+            problem.captured, problem.not_additive, widest, config.num_micro_batch
+        )
+        return replace(
+            placement, virtual_devices=tuple(self.order.of(device) for device in devices)
+        )
+
+    def _with_chunks(self, num_chunks: int) -> Draft:
+        if num_chunks == 1:
+            return self._fastest(self._whole_cuts(), 1)
+        return self._fastest(
+            self._chunked_cuts(num_chunks), 1 if self.problem.is_trial else CHUNKED_CUTS
+        )
+
+    def _whole_cuts(self) -> Iterator[Cut]:
+        for task_graphs, why in self._cuts.each():
+            yield Cut(task_graphs, why, self._placement, is_chunked=False)
+
+    def _chunked_cuts(self, num_chunks: int) -> Iterator[Cut]:
+        problem = self.problem
+        cuts = ChunkCuts(
+            self.workload, problem.cluster, self._placement, num_chunks, problem.config
+        )
+        for task_graphs, placement in cuts.each(self._operations, problem.kinds):
+            yield Cut(task_graphs, task_graphs.reason, placement, is_chunked=True)
+
+    def _fastest(self, cuts: Iterable[Cut], number: int) -> Draft:
+        """The fastest of the first so many that fit, or the first where memory does not make its
+        step longer. Raises what the last one lacks if none fits.
+        """
+        found: list[Draft] = []
+        for draft in those_that_fit(partial(self._draft, cut) for cut in cuts):
+            found.append(draft)
+            if len(found) == number or not draft.is_short_of_memory:
+                break
+        return min(found, key=lambda draft: draft.predicted_s) if len(found) > 1 else found[0]
+
+    def _draft(self, cut: Cut) -> Draft:
+        """Stages, schedule and shares of one cut."""
+        problem = self.problem
+        assignment, device_of_stage = self._assign(cut)
+        split = self._split(cut, assignment, device_of_stage)
+        priced_cut, plain, best = _choose(
+            PricedCut(
+                problem, self.workload, cut.task_graphs, split, assignment, tuple(device_of_stage)
+            )
+        )
+        return Draft(
+            order=self.order,
+            task_graphs=cut.task_graphs,
+            why_task_graphs=cut.why,
+            split=priced_cut.split,
+            assignment=assignment,
+            stages=best.stages,
+            crossings=priced_cut.crossings,
+            schedule=best.schedule,
+            costs=priced_cut.costs(best.stages, problem.config.num_micro_batch),
+            device_loads=best.device_loads,
+            slowest_s=best.device_loads.divide(problem.largest_micro_batch).slowest_s,
+            loads_without_recompute=plain.device_loads,
+            lost_s=priced_cut.lost_seconds(best),
+            is_short_of_memory=priced_cut.is_short(plain),
+            regions=priced_cut.regions(best.stages),
+        )
+
+    def _assign(self, cut: Cut) -> tuple[Assignment, list[int]]:
+        """(stage of every operation, VirtualDevice of every stage)"""
+        problem = self.problem
+        captured = problem.captured
+        of_task_graph = cut.placement.of_task_graph
+        if cut.is_chunked:
+            stage_of = dict(cut.task_graphs.of_operation)
+            device_of_stage = list(of_task_graph)
+        else:
+            device_of = {
+                node: of_task_graph[index] for node, index in cut.task_graphs.of_operation.items()
+            }
+            stage_of, device_of_stage = assign_stages(self._operations, problem.kinds, device_of)
+        move_free_operations(
+            self._operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1)
+        )
+        assignment = make_assignment(
+            captured,
+            problem.kinds,
+            stage_of,
+            len(device_of_stage),
+            problem.config.num_micro_batch,
+        )
+        return assignment, device_of_stage
+
+    def _split(self, cut: Cut, assignment: Assignment, device_of_stage: Sequence[int]) -> Split:
+        """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch
+        that a replica gets.
+        """
+        problem = self.problem
+        return GridProblem(
+            captured=problem.captured,
+            kinds=problem.kinds,
+            assignment=assignment,
+            device_of_stage=device_of_stage,
+            placement=cut.placement,
+            task_graphs=cut.task_graphs,
+            cluster=problem.cluster,
+            dtype=problem.config.dtype,
+            num_samples=-(-problem.largest_micro_batch // cut.placement.num_replicas),
+            num_micro_batch=problem.config.num_micro_batch,
+            state_per_weight=2.0 + self.workload.optimizer_ratio,
+        ).solve()
+
+
+def _choose(kept: PricedCut) -> tuple[PricedCut, Priced, Priced]:
+    """The cut with what its grids gather kept for backward, or gathered again there where that is
+    asked for, or memory makes it faster: (cut, its price without recomputation, its best price).
     """
-    captured = problem.captured
-    config = problem.config
-    if is_chunked:
-        stage_of = dict(task_graphs.of_operation)
-        device_of_stage = list(placement.of_task_graph)
-    else:
-        virtual_device_of = {
-            node: placement.of_task_graph[tg] for node, tg in task_graphs.of_operation.items()
-        }
-        stage_of, device_of_stage = assign_stages(operations, problem.kinds, virtual_device_of)
-    move_free_operations(
-        operations, stage_of, lambda node: value_bytes(node, captured.batch_symbol, 1)
-    )
-    assignment = make_assignment(
-        captured, problem.kinds, stage_of, len(device_of_stage), config.num_micro_batch
-    )
-    split = _split(problem, workload, task_graphs, placement, assignment, device_of_stage)
-    drafter, nothing, best = _choose(
-        Drafter(problem, workload, task_graphs, split, assignment, tuple(device_of_stage))
-    )
-    slowest_s = best.situation.divide(problem.largest_micro_batch).slowest_s
-    costs = drafter.costs(best.stages, config.num_micro_batch)
-    return Draft(
-        order, task_graphs, why, drafter.split, assignment, best.stages, drafter.crossings, best.schedule, costs, best.situation,
-        slowest_s, nothing.situation, drafter.lost_seconds(best), drafter.is_short(nothing), drafter.regions(best.stages),
-    )  # fmt: skip
-
-
-def _choose(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
-    """The draft with what its grids gather kept, or gathered again in backward where that is asked
-    for, or memory makes it faster: (draft, nothing computed again, the best)."""
-    wanted = drafter.problem.config.keep_gathered
-    again = (
-        replace(drafter, split=drafter.split.gathering_again())
-        if drafter.split.shardings and wanted is not True
-        else None
-    )
-    if again is not None and wanted is False:
+    wanted = kept.problem.config.keep_gathered
+    if not kept.split.shardings or wanted is True:
+        return kept, *kept.choose()
+    again = replace(kept, split=kept.split.gathering_again())
+    if wanted is False:
         return again, *again.choose()
-    if again is None:
-        return drafter, *drafter.choose()
-    found: list[tuple[Drafter, Priced, Priced]] = []
-    for chosen in those_that_fit(partial(_chosen, each) for each in (drafter, again)):
+    found: list[tuple[PricedCut, Priced, Priced]] = []
+    for chosen in those_that_fit(partial(_chosen, each) for each in (kept, again)):
         found.append(chosen)
-        nothing_recomputed = chosen[1]
-        if not chosen[0].is_short(nothing_recomputed):
+        plain = chosen[1]
+        if not chosen[0].is_short(plain):
             break  # memory is no reason to gather again
     return min(found, key=lambda each: each[0].step_seconds(each[2]))
 
 
-def _chosen(drafter: Drafter) -> tuple[Drafter, Priced, Priced]:
-    return drafter, *drafter.choose()
-
-
-def _split(
-    problem: Problem,
-    workload: Workload,
-    task_graphs: TaskGraphs,
-    placement: Placement,
-    assignment: Assignment,
-    device_of_stage: Sequence[int],
-) -> Split:
-    """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch that
-    a replica gets.
-    """
-    return GridProblem(
-        captured=problem.captured,
-        kinds=problem.kinds,
-        assignment=assignment,
-        device_of_stage=device_of_stage,
-        placement=placement,
-        task_graphs=task_graphs,
-        cluster=problem.cluster,
-        dtype=problem.config.dtype,
-        num_samples=-(-problem.largest_micro_batch // placement.num_replicas),
-        num_micro_batch=problem.config.num_micro_batch,
-        state_per_weight=2.0 + workload.optimizer_ratio,
-    ).solve()
+def _chosen(cut: PricedCut) -> tuple[PricedCut, Priced, Priced]:
+    return cut, *cut.choose()

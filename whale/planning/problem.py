@@ -1,4 +1,4 @@
-"""What is to be planned."""
+"""What is to be planned, and what cannot be cut over devices at all."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.annotation import Mark, Strategy
-from whale.capture.graph import CapturedGraph
+from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import ValueKind
 from whale.capture.losses import NotAdditive
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.operations.nodes import named_args, op_name
+from whale.planning.stages import RECOMPUTED, slice_stage
 from whale.planning.workload import ADAM_STATE
 from whale.plans.shares import micro_batch_sizes
 
@@ -42,3 +44,37 @@ class Problem:
     @property
     def largest_micro_batch(self) -> int:
         return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
+
+
+def check_loss_and_buffers(
+    captured: CapturedGraph, not_additive: NotAdditive | None, widest: int, num_micro_batch: int
+) -> None:
+    """Refuses what may not be cut: `widest` is over how many devices a micro-batch is cut
+    at most.
+    """
+    if not_additive is not None and (widest > 1 or num_micro_batch > 1):
+        raise ValueError(not_additive.message)
+    if widest > 1:
+        _refuse_sample_buffers(captured)
+
+
+def _refuse_sample_buffers(captured: CapturedGraph) -> None:
+    """Buffers computed from samples would drift apart on the devices that share a micro-batch
+    (BatchNorm's are summed over all).
+    """
+    for node in captured.compute_nodes():
+        args = named_args(node) if op_name(node) == "instance_norm" else {}
+        if args.get("use_input_stats") and args.get("running_mean") is not None:
+            raise ValueError(
+                f"instance norm with running statistics ({user_line(node)}): each device would "
+                "keep other statistics. "
+                "Use track_running_stats=False, or put this part on one device with one model "
+                "replica"
+            )
+    for name, value in captured.buffer_updates.items():
+        if slice_stage([value], RECOMPUTED, {}).inputs:
+            raise ValueError(
+                f"buffer {name} is computed from the samples ({user_line(value)}), so each device "
+                "would get another value: "
+                f"put this part on one device with one model replica"
+            )

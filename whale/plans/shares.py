@@ -58,7 +58,7 @@ class DoesNotFit(ValueError):
 
 class NoRoom(DoesNotFit):
     """The same, with the numbers but without a way out: the planner looks for one by trying
-    (`ways_out.py`).
+    (`suggestions.py`).
     """
 
     def __init__(self, text: str, is_over_full: bool = False) -> None:

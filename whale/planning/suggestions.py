@@ -35,7 +35,7 @@ FIRST_PART = 8
 Fits = Callable[[Problem], bool]
 
 
-def ways_out(problem: Problem, fits: Fits, is_over_full: bool) -> str:
+def suggestions(problem: Problem, fits: Fits, is_over_full: bool) -> str:
     """A sentence with the changes that help. `fits(problem)`: whether a plan can be made for it.
 
     `is_over_full`: weights and the like alone are too much, so that only more stages can help.

@@ -1,4 +1,6 @@
-"""One cut into stages, priced without recomputation, and with it where memory asks for that."""
+"""The price of one cut into stages: schedule, load and memory of every device, without recomputation
+and with it where memory asks for that (`PricedCut.choose`).
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ FEW_TRIES = 1
 
 @dataclass(frozen=True)
 class Priced:
-    """One choice of what is computed again."""
+    """The price of one choice of what is recomputed."""
 
     stages: tuple[Stage, ...]
     schedule: scheduling.Schedule
-    situation: DeviceLoads
+    device_loads: DeviceLoads
     fastest: scheduling.Schedule
     """whatever the memory"""
 
@@ -56,8 +58,8 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """One cut into stages, before it is decided what is computed again."""
+class PricedCut:
+    """One cut into stages, with the price of every choice of what is recomputed."""
 
     problem: Problem
     workload: Workload
@@ -71,13 +73,14 @@ class Drafter:
         return self.split.placement
 
     @cached_property
-    def kept(self) -> Stages:
+    def _stages_saved(self) -> Stages:
+        """What each stage saves for backward, by what of it is recomputed."""
         return Stages(self.workload, self.assignment, self.problem.config.recompute)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
-        """Of every stage, what is computed again in backward."""
+        """Of every stage, what is recomputed in backward."""
         return tuple(
-            self.kept.regions(stage.index, (stage.num_regions, stage.num_recomputed))
+            self._stages_saved.regions(stage.index, (stage.num_regions, stage.num_recomputed))
             for stage in stages
         )
 
@@ -103,10 +106,10 @@ class Drafter:
         return scheduling.StageGraph(self.device_of_stage, edges, gradient_edges)
 
     def choose(self) -> tuple[Priced, Priced]:
-        """(nothing computed again, the best); raises where memory is too small."""
+        """(nothing recomputed, the best); raises where memory is too small."""
         wanted = self.problem.config.recompute
         name = self.problem.config.schedule
-        nothing = self.price(self.kept.nothing, name)
+        nothing = self.price(self._stages_saved.nothing, name)
         is_short = self.is_short(nothing)
         if wanted is not True and not (wanted == "auto" and is_short):
             self._refuse_unless_it_fits(nothing)
@@ -114,13 +117,14 @@ class Drafter:
         candidates = [(choice, name) for choice in self._choices(nothing)]
         if self.problem.is_trial and wanted == "auto" and name not in FIXED_ORDERS:
             candidates = [
-                (self.kept.nothing, name)
+                (self._stages_saved.nothing, name)
             ]  # the other choices follow from the fastest order, which is not searched for
         if (
             name not in FIXED_ORDERS and is_short
         ):  # regions for the micro-batches that 1F1B has in flight are others
             candidates += [
-                (choice, "1f1b") for choice in self._choices(self.price(self.kept.nothing, "1f1b"))
+                (choice, "1f1b")
+                for choice in self._choices(self.price(self._stages_saved.nothing, "1f1b"))
             ]
         priced = self._worth_looking_at(candidates)
         fitting = [each for each in priced if self._fits(each)]
@@ -129,12 +133,12 @@ class Drafter:
         return nothing, min(fitting, key=self.step_seconds)
 
     def _choices(self, nothing: Priced) -> list[Choice]:
-        """What may be computed again, for the schedule of `nothing`: see `recompute_choice.py`."""
-        everything = self.kept.everything(nothing.fastest)
+        """What may be recomputed, for the schedule of `nothing`: see `recompute_choice.py`."""
+        everything = self._stages_saved.everything(nothing.fastest)
         if self.problem.config.recompute is True:
             return [everything]
-        some = enough(self.kept, self._demands(nothing), nothing.fastest)
-        return list(dict.fromkeys((self.kept.nothing, some, everything)))
+        some = enough(self._stages_saved, self._demands(nothing), nothing.fastest)
+        return list(dict.fromkeys((self._stages_saved.nothing, some, everything)))
 
     def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
         """Priced; without those for which every order takes longer than one that fits. Known orders
@@ -155,7 +159,7 @@ class Drafter:
         return [found[place] for place in sorted(found)]
 
     def _least_seconds(self, choice: Choice) -> float:
-        """Of any order, if these regions are computed again."""
+        """Of any order, if these regions are recomputed."""
         count = self.problem.config.num_micro_batch
         return scheduling.lower_bound(
             self.stage_graph, self.costs(self._stages(choice), count), count
@@ -184,26 +188,26 @@ class Drafter:
             count,
             costs,
         )
-        fastest = Priced(stages, schedule, self._situation(choice, schedule), schedule)
+        fastest = Priced(stages, schedule, self._device_loads(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
-        kept = [self.kept.memory_of(stage, counts) for stage, counts in enumerate(choice)]
+        saved = [self._stages_saved.memory_of(stage, counts) for stage, counts in enumerate(choice)]
         room = [self.workload.gradient_workspace(part) for part in self.assignment.slices]
-        shares = fastest.situation.without_limits().samples_by_rank(
+        shares = fastest.device_loads.without_limits().samples_by_rank(
             self.problem.largest_micro_batch
         )
         limits = Room(
             self.placement.virtual_devices,
             self.device_of_stage,
-            kept,
+            saved,
             room,
-            fastest.situation.memory,
+            fastest.device_loads.memory,
             shares,
         ).limit(costs)
         schedule = lean_schedule(
             name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None
         )
-        lean = Priced(stages, schedule, self._situation(choice, schedule), fastest.schedule)
+        lean = Priced(stages, schedule, self._device_loads(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
 
     def _stages(self, choice: Choice) -> tuple[Stage, ...]:
@@ -217,7 +221,7 @@ class Drafter:
         for stage, (part, device) in enumerate(
             zip(self.assignment.slices, self.device_of_stage, strict=True)
         ):
-            again = self.kept.regions(stage, choice[stage])
+            again = self._stages_saved.regions(stage, choice[stage])
             if stage in self.split.shardings:
                 part_again = repeated_part(workload, self.split.spaces[stage], again)
                 times.append(
@@ -248,13 +252,15 @@ class Drafter:
         return schedule_costs(self.stage_graph, stages, self.crossings, num_micro_batch)
 
     def _fits(self, priced: Priced) -> bool:
-        return priced.situation.fits(self.problem.batch_size, self.problem.config.num_micro_batch)
+        return priced.device_loads.fits(
+            self.problem.batch_size, self.problem.config.num_micro_batch
+        )
 
     def is_short(self, priced: Priced) -> bool:
         """Whether memory is short: it makes the step longer, or has no room for this at all."""
         if priced.is_lean or not self._fits(priced):
             return True
-        slowest_s = priced.situation.divide(self.problem.largest_micro_batch).slowest_s
+        slowest_s = priced.device_loads.divide(self.problem.largest_micro_batch).slowest_s
         return self.lost_seconds(priced) > SAME_TIME * slowest_s
 
     def lost_seconds(self, priced: Priced) -> float:
@@ -263,8 +269,8 @@ class Drafter:
         """
         size = self.problem.largest_micro_batch
         count = self.problem.config.num_micro_batch
-        free_s = priced.situation.without_limits().divide(size).slowest_s
-        return count * (priced.situation.divide(size).slowest_s - free_s)
+        free_s = priced.device_loads.without_limits().divide(size).slowest_s
+        return count * (priced.device_loads.divide(size).slowest_s - free_s)
 
     def step_seconds(self, priced: Priced) -> float:
         """Of forwards and backwards, in the order of the schedule."""
@@ -275,15 +281,17 @@ class Drafter:
         config = self.problem.config
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
 
-        def situation_with(num_micro_batch: int) -> DeviceLoads:
+        def loads_with(num_micro_batch: int) -> DeviceLoads:
             name = (
                 config.schedule if config.schedule in FIXED_ORDERS else "1f1b"
             )  # what others come to where memory is short
-            return self._situation(choice, fixed_schedule(name, self.stage_graph, num_micro_batch))
+            return self._device_loads(
+                choice, fixed_schedule(name, self.stage_graph, num_micro_batch)
+            )
 
         def recompute_fits() -> bool:
             return config.recompute is False and self._fits(
-                self.price(self.kept.everything(priced.schedule), config.schedule)
+                self.price(self._stages_saved.everything(priced.schedule), config.schedule)
             )
 
         again = (
@@ -292,10 +300,10 @@ class Drafter:
             else ""
         )
         refuse_unless_it_fits(
-            priced.situation,
+            priced.device_loads,
             self.problem.batch_size,
             config.num_micro_batch,
-            situation_with,
+            loads_with,
             recompute_fits,
             again,
         )
@@ -304,7 +312,9 @@ class Drafter:
         """What every VirtualDevice is to hold if speed alone decides on the schedule and who gets
         which samples.
         """
-        shares = priced.situation.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        shares = priced.device_loads.without_limits().samples_by_rank(
+            self.problem.largest_micro_batch
+        )
         found = []
         for device in self.placement.virtual_devices:
             ranks = []
@@ -344,10 +354,10 @@ class Drafter:
     ) -> list[DeviceMemory]:
         """By place."""
         flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
-        regions = {stage: self.kept.regions(stage, choice[stage]) for stage in stages}
+        regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
         return grid_memory(self.workload, self.split, stages, whole, flying, regions)
 
-    def _situation(self, choice: Choice, schedule: scheduling.Schedule) -> DeviceLoads:
+    def _device_loads(self, choice: Choice, schedule: scheduling.Schedule) -> DeviceLoads:
         """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
         devices do together.
         """
@@ -361,8 +371,12 @@ class Drafter:
             operations = [
                 node for stage in stages for node in self.assignment.slices[stage].operations
             ]
-            again = {node for stage in stages for node in self.kept.regions(stage, choice[stage])}
-            needed = self.kept.memory(
+            again = {
+                node
+                for stage in stages
+                for node in self._stages_saved.regions(stage, choice[stage])
+            }
+            needed = self._stages_saved.memory(
                 stages, dict(enumerate(choice)), schedule.orders[device.index]
             )
             if device.grid is not None:
@@ -401,7 +415,7 @@ class Drafter:
         """Of one micro-batch, its share of the sums of gradients included."""
         sharding = self.split.shardings[stage]
         again = repeated_part(
-            self.workload, self.split.spaces[stage], self.kept.regions(stage, counts)
+            self.workload, self.split.spaces[stage], self._stages_saved.regions(stage, counts)
         )
         return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
 

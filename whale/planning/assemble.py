@@ -1,0 +1,211 @@
+"""A draft as a plan: its replicas, the samples and boxes of every rank, its figures, and a `Decision`
+with the numbers for every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from torch.fx import Node
+
+from whale import scheduling
+from whale.capture.graph import CapturedGraph, user_line
+from whale.names import count
+from whale.operations.nodes import trains_batch_norm
+from whale.planning.balance import explain_shares
+from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
+from whale.planning.drafts import Draft
+from whale.planning.pricing import figures_of
+from whale.planning.problem import Problem
+from whale.planning.recompute import Regions
+from whale.planning.recompute_choice import explain
+from whale.planning.split_memory import on_grids
+from whale.planning.stages import RECOMPUTED
+from whale.planning.workload import Workload
+from whale.plans.figures import Figures
+from whale.plans.plan import (
+    PLAN_FORMAT,
+    Decision,
+    Holding,
+    LossTerm,
+    Plan,
+    PlannedDevice,
+    ReplicaTemplate,
+    Settings,
+)
+from whale.plans.revise import different_devices, replicas_on, with_boxes
+from whale.plans.samples import with_samples
+
+SAMPLES = "samples by rank"
+"""what the decision on shares is called"""
+
+
+def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> Plan:
+    """The draft as a plan, with the samples of every rank and the figures of its simulation."""
+    config = problem.config
+    placement = draft.placement
+    plan = Plan(
+        format=PLAN_FORMAT,
+        model=model,
+        settings=Settings(config.colocate, _as_stored(config.recompute), config.bucket_bytes),
+        batch_size=problem.batch_size,
+        num_micro_batch=config.num_micro_batch,
+        **different_devices(_planned_devices(problem, draft)),
+        task_graphs=describe_task_graphs(
+            problem.captured, draft.task_graphs, placement, workload.costs
+        ),
+        templates=(with_boxes(_template(problem, draft)),),
+        replicas=replicas_on(placement.virtual_devices),
+        decisions=_decisions(problem, draft),
+        notes=(
+            *problem.captured.notes,
+            *_batch_norm_notes(problem.captured, config.num_micro_batch),
+            *draft.split.notes(),
+        ),
+        least_samples=draft.device_loads.least,
+    )
+    return with_samples(replace(plan, figures=_figures(problem, workload, draft)))
+
+
+def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...]:
+    return tuple(recompute) if isinstance(recompute, list) else recompute
+
+
+def _planned_devices(problem: Problem, draft: Draft) -> list[PlannedDevice]:
+    """By rank."""
+    found = []
+    for rank, device in enumerate(problem.cluster.devices):
+        load = draft.device_loads.loads[rank]
+        found.append(
+            PlannedDevice(
+                kind=draft.device_loads.kinds[rank],
+                sample_s=load.sample_s,
+                fixed_s=load.fixed_s,
+                flop_per_s=device.kind.rate(problem.config.dtype),
+                memory=draft.device_loads.memory[rank],
+            )
+        )
+    return found
+
+
+def _template(problem: Problem, draft: Draft) -> ReplicaTemplate:
+    """What every model replica of the draft runs."""
+    captured = problem.captured
+    assignment = draft.assignment
+    place_of = {node: place for place, node in enumerate(captured.compute_nodes())}
+    stages = []
+    for stage, regions in zip(draft.stages, draft.regions, strict=True):
+        stages.append(replace(stage, recomputed=_recomputed(regions, place_of)))
+    terms = zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
+    return ReplicaTemplate(
+        grids=tuple(device.grid for device in draft.placement.virtual_devices),
+        stages=tuple(stages),
+        stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in place_of),
+        crossings=draft.crossings,
+        tensors={
+            name: Holding(stages_of) for name, stages_of in holders(captured, assignment).items()
+        },
+        schedule=draft.schedule,
+        loss_terms=tuple(LossTerm(assignment.result_stage[node], text) for node, text in terms),
+        shardings=draft.split.records(),
+    )
+
+
+def _recomputed(regions: Regions, place_of: Mapping[Node, int]) -> tuple[tuple[int, ...], ...]:
+    """The regions of a stage as places of their operations in the graph."""
+    members: dict[Hashable, list[int]] = {}
+    for node, region in regions.items():
+        members.setdefault(region, []).append(place_of[node])
+    return tuple(tuple(sorted(places)) for places in members.values())
+
+
+def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
+    """Every choice with its reason, in the order in which they were made."""
+    config = problem.config
+    placement = draft.placement
+    num_replicas = count(placement.num_replicas, "replica")
+    why_schedule = _schedule_reason(draft.schedule, config.schedule) + draft.why_chunks
+    return (
+        Decision("TaskGraphs", f"{len(draft.task_graphs.strategies)}", draft.why_task_graphs),
+        Decision(
+            "VirtualDevices",
+            f"{len(placement.virtual_devices)} x {num_replicas}",
+            placement.reason,
+        ),
+        *draft.split.decisions,
+        *_balance_decisions(problem, draft),
+        *_recompute_decisions(problem, draft),
+        *tie_decisions(problem.captured, draft.assignment),
+        Decision("schedule", draft.schedule.name, why_schedule),
+        *update_decisions(config, len(draft.stages)),
+    )
+
+
+def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
+    """What the simulation computes on."""
+    held = holders(problem.captured, draft.assignment)
+    device_of_stage = [stage.virtual_device for stage in draft.stages]
+    ranks_of = [device.all_ranks for device in draft.placement.virtual_devices]
+    return figures_of(
+        workload,
+        draft.assignment,
+        held,
+        problem.cluster,
+        [ranks_of[device] for device in device_of_stage],
+        draft.choice,
+        problem.config.recompute,
+        on_grids(workload, draft.split, held, device_of_stage, draft.regions),
+    )
+
+
+def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
+    """Why heterogeneous devices do what they do."""
+    return (
+        []
+        if problem.cluster.is_uniform
+        else [Decision(SAMPLES, *explain_shares(draft.device_loads, problem.largest_micro_batch))]
+    )
+
+
+def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
+    """What is recomputed in backward, and what that costs."""
+    plain = draft.loads_without_recompute
+    chosen = draft.device_loads
+    saved_bytes = 0.0
+    extra_work = 0.0
+    shares = chosen.samples_by_rank(problem.largest_micro_batch)
+    for rank, samples in enumerate(shares):
+        saved_per_sample = plain.memory[rank].sample_bytes - chosen.memory[rank].sample_bytes
+        saved_bytes = max(saved_bytes, samples * saved_per_sample)
+        plain_s = plain.loads[rank].seconds(samples)
+        if plain_s > 0:  # a device without samples does no work either way
+            extra_work = max(extra_work, chosen.loads[rank].seconds(samples) / plain_s - 1)
+    explained = explain(draft.choice, problem.config.recompute, extra_work, saved_bytes)
+    return [Decision("recompute", *explained)] if explained else []
+
+
+def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str]:
+    """Where training differs from one step on the whole mini-batch, by definition."""
+    found = [node for node in captured.compute_nodes() if trains_batch_norm(node)]
+    if not found or num_micro_batch == 1:
+        return []
+    return [
+        f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each "
+        f"of the {num_micro_batch} micro-batches, "
+        'not over the whole mini-batch: the same as local training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
+    ]
+
+
+def _schedule_reason(schedule: scheduling.Schedule, wanted: str) -> str:
+    instead = (
+        ""
+        if schedule.name == wanted
+        else f'no faster order of "{wanted}" was found within the memory of the devices; '
+    )
+    return (
+        f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over "
+        f"{count(schedule.stage_graph.num_stages, 'stage')}; "
+        f"proved complete and free of deadlock; "
+        f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
+    )
