@@ -152,7 +152,7 @@ def test_tensorboard_needs_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
     with pytest.raises(
         ValueError,
-        match=r'"tensorboard": true needs the extra. Try: pip install "whale-parallel\[tensorboard\]"',
+        match=r'"tensorboard": true needs the extra\. Try: pip install "whale-parallel\[tensorboard\]"',
     ):
         train(tmp_path, 1, tensorboard=True)
 
@@ -161,7 +161,7 @@ def test_tensorboard_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WHALE_RUN_FOLDER", raising=False)
     wh.init({"tensorboard": True})
     with pytest.raises(
-        ValueError, match='"tensorboard": true needs a place to write to. Try: set "run_folder"'
+        ValueError, match=r'"tensorboard": true needs a place to write to\. Try: set "run_folder"'
     ):
         wh.parallelize(
             torch.nn.Linear(4, 2),

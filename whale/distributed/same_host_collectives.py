@@ -1,12 +1,13 @@
-"""Collectives of CPU ranks on one host, through memory: sums, and a few numbers that everyone tells
-everyone.
+"""Collectives of CPU ranks on one host, through memory: all-reduces, and all-gathers of a few
+numbers.
 
 gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the
 ranks themselves sum, by the lines that carry their messages (`distributed/same_host.py`). A tensor is
 cut into blocks, and of every block each of k ranks answers for one part:
 
     offer      every rank sends each of the others the part that the other one answers for
-    reduce     every rank adds up its part: its own, then the others in the order of their ranks; it sends the sum to all others
+    reduce     every rank sums its part: its own, then the others in the order of their ranks; it
+               sends the sum to all others
     collect    every rank takes the sums of the other parts: all have the same bits
 
 Two blocks are offered ahead, so that nobody waits for the others' copies:
@@ -93,15 +94,16 @@ class SameHostCollectives:
             return None
         value = value.resolve_conj().resolve_neg().contiguous()
         peers = [rank for rank in members if rank != own_rank]
-        room = value.new_empty((len(members), *value.shape))
+        result = value.new_empty((len(members), *value.shape))
         for peer in peers:
             self._send(value, peer, RING_BYTES)
         for place, rank in enumerate(members):
-            room[place].copy_(value) if rank == own_rank else self._take(
-                room[place], rank, "its part of an all-gather"
-            )
+            if rank == own_rank:
+                result[place].copy_(value)
+            else:
+                self._take(result[place], rank, "its part of an all-gather")
         self._transport.push_rings(peers)
-        return room
+        return result
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when

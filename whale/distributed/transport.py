@@ -26,7 +26,7 @@ from whale.distributed.same_host import connect
 from whale.distributed.same_host_collectives import SameHostCollectives
 
 MOST_EXCHANGING = 16
-"""ranks that tell each other numbers through memory, each to each"""
+"""ranks that exchange numbers through memory, each with each"""
 FIRST_EXCHANGE = 2**40
 """tags of these, beyond those of all messages"""
 ROOM_S = 1e-4
@@ -161,7 +161,7 @@ class Transport:
         self.waited_s += time.perf_counter() - start
 
     def exchange(self, numbers: Tensor) -> Callable[[], Tensor] | None:
-        """Tells every rank these numbers, once in a pass; what is given back waits for theirs:
+        """Sends every rank these numbers, once in a pass; what is given back waits for theirs:
         (ranks, numbers), the same everywhere.
 
         None where some rank cannot be reached through memory. The last exchange is over before the
@@ -191,7 +191,7 @@ class Transport:
         return finish
 
     def reaches_through_memory(self, ranks: Iterable[int]) -> bool:
-        """Whether all of these, of which this rank is one, can tell each other numbers through
+        """Whether all of these, of which this rank is one, can exchange numbers through
         memory; all of them find the same.
         """
         others = set(ranks) - {self.ranks.rank}

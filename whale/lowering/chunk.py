@@ -84,7 +84,7 @@ class Surroundings:
     subgroup: Subgroup | None
     """all devices that run this stage; None: only this one"""
     regions: Regions = field(default_factory=dict)
-    """operations that are computed again in backward"""
+    """operations that are recomputed in backward"""
 
 
 def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, Value]:
@@ -218,7 +218,7 @@ def _copy_operations(
     group: Node | None,
     results: set[Node],
 ) -> dict[str, Recomputed]:
-    """Copies operations, regions that are computed again as one call each; gives the modules of
+    """Copies operations, regions that are recomputed as one call each; gives the modules of
     these regions by attribute name.
     """
     members: dict[Any, list[Node]] = {}

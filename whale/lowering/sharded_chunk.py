@@ -39,7 +39,7 @@ class OnGrid:
     """
     communication: RealCommunication
     regions: Regions = field(default_factory=dict)
-    """operations that are computed again in backward"""
+    """operations that are recomputed in backward"""
 
 
 def build_sharded_chunk(

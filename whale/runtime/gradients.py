@@ -8,8 +8,8 @@ bucket, so a small model gets smaller buckets than the config allows.
 
 Holders that are CPU ranks of one host all-reduce through memory instead, at the end of the step: on
 the core that would run the backward, so that there is nothing to hide, and faster: 28 MB between 2
-ranks 9.5 instead of 16 to 23 ms (`distributed/same_host_collectives.py`). They go through their groups in one order, that of the ranks
-in them, so that no two wait for each other.
+ranks 9.5 instead of 16 to 23 ms (`distributed/same_host_collectives.py`). They go through their
+groups in one order, that of the ranks in them, so that no two wait for each other.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def options_of(op: Operation, states: Mapping[Node, Any]) -> tuple[Option, ...]:
 
 
 def summa_options(op: Operation) -> list[Option]:
-    """A linear layer whose output stays where it is computed (`lowering/summa.py`): columns of x
+    """A linear layer whose output stays where it is computed (`lowering/sharded_linear.py`): columns of x
     and of the result, and rows of the weight, along x; rows of x and of the result, and columns of
     the weight, along y. These two go together, and with nothing else."""
     if op.name != "linear" or len(op.shapes[1]) != 2 or len(op.shapes[0]) < 2:
