@@ -1,19 +1,22 @@
 """Messages between CPU ranks of one host, through memory: no thread in between, at most one process
-is woken up.
+is woken up. An action of a pipeline takes 0.21 instead of 0.42 to 0.47 ms of a rank's CPU time
+(docs/log.md).
 
 gloo wakes a thread of the sender when the receive is posted, one of the receiver when the message
 comes, and that wakes the one who waits. Here each directed pair of ranks has a Unix socket and a
 block of shared memory (the ring):
 
     small tensor     one packet:  header | bytes
-    larger tensor    copied into the ring, and one packet:  header with its place; the receiver copies it out and moves `consumed` on
-    no room          by gloo after all, and one packet that says so; parts of sums wait for room, and take in what came meanwhile
+    larger tensor    copied into the ring, and one packet:  header with its place; the receiver
+                     copies it out and moves `consumed` on
+    full ring        by gloo after all, and one packet that says so; parts of all-reduces wait for
+                     free bytes, and take in what came meanwhile
 
     ring:   consumed (8 bytes) | ..... free ..... | taken, not yet consumed | ..... free .....
 
 A sender of messages never blocks: packets that the socket does not take now wait in a list. What
 was sent belongs to the receiver: the sender's tensor is free at once. A ring that is empty is used
-from its beginning, and by sums as soon as its beginning has room for a few parts, so that few of
+from its beginning, and by all-reduces as soon as its beginning is free for a few parts, so that few of
 its bytes are ever touched.
 """
 
@@ -54,7 +57,7 @@ _COUNT = struct.Struct("Q")
 
 
 class Outgoing:
-    """From this rank to another one on its host."""
+    """The ring from this rank to another one on its host."""
 
     def __init__(
         self, connection: socket.socket, ring: mmap.mmap, group: dist.ProcessGroup, peer: int
@@ -153,7 +156,7 @@ class Outgoing:
 
 
 class Incoming:
-    """From another rank of this host."""
+    """The ring from another rank of this host to this one."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class Incoming:
         peer: int,
         own: dict[int, Outgoing],
     ) -> None:
-        """`own`: the lines out of this rank, which may still have something to send before it
+        """`own`: the rings out of this rank, which may still have something to send before it
         waits.
         """
         self._connection = connection
@@ -261,7 +264,7 @@ def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
 def connect(
     ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True
 ) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:
-    """Lines from and to the ranks of this rank's host, by rank. All ranks call it; none where one
+    """Rings from and to the ranks of this rank's host, by rank. All ranks call it; none where one
     of them could not be made.
 
     Every source knocks first; the sockets keep what they say until the destination opens the door.
