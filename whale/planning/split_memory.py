@@ -27,7 +27,7 @@ from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.grid import AXES
 from whale.plans.plan import DeviceMemory
 from whale.plans.sharding import Sharding
-from whale.scheduling.memory import NOTHING, ActionMemory, Bytes, total
+from whale.scheduling.memory import NOTHING, ActionMemory, Bytes
 from whale.sharding.space import Space
 
 
@@ -177,11 +177,18 @@ def repeated_part(workload: Workload, space: Space, regions: Regions) -> float:
 def saved_on_grid(workload: Workload, space: Space, sharding: Sharding, regions: Regions) -> Bytes:
     """What a device of the grid saves for backward, line (1), with gathered copies."""
     parts = saved_parts(workload, space, sharding, regions)
-    own = total(part * workload.saved.storages[storage] for storage, part in parts.items())
+    # thousands of storages for every grid that is tried: plain numbers, no objects in between
+    sample_bytes = 0.0
+    fixed_bytes = 0.0
+    for storage, part in parts.items():
+        size = workload.saved.storages[storage]
+        sample_bytes += part * size.sample_bytes
+        fixed_bytes += part * size.fixed_bytes
     copies = (1.0 - repeated_part(workload, space, regions)) * sharding.keeps_gathered
-    gathered = Bytes(sharding.gathered.sample_bytes, sharding.gathered.fixed_bytes)
-    saved = own + copies * gathered
-    return Bytes(saved.sample_bytes, round(saved.fixed_bytes))
+    return Bytes(
+        sample_bytes + copies * sharding.gathered.sample_bytes,
+        round(fixed_bytes + copies * sharding.gathered.fixed_bytes),
+    )
 
 
 def saved_parts(
