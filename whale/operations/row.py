@@ -151,8 +151,3 @@ def add_rows(names: str, **facts: Any) -> None:
     """Adds rows, or facts to rows that are there."""
     for name in names.split():
         TABLE[name] = replace(TABLE.get(name, Row(name)), **facts)
-
-
-def rows_of_kind(*kinds: str) -> frozenset[str]:
-    """Names of all operations of these kinds."""
-    return frozenset(name for name, each in TABLE.items() if each.kind in kinds)

@@ -76,9 +76,8 @@ class _Pass:
             len(problem.gradient_consumers[s]) + 1 for s in stages for _ in range(count)
         ]
         self.arrival = [0.0] * (2 * size)
-        self.next_forward, self.next_backward, self.next_weight = (
-            [0] * graph.num_stages for _ in range(3)
-        )
+        self.next_forward = [0] * graph.num_stages
+        self.next_backward = [0] * graph.num_stages
         self.waiting_weights: list[list[int]] = [[] for _ in stages]
         self.live = [0.0] * graph.num_devices
         self.needed = [0.0] * graph.num_stages
