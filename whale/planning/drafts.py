@@ -16,6 +16,9 @@ from functools import cached_property, partial
 from torch.fx import Node
 
 from whale import scheduling
+from whale.capture.graph import user_line
+from whale.capture.kinds import ValueKind
+from whale.capture.sample_states import batch_dim
 from whale.costs.costs import value_bytes
 from whale.planning.balance import DeviceLoads, Order
 from whale.planning.chunks import ChunkCuts, chunk_counts
@@ -206,6 +209,7 @@ class OrderDrafts:
         """Stages, schedule and shares of one cut."""
         problem = self.problem
         assignment, device_of_stage = self._assign(cut)
+        _refuse_cut_sums(problem, assignment, cut.placement, device_of_stage)
         split = self._split(cut, assignment, device_of_stage)
         priced_cut, plain, best = _choose(
             PricedCut(
@@ -273,6 +277,32 @@ class OrderDrafts:
             num_micro_batch=problem.config.num_micro_batch,
             state_per_weight=2.0 + self.workload.optimizer_ratio,
         ).solve()
+
+
+def _refuse_cut_sums(
+    problem: Problem,
+    assignment: Assignment,
+    placement: Placement,
+    device_of_stage: Sequence[int],
+) -> None:
+    """Refuses a cut behind a sum over samples on several devices: each has the sum of its own
+    samples, and a value without a batch dim is sent by one of them.
+    """
+    captured = problem.captured
+    if any("all_reduce" in node.meta for node in captured.compute_nodes()):
+        return  # sums over samples are all-reduced where they are taken
+    for node, source, destination in assignment.crossings:
+        device = placement.virtual_devices[device_of_stage[source]]
+        is_alone = device.num_devices == 1 or device.grid is not None
+        if is_alone or problem.kinds[node] is not ValueKind.ACTIVATION:
+            continue
+        if batch_dim(node, captured.batch_symbol) is None:
+            raise ValueError(
+                f"`{node.name}` ({user_line(node)}) is a sum over samples, and stage "
+                f"{destination} would read it from stage {source}, whose {device.num_devices} "
+                "devices each have the sum of their own samples. Try: put what reads the sum into "
+                "the same TaskGraph, or use fewer stages or chunks"
+            )
 
 
 def _choose(kept: PricedCut) -> tuple[PricedCut, Priced, Priced]:
