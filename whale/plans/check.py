@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LARGEST_INTEGER = 2**62
 LARGEST_NUMBER = 1e60
 """far more than any count, byte, FLOP or second; products of a few such numbers stay finite"""
+ROUNDING = 1e-3
+"""sums of bytes that go up and down again may end this far below 0"""
 MOST_SEGMENTS = 4096
 """of a fused dim: a range is stored for each, on every device"""
 MAY_BE_NEGATIVE = frozenset(("stage_of_operation", "boxes", "workspace"))
@@ -48,7 +50,7 @@ def number_problem(data: Any) -> str | None:
             largest = LARGEST_INTEGER if isinstance(value, int) else LARGEST_NUMBER
             if not -largest <= value <= largest:
                 return f"{path} is {str(value)[:20]}, which is no sensible number"
-            if value < 0 and not may_be_negative:
+            if value < (-ROUNDING if isinstance(value, float) else 0) and not may_be_negative:
                 return f"{path} is {value}, which is negative"
     return None
 
