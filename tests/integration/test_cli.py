@@ -145,9 +145,13 @@ def test_diff_like_diff(quickstart_plan: tuple[Path, str], tmp_path: Path) -> No
     same = whale("diff", file, file)
     assert (same.exit_code, same.stdout) == (0, "no difference\n")
     other = tmp_path / "other.json"
-    other.write_text(json.dumps(json.loads(file.read_text()) | {"batch_size": 64}))
+    content = json.loads(file.read_text())
+    label = content["task_graphs"][0]["label"]
+    content["task_graphs"][0]["label"] = "other"
+    other.write_text(json.dumps(content))
     changed = whale("diff", file, other)
-    assert (changed.exit_code, changed.stdout) == (1, "batch_size: 32 -> 64\n")
+    said = f"task_graphs[0].label: {label} -> other\n"
+    assert (changed.exit_code, changed.stdout) == (1, said)
 
 
 @pytest.mark.usefixtures("here")
