@@ -12,19 +12,23 @@ import whale as wh
 class CutSum(nn.Module):
     """The sum over samples is one TaskGraph's, what divides it another one's."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 2, behind: int = 1) -> None:
         super().__init__()
+        self.before = before
+        self.behind = behind
         self.first = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        with wh.replicate(2):
+        with wh.replicate(self.before):
             total = self.first(x).square().sum()
-        with wh.replicate(1):
+        with wh.replicate(self.behind):
             return torch.tanh(x.new_ones(())) * total / x.shape[0]
 
 
 def test_a_cut_behind_a_sum_over_samples_of_several_devices_is_refused() -> None:
     """One device's part was taken for the whole sum (seed 2014: half of the loss, no message)."""
     with pytest.raises(ValueError, match="is a sum over samples, and stage 1"):
-        wh.plan(CutSum(), torch.randn(4, 4), cluster=3)
+        wh.plan(CutSum(2, 1), torch.randn(4, 4), cluster=3)
+    with pytest.raises(ValueError, match="is a sum over samples, and stage 1"):
+        wh.plan(CutSum(1, 2), torch.randn(4, 4), cluster=3)  # seed 3013: counted twice
     wh.plan(CutSum(), torch.randn(4, 4), cluster=1)

@@ -285,23 +285,25 @@ def _refuse_cut_sums(
     placement: Placement,
     device_of_stage: Sequence[int],
 ) -> None:
-    """Refuses a cut behind a sum over samples on several devices: each has the sum of its own
-    samples, and a value without a batch dim is sent by one of them.
+    """Refuses a cut behind a sum over samples next to a stage of several devices: each has the sum
+    of its own samples, and a value without a batch dim is sent by one of them, to all.
     """
     captured = problem.captured
     if any("all_reduce" in node.meta for node in captured.compute_nodes()):
         return  # sums over samples are all-reduced where they are taken
     for node, source, destination in assignment.crossings:
-        device = placement.virtual_devices[device_of_stage[source]]
-        is_alone = device.num_devices == 1 or device.grid is not None
-        if is_alone or problem.kinds[node] is not ValueKind.ACTIVATION:
+        if problem.kinds[node] is not ValueKind.ACTIVATION:
+            continue
+        ends = [placement.virtual_devices[device_of_stage[end]] for end in (source, destination)]
+        # several devices in front each have a part; several behind would each count the whole
+        if all(device.num_devices == 1 or device.grid is not None for device in ends):
             continue
         if batch_dim(node, captured.batch_symbol) is None:
             raise ValueError(
                 f"`{node.name}` ({user_line(node)}) is a sum over samples, and stage "
-                f"{destination} would read it from stage {source}, whose {device.num_devices} "
-                "devices each have the sum of their own samples. Try: put what reads the sum into "
-                "the same TaskGraph, or use fewer stages or chunks"
+                f"{destination} ({ends[1].num_devices} devices) would read it from stage {source} "
+                f"({ends[0].num_devices} devices), each of which has the sum of its own samples. "
+                "Try: put what reads the sum into the same TaskGraph, or use fewer stages or chunks"
             )
 
 
