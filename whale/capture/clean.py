@@ -45,10 +45,22 @@ class Capture:
     has_loss: bool = True
 
 
+def _complete_users(graph: Graph) -> None:
+    """Every node is among the users of its inputs.
+
+    `torch.export` forgets a user where it moves operations into the sub-graph of a `no_grad` block
+    (seen in 2.13), and erasing that user fails later.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+
+
 def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Capture:
     """The passes over the exported graph, in their order."""
     program = exported.program
     graph = program.graph_module.graph
+    _complete_users(graph)
     # first, so that all later passes see one flat graph
     inline_regions(program.graph_module)
     # assertions would tie their inputs to one stage, and hold for every batch that export accepts
