@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
@@ -32,3 +33,25 @@ def test_a_cut_behind_a_sum_over_samples_of_several_devices_is_refused() -> None
     with pytest.raises(ValueError, match="is a sum over samples, and stage 1"):
         wh.plan(CutSum(1, 2), torch.randn(4, 4), cluster=3)  # seed 3013: counted twice
     wh.plan(CutSum(), torch.randn(4, 4), cluster=1)
+
+
+class DeadBeforeNoGrad(nn.Module):
+    """An operation that nobody uses, and then a block without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        F.layer_norm(scaled, (6,))
+        with torch.no_grad():
+            cut = scaled * 2
+        return self.layer(cut).square().mean()
+
+
+def test_an_unused_operation_before_a_no_grad_block() -> None:
+    """`torch.export` forgets that it uses its input, and erasing it failed (seed 3009)."""
+    plan = wh.plan(DeadBeforeNoGrad(), torch.randn(4, 6), cluster=2)
+    assert plan.num_devices == 2
