@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import whale as wh
 from tests.unit.test_plan_files import grid, pipeline
 from whale.plans.plan import Plan
+from whale.plans.revise import revise
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 
@@ -60,6 +61,15 @@ def test_who_does_what_is_read(make: Any, tmp_path: Path, monkeypatch: pytest.Mo
     assert SampleMap.planned(loaded).num_by_rank() == samples
     assert [Shards(loaded).of(name) for name in loaded.holders] == shards
     assert wh.simulate(loaded).step_s == step_s
+
+
+def test_a_part_that_plans_do_not_have_is_refused() -> None:
+    """Exchanging it would change nothing, without a word."""
+    made = pipeline()
+    assert revise(made, notes=("other",)).notes == ("other",)
+    for name in ("device_second", "sums_s", "templates"):
+        with pytest.raises(TypeError, match=f"a plan has no part '{name}'"):
+            revise(made, **{name: ()})
 
 
 class Net(nn.Module):

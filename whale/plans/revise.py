@@ -1,5 +1,5 @@
-"""A plan with some of its parts exchanged, and everything that follows from them brought up to date:
-the samples of its ranks and the boxes of its tensors.
+"""A plan with some of its parts exchanged, and everything that follows from them brought up to
+date: the samples of its ranks and the boxes of its tensors.
 
 Adapting exchanges the times of devices, a rehearsal the model, a test whatever it needs. Parts are
 named as the properties of `Plan` name them, also where the plan stores them elsewhere.
@@ -24,9 +24,7 @@ from whale.plans.samples import with_samples
 from whale.plans.sharding import StoredLayout
 from whale.plans.virtual_devices import VirtualDevice
 
-DIVIDED_BY = frozenset(
-    ("virtual_devices", "batch_size", "num_micro_batch", "least_samples", "device_kinds")
-)
+DIVIDED_BY = frozenset(("virtual_devices", "batch_size", "num_micro_batch", "least_samples"))
 """parts that decide who gets which samples, with those of a device"""
 HELD_BY = frozenset(("virtual_devices", "holders", "shardings", "stages"))
 """parts that decide who holds what"""
@@ -38,16 +36,21 @@ OF_DEVICE = {
     "memory": "memory",
 }
 """values by rank -> field of `PlannedDevice`"""
+OWN_PARTS = frozenset(field.name for field in fields(Plan)) - {"templates"}
+TEMPLATE_PARTS = frozenset(field.name for field in fields(ReplicaTemplate))
+DERIVED_PARTS = frozenset(("holders", "virtual_devices"))
+"""properties of `Plan` that are made of several of its fields"""
 
 
 def revise(plan: Plan, **changes: Any) -> Plan:
-    """The plan with these parts."""
+    """The plan with these parts; raises TypeError for a part that plans do not have."""
+    unknown = changes.keys() - OF_DEVICE.keys() - OWN_PARTS - TEMPLATE_PARTS - DERIVED_PARTS
+    if unknown:
+        raise TypeError(f"a plan has no part {sorted(unknown)[0]!r}")
     by_rank = {OF_DEVICE[name]: changes[name] for name in changes.keys() & OF_DEVICE.keys()}
-    template = plan.template
-    names = {field.name for field in fields(ReplicaTemplate)}
-    template = replace(template, **{name: changes[name] for name in changes.keys() & names})
-    own = {field.name for field in fields(Plan)}
-    changed = replace(plan, **{name: changes[name] for name in changes.keys() & own})
+    of_template = {name: changes[name] for name in changes.keys() & TEMPLATE_PARTS}
+    template = replace(plan.template, **of_template)
+    changed = replace(plan, **{name: changes[name] for name in changes.keys() & OWN_PARTS})
     if by_rank:
         changed = with_devices(changed, by_rank)
     if "holders" in changes:
@@ -66,7 +69,7 @@ def revise(plan: Plan, **changes: Any) -> Plan:
 
 
 def replicas_on(devices: Sequence[VirtualDevice]) -> tuple[Replica, ...]:
-    """Alike model replicas on the ranks of these VirtualDevices; their samples are not divided yet."""
+    """Alike model replicas on the ranks of these VirtualDevices, without samples yet."""
     number = len(devices[0].ranks)
     return tuple(
         Replica(0, tuple(device.ranks[replica] for device in devices)) for replica in range(number)
@@ -74,7 +77,10 @@ def replicas_on(devices: Sequence[VirtualDevice]) -> tuple[Replica, ...]:
 
 
 def with_devices(plan: Plan, by_rank: Mapping[str, Sequence[Any]]) -> Plan:
-    """The plan with other values for fields of `PlannedDevice`, each by rank; empty: none is known."""
+    """The plan with other values for fields of `PlannedDevice`, each by rank.
+
+    An empty sequence means that no value is known.
+    """
     number = max([len(values) for values in by_rank.values()] + [plan.num_devices])
     if by_rank.get("kind"):
         number = len(by_rank["kind"])
