@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from whale.devices import BACKENDS
 from whale.distributed.hub import (
     DEATH,
     GRACE_S,
@@ -56,8 +57,7 @@ FOLLOWING = (
     "connection reset",
     "connection refused",
     "broken pipe",
-    "gloo",
-    "nccl",
+    *BACKENDS,
     "is gone or stuck",
 )
 """words in the messages of failed communication: the other side is the one to look at"""

@@ -294,7 +294,7 @@ def lower(
                 weights,
                 planned,
                 is_planned,
-                RealCommunication(groups.grid(device), ranks.device.backend),
+                RealCommunication(groups.grid(device), ranks.backend),
                 regions,
             )
             chunks[stage] = build_sharded_chunk(
