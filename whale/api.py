@@ -282,17 +282,18 @@ def _plan(
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
         )
     )
-    cut = next(
-        (
-            name
-            for sharding in made.shardings
-            for name, stored in sharding.stored.items()
-            if stored.is_cut
-        ),
-        None,
-    )
+    cut = _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
+
+
+def _first_cut_weight(plan: Plan) -> str | None:
+    """Name of a parameter that is stored in parts; None where all are whole."""
+    for sharding in plan.shardings:
+        for name, stored in sharding.stored.items():
+            if stored.is_cut:
+                return name
+    return None
 
 
 def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
@@ -302,7 +303,7 @@ def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
         raise ValueError(
             f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch "
             f"{chosen.batch_size}), this is {mine[:12]}. "
-            f"Make a new plan with wh.plan or `whale plan`"
+            "Try: a new plan by wh.plan or `whale plan`"
         )
     return chosen
 

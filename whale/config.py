@@ -147,7 +147,7 @@ class Config(BaseModel):
     """
 
     max_captures: Count = 16
-    """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one
+    """How many shapes of the batch (sequence lengths, say) are held as captured graphs; the one
     unused for longest goes first.
     """
 

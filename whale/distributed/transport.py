@@ -29,8 +29,8 @@ MOST_EXCHANGING = 16
 """ranks that exchange numbers through memory, each with each"""
 FIRST_EXCHANGE = 2**40
 """tags of these, beyond those of all messages"""
-ROOM_S = 1e-4
-"""how long to wait before looking again whether a ring has room"""
+FULL_RING_S = 1e-4
+"""how long to wait before looking again whether a full ring has free bytes"""
 GLOO_THREAD = "gloo_tcp_loop"
 """what gloo calls the thread that reads from its sockets"""
 
@@ -120,7 +120,7 @@ class Transport:
             )
 
     def send(self, tensor: Tensor, message: Message) -> None:
-        """Issues the message and returns; the tensor is kept until it has left."""
+        """Issues the message and returns; the tensor is held until it has left."""
         self._issue(tensor, message.peer, message.tag + self.epoch)
 
     def _issue(self, tensor: Tensor, peer: int, tag: int) -> None:
@@ -203,21 +203,20 @@ class Transport:
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
         """With a tag that no message has. Where the ring is full it waits, and takes in what others
-        send: they may wait for room, too.
+        send: their rings may be full, too.
         """
         start = time.perf_counter()
-        while not self._rings_to[peer].send_if_room(tensor, tag, enough_bytes):
+        while not self._rings_to[peer].send_if_free(tensor, tag, enough_bytes):
             gone = [other for other, ring in self._rings_from.items() if not ring.take_in()]
             waited_s = time.perf_counter() - start
             if peer in gone or waited_s > self.ranks.timeout.total_seconds():
                 raise RuntimeError(
-                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room in the memory that "
-                    f"it shares with rank {peer}: "
-                    f"that rank is gone or stuck"
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for free bytes in the memory "
+                    f"that it shares with rank {peer}: that rank is gone or stuck"
                 )
             for ring in self._rings_to.values():
                 ring.flush()
-            time.sleep(ROOM_S)
+            time.sleep(FULL_RING_S)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
         """The message of this tag."""

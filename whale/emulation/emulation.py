@@ -1,5 +1,5 @@
-"""One emulated job on one rank: how long its actions, messages and all-reduces take, what its memory
-holds, and what happened when.
+"""One emulated job on one rank: how long its actions, messages and all-reduces take, what its
+memory holds, and what happened when.
 """
 
 from __future__ import annotations

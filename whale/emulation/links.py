@@ -154,20 +154,20 @@ class AllReduceClock:
 
     def __init__(
         self,
-        sums: Sequence[AllReduce],
+        all_reduces: Sequence[AllReduce],
         ranks: Ranks,
         own_stages: Sequence[int],
         cluster: Cluster,
         cards: NetworkCards | None,
     ) -> None:
         """All ranks make it together, from the same all-reduces."""
-        for members in sorted({each.ranks for each in sums}):
-            ranks.group(
-                members
-            )  # on a grid the parts of a weight have groups that nothing else asks for
-        self._own = {
-            each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks
-        }
+        for members in sorted({each.ranks for each in all_reduces}):
+            # on a grid the parts of a weight have groups that nothing else asks for
+            ranks.group(members)
+        self._own: dict[AllReduce, set[int]] = {}
+        for each in all_reduces:
+            if ranks.rank in each.ranks:
+                self._own[each] = set(each.stages) & set(own_stages)
         self._ranks = ranks
         self._cards = cards
         self._host = cluster.devices[ranks.rank].host

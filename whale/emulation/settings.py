@@ -1,5 +1,5 @@
-"""What `whale run --emulate` passes on to its ranks, and how many ranks this machine can start. No torch:
-the command line reads it.
+"""What `whale run --emulate` passes on to its ranks, and how many ranks this machine can start.
+No torch: the command line reads it.
 """
 
 from __future__ import annotations

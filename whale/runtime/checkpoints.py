@@ -119,7 +119,7 @@ class Checkpoints:
         """Loads the latest good checkpoint and gives its step; None when there is none. Nothing
         changes unless all ranks could read all.
 
-        Where there are some and none can be loaded, it raises: going on from nothing would look
+        Where there are some and none can be loaded, it raises: starting from nothing would look
         like a resumed run.
         """
         ranks = self._job.ranks

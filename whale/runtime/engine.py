@@ -83,8 +83,8 @@ class Engine:
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one on every
-        rank, or one of `engine.loader`.
+        """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one
+        on every rank, or one of `engine.loader`.
         """
         with reporting(self._job.ranks.watch, f"step {self.step_count}"):
             return self._step(batch)
@@ -210,11 +210,11 @@ class Engine:
         when its stages read no input.
         """
         num_inputs = len(self._job.sample.tensors)
-        if not any(
-            place < num_inputs
-            for chunk in self._shapes.first.chunks.values()
-            for place in chunk.inputs
-        ):
+        places: set[int] = set()
+        for chunk in self._shapes.first.chunks.values():
+            places.update(chunk.inputs)
+        # places beyond are those of whole-mini-batch values, which every rank computes
+        if not any(place < num_inputs for place in places):
             return []
         return self._batches.own_samples(self._shapes.first, batch_size)
 
@@ -238,9 +238,8 @@ class Engine:
             raise ValueError(
                 f"engine.evaluate: a batch of {layout.batch_size} samples cannot be cut over "
                 f"{widest(self.plan)} devices, each needs one. "
-                f"Evaluate at least {widest(self.plan)} samples at a time: join this batch with "
-                "the one before, or repeat its last sample "
-                f"and leave that output out"
+                f"Try: at least {widest(self.plan)} samples at a time: join this batch with the "
+                "one before, or repeat its last sample and leave that output out"
             )
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
@@ -284,8 +283,8 @@ class Engine:
         training continues. All ranks must call it.
 
         `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns
-        when the checkpoint is in place and raises when it could not be written; training continues in
-        both cases.
+        when the checkpoint is in place and raises when it could not be written; training continues
+        in both cases.
         """
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))

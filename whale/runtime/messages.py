@@ -80,9 +80,8 @@ class Receive:
     def _post(self, state: Pass) -> None:
         assert state.transport is not None
         arrivals: list[Arrival] = []
-        wholes: dict[
-            int, Tensor
-        ] = {}  # by their slots: values that come in several messages, rows of each
+        # by their slots: values that come in several messages, rows of each
+        wholes: dict[int, Tensor] = {}
         for message, slots in zip(self.messages, self.slots, strict=True):
             buffer = None
             for piece, slot in zip(message.pieces, slots, strict=True):
@@ -113,9 +112,8 @@ class Receive:
                     if target.data_ptr() != tensor.data_ptr():
                         target.copy_(tensor)
                 elif slot in complete:
-                    complete[slot] = (
-                        complete[slot] + tensor
-                    )  # a value without batch dim, used by several devices
+                    # a value without batch dim, used by several devices
+                    complete[slot] = complete[slot] + tensor
                 else:
                     complete[slot] = tensor
         for message in self.arrived:

@@ -56,9 +56,8 @@ class Metrics:
     _started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        if (
-            self.tensorboard and importlib.util.find_spec("tensorboard") is None
-        ):  # on every rank, so that all refuse alike
+        # on every rank, so that all refuse alike
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 '"tensorboard": true needs the extra. Try: '
                 'pip install "whale-parallel[tensorboard]", or leave it out'
@@ -135,8 +134,9 @@ def _open_board(folder: Path) -> Any:
 
 
 def write_trace(path: str | Path, outcome: StepOutcome | None, ranks: Ranks) -> None:
-    """Writes the last step of all ranks as a Chrome trace, a row for each rank, on rank 0. Clocks are compared by wall time, so hosts
-    need a synchronised clock.
+    """Writes the last step of all ranks as a Chrome trace, a row for each rank, on rank 0.
+
+    Clocks are compared by wall time, so hosts need a synchronised clock.
     """
     if outcome is None:
         raise ValueError("there is no step to trace yet: call engine.step first")
