@@ -366,11 +366,11 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     if not ranks.is_distributed:
         return
     digests = ranks.gather(digest_weights(model))
-    different = {
-        name: [r for r, d in enumerate(digests) if d.get(name) != digests[0][name]]
-        for name in digests[0]
-    }
-    different = {name: which for name, which in different.items() if which}
+    different: dict[str, list[int]] = {}
+    for name, first in digests[0].items():
+        which = [rank for rank, own in enumerate(digests) if own.get(name) != first]
+        if which:
+            different[name] = which
     if not different:
         return
     if ranks.rank == 0:
@@ -406,8 +406,8 @@ def _config(config: Config | dict[str, Any] | None) -> Config:
 
 
 def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) -> Cluster:
-    """For planning alone: `whale plan --cluster` first, then what the script gives, else as many
-    devices as the job has.
+    """The cluster of a plan that is made without ranks: `whale plan --cluster` first, then what the
+    script gives, else as many devices as the job has.
     """
     if _session.planned_cluster is not None:
         return _session.planned_cluster

@@ -257,7 +257,9 @@ class Hub:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Also in forked children: their copies would hide the end of this process."""
+        """Closes all sockets; called in forked children, too, whose copies would hide the end of
+        this process.
+        """
         self._server.close()
         for seen in self._ranks.values():
             if seen.connection is not None:
@@ -381,6 +383,6 @@ def _open_server(is_local: bool) -> socket.socket:
 
 
 def print_message(text: str) -> None:
-    """In one write, so that it does not mix with the lines of other ranks."""
+    """Prints a line in one write, so that it does not mix with the lines of other ranks."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"whale: {text}\n".encode())

@@ -90,8 +90,8 @@ class Transport:
             _let_compute_go_first()
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
-        """Where messages are matched by order: a communicator for each direction of a pair, so that
-        a late receive never blocks a send.
+        """The group of one direction of a pair: where messages are matched by order, one of its
+        own, so that a late receive never blocks a send.
         """
         assert dist.group.WORLD is not None
         if self.ranks.backend.has_tags:
@@ -202,7 +202,7 @@ class Transport:
         )
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
-        """With a tag that no message has. Where the ring is full it waits, and takes in what others
+        """Sends with a tag that no message has. Where the ring is full it waits, and takes in what others
         send: their rings may be full, too.
         """
         start = time.perf_counter()
@@ -219,11 +219,11 @@ class Transport:
             time.sleep(FULL_RING_S)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
-        """The message of this tag."""
+        """Fills the buffer with the message of this tag, and waits for it."""
         self.wait(Arrival(None, buffer, peer, tag, description))
 
     def push_rings(self, peers: Iterable[int]) -> None:
-        """All packets to these have left; this rank may not come back for long."""
+        """Returns when all packets to these have left: this rank may not come back for long."""
         for peer in peers:
             self._rings_to[peer].push()
 
@@ -270,8 +270,8 @@ def _as_real(tensor: Tensor) -> Tensor:
 def _route(
     routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int
 ) -> tuple[dist.ProcessGroup, int]:
-    """To or from that peer. Only a batch of another shape can have an edge that the plan does not
-    have.
+    """The group that carries messages to or from that peer, and its rank in there. Only a batch of
+    another shape can have an edge that the plan does not have.
     """
     if peer not in routes:
         assert dist.group.WORLD is not None

@@ -44,7 +44,7 @@ class Settings:
 
     @staticmethod
     def of_this_job() -> Settings | None:
-        """None: the devices are real."""
+        """The settings of an emulated job; None where the devices are real."""
         text = os.environ.get(EMULATE_VARIABLE)
         return Settings(**json.loads(text)) if text else None
 

@@ -300,7 +300,7 @@ class WeightBackward:
 
 
 class Synchronise:
-    """All gradients of a stage are final."""
+    """Starts the all-reduce and the update of a stage whose gradients are final."""
 
     def __init__(self, action: Action) -> None:
         self.stage = action.stage

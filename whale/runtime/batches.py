@@ -121,8 +121,8 @@ class Batches:
             )
 
     def _note(self, shapes: Any) -> None:
-        """Between the steps at which values are compared, the watch still compares shapes: ranks
-        with different ones would hang.
+        """Passes the shapes to the watch, which compares them in every step, also where values are
+        not compared: ranks with different shapes would hang.
         """
         watch = self._job.ranks.watch
         if watch is not None and self._job.config.check_batches:

@@ -45,9 +45,11 @@ class Engine:
         self._shapes = Shapes(job)
         self._batches = Batches(job, self._shapes)
         self._held = self._held_parameters(self._shapes.first)
-        shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
-        for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
-            job.ranks.group(ranks)  # every rank makes every group, in the same order
+        groups: set[tuple[int, ...]] = set()
+        for name in self.plan.holders:
+            groups.update(shard.ranks for shard in job.shards.of(name) if len(shard.ranks) > 1)
+        for ranks in sorted(groups):  # every rank makes every group, in the same order
+            job.ranks.group(ranks)
         self._gradients = GradientSynchroniser(
             self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport, job.platform
         )
