@@ -140,6 +140,14 @@ def test_times_below_zero_are_refused_and_rounded_bytes_are_not(
         Plan.load(file)
 
 
+def test_buckets_of_no_bytes_are_refused(contents: list[str], tmp_path: Path) -> None:
+    data = json.loads(contents[0])
+    data["settings"]["bucket_bytes"] = 0
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="all-reduced in buckets of 0 bytes"):
+        Plan.load(tmp_path / "plan.json")
+
+
 def use(plan: Plan) -> None:
     console = Console(width=120, file=io.StringIO())
     print_plan(plan, console)

@@ -78,6 +78,8 @@ def _problems(plan: Plan) -> Iterator[str]:
     if len(plan.templates) > 1 or any(replica.template != 0 for replica in plan.replicas):
         yield "its model replicas differ, which this Whale does not run"
         return
+    if plan.settings.bucket_bytes < 1:
+        yield "its gradients are all-reduced in buckets of 0 bytes"
     yield from _devices(plan)
     yield from _stages(plan, template)
     yield from _crossings(template)
