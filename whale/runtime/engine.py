@@ -96,6 +96,7 @@ class Engine:
                 "engine.step needs an optimizer: pass optimizer=lambda params: "
                 "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
+        self._job.ranks.device.select()  # the graph names no device index: it means the current one
         platform = self._job.platform
         batch = platform.read_batch(batch)
         platform.begin_step()
@@ -236,6 +237,7 @@ class Engine:
     def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
+        self._job.ranks.device.select()
         layout, tensors = self._batches.for_evaluation(batch, self.step_count)
         if layout.batch_size < widest(self.plan):
             raise ValueError(
