@@ -137,6 +137,16 @@ class LocalDevice:
 
     # ---- random numbers
 
+    @property
+    def generator(self) -> str:
+        """What the numbers depend on that a seed gives: devices that differ in it draw different
+        large tensors. A GPU has a stream of numbers for each thread that it can run.
+        """
+        gpu = self.gpu_properties()
+        if gpu is None:
+            return self.type
+        return f"{self.type} {gpu.capability}, {gpu.num_multiprocessors} multiprocessors"
+
     def random_states(self) -> list[Tensor]:
         """State of every generator that `torch.manual_seed` sets: the CPU's, then the device's."""
         return [torch.random.get_rng_state()]
@@ -243,12 +253,13 @@ def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
     """The device of this process: of the type that is wanted, or with `auto` an accelerator where
     there is one.
 
-    `index`: its number among the accelerators that this process sees. Raises where the wanted type
-    is not there.
+    `index`: this process's number on its host. A launcher may show every process all accelerators
+    of the host, or each only its own; the index counts among those that it sees. Raises where the
+    wanted type is not there.
     """
     for kind in ACCELERATORS:
         if wanted in ("auto", kind.type) and kind.count() > 0:
-            return kind(index)
+            return kind(index % kind.count())
         if wanted == kind.type:
             raise ValueError(
                 f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device '

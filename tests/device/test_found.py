@@ -4,15 +4,53 @@ before it was mended. The row of the issue's table stands in each test.
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
-from tests.device.local_device import use_test_device
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import whale as wh
+from tests.device.collectives import BACKEND
+from tests.device.local_device import TESTCCL, use_test_device
 from tests.device.memory import NAME
+from tests.device.settings import settings
 from tests.integration.training import prepare_subject
-from tests.ranks import preload, run_ranks
+from tests.ranks import ModelServer, preload, run_ranks
+from whale.distributed.ranks import Ranks
+from whale.lowering.communication import RealCommunication
+from whale.lowering.subgroups import GridGroups
 from whale.planning.planner import fingerprint
+from whale.plans.grid import Grid
+from whale.plans.layout import Cut, whole
+from whale.sharding.emit import Special
 
 preload("tests.integration.training", "tests.device.test_found")
+WIDTH = 512
+"""a layer has more weights than a GPU has threads"""
+BATCH_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    """Forks ranks that have the test device."""
+    with ModelServer(use_test_device) as found:
+        yield found
+
+
+def _batch(step: int = 0) -> Tensor:
+    return torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _loss(output: Tensor, batch: Tensor) -> Tensor:
+    return (output - batch).square().mean()
 
 
 # ---- row 1: devices in captured graphs
@@ -34,3 +72,60 @@ def test_a_plan_made_on_the_cpu_fits_on_the_device(name: str) -> None:
     """Row 1: GPT-2 makes its positions on the device of its input."""
     ((on_cpu, on_device),) = run_ranks(_fingerprints, 1, name)
     assert on_cpu == on_device
+
+
+# ---- row 3: random numbers of different GPUs
+
+
+def _large() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def _weights_of_different_gpus(_: None) -> dict[str, Tensor]:
+    """This rank's weights after two steps; the ranks have different GPUs."""
+    settings.num_multiprocessors = (80, 68)[dist.get_rank()]
+    wh.init({"check_replicas": 0})
+    engine = wh.parallelize(_large, _batch(), optimizer=_sgd, loss=_loss)
+    for step in range(2):
+        engine.step(_batch(step))
+    return {name: tensor.detach().cpu() for name, tensor in engine.named_parameters()}
+
+
+def test_initial_weights_do_not_depend_on_the_gpu(server: ModelServer) -> None:
+    """Row 3."""
+    first, second = server.run(_weights_of_different_gpus, 2, backend=BACKEND)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def _dropout_of_a_whole_tensor(_: None) -> tuple[Tensor, Tensor]:
+    """Dropout on a grid of two different GPUs that both have the whole tensor, and its gradient."""
+    settings.num_multiprocessors = (80, 68)[dist.get_rank()]
+    ranks = Ranks()
+    grid = Grid(1, 2, 1)
+    layout = whole([Cut(WIDTH), Cut(WIDTH)])
+    graph = Graph()
+    node = graph.call_function(torch.ops.aten.dropout.default, (graph.placeholder("x"), 0.5, True))
+    for each in graph.nodes:
+        each.meta["val"] = torch.empty(WIDTH, WIDTH, device="meta")
+    special = Special("random", node, (), (layout,), (layout,), 0)
+    draws_alike = len(set(ranks.generators)) == 1
+    groups = GridGroups(grid, ranks.rank, {}, {})
+    run = RealCommunication(groups, TESTCCL, draws_alike).operation(special)
+    x = torch.ones(WIDTH, WIDTH, device=NAME, requires_grad=True)
+    torch.manual_seed(3)  # the seed of the chunk
+    result = run(x)
+    result.sum().backward()
+    assert x.grad is not None
+    return result.detach().cpu(), x.grad.cpu()
+
+
+def test_dropout_of_holders_that_must_agree_does_not_depend_on_the_gpu(
+    server: ModelServer,
+) -> None:
+    """Row 3."""
+    (first, gradient), (second, _) = server.run(_dropout_of_a_whole_tensor, 2, backend=BACKEND)
+    assert torch.equal(first, second)
+    assert torch.equal(first, gradient)
+    assert set(first.unique().tolist()) == {0.0, 2.0}
+    assert float(first.mean()) == pytest.approx(1.0, abs=0.02)
