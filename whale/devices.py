@@ -121,6 +121,10 @@ class LocalDevice:
         except (OSError, KeyError, ValueError):
             return host_memory_bytes()  # not Linux
 
+    def reserved_memory_bytes(self) -> int:
+        """Bytes of an accelerator that torch's allocator holds for this process; 0 on the CPU."""
+        return 0
+
     def peak_memory_bytes(self) -> int:
         """Most bytes in use so far: of torch's allocator on an accelerator, else of the process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -192,6 +196,9 @@ class CudaDevice(LocalDevice):
 
     def free_memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.name)[0])
+
+    def reserved_memory_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.name))
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.name))

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import whale as wh
+from tests.device import streams
 from tests.device.collectives import BACKEND
 from tests.device.local_device import TESTCCL, use_test_device
 from tests.device.memory import NAME
 from tests.device.settings import settings
+from tests.device.streams import counters
 from tests.integration.training import prepare_subject
-from tests.ranks import ModelServer, preload, run_ranks
+from tests.ranks import ModelServer, RankError, preload, run_ranks
 from whale.distributed.ranks import Ranks
 from whale.lowering.communication import RealCommunication
 from whale.lowering.subgroups import GridGroups
@@ -129,3 +131,36 @@ def test_dropout_of_holders_that_must_agree_does_not_depend_on_the_gpu(
     assert torch.equal(first, gradient)
     assert set(first.unique().tolist()) == {0.0, 2.0}
     assert float(first.mean()) == pytest.approx(1.0, abs=0.02)
+
+
+def _draw_on_the_gpu(module: nn.Module, name: str) -> None:
+    """A user's `init=` that draws on the device."""
+    if isinstance(module, nn.Linear):
+        module.weight.copy_(torch.rand(WIDTH, WIDTH, device=NAME))
+        module.bias.zero_()
+
+
+def _checked(_: None, multiprocessors: tuple[int, int], num_steps: int) -> int:
+    """Trains with a check after every step; number of times that the host waited for it."""
+    settings.num_multiprocessors = multiprocessors[dist.get_rank()]
+    wh.init({"check_replicas": 1})
+    engine = wh.parallelize(_large, _batch(), optimizer=_sgd, loss=_loss, init=_draw_on_the_gpu)
+    before = sum(number for line, number in counters.host_waits.items() if "replicas.py" in line)
+    for step in range(num_steps):
+        engine.step(_batch(step))
+    streams.synchronize()
+    waits = sum(number for line, number in counters.host_waits.items() if "replicas.py" in line)
+    return waits - before
+
+
+def test_replicas_that_differ_are_found_at_the_start(server: ModelServer) -> None:
+    """Row 3: an initialisation of the user's own that draws on different GPUs."""
+    with pytest.raises(
+        RankError, match=r"before the first step, weights .* differ: (0|2)\.weight on rank 1 by"
+    ):
+        server.run(_checked, 2, (80, 68), 1, backend=BACKEND)
+
+
+def test_a_check_of_replicas_waits_once(server: ModelServer) -> None:
+    """Row 3: for the check of the step before, whatever the number of parameters."""
+    assert server.run(_checked, 2, (80, 80), 4, backend=BACKEND) == [3, 3]

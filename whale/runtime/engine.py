@@ -24,6 +24,7 @@ from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
 from whale.runtime.metrics import Shares, open_metrics, write_trace
+from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
@@ -55,6 +56,8 @@ class Engine:
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
+        self._replicas = ReplicaCheck(job.weights, job.shards, job.ranks, job.config.check_replicas)
+        self._replicas.check()
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the
         last step
@@ -128,6 +131,7 @@ class Engine:
         platform.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
+        self._replicas.after_step(self.step_count)
         self._trained = lowered.trained
         self.peak_in_flight = outcome.peak_in_flight
         self._last_outcome = outcome
