@@ -24,6 +24,8 @@ TRANSFERS_PER_CLOCK = 2
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""
+FIRST_WITH_TF32 = (8, 0)
+"""compute capability of the first GPUs that have it (Ampere)"""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """environment variable that hides accelerators from processes that are started later"""
 
@@ -167,6 +169,16 @@ class LocalDevice:
 
     # ---- arithmetic
 
+    @property
+    def has_tf32(self) -> bool:
+        """Whether float32 products may run in TF32, which has 10 bits of mantissa."""
+        gpu = self.gpu_properties()
+        return gpu is not None and gpu.capability >= FIRST_WITH_TF32
+
+    def forbid_tf32(self) -> None:
+        """From here on float32 products and convolutions of this process run in float32."""
+        torch.set_float32_matmul_precision("highest")
+
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
         """Whether float32 products inside may use TF32 arithmetic, where the device has it."""
@@ -233,6 +245,10 @@ class CudaDevice(LocalDevice):
     def fork_random(self) -> Iterator[None]:
         with torch.random.fork_rng([torch.device(self.name)], device_type=self.type):
             yield
+
+    def forbid_tf32(self) -> None:
+        super().forbid_tf32()
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
 
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:

@@ -16,13 +16,14 @@ from torch.fx import Graph
 import whale as wh
 from tests.device import streams
 from tests.device.collectives import BACKEND
-from tests.device.local_device import TESTCCL, use_test_device
+from tests.device.local_device import TESTCCL, TestGpu, use_test_device
 from tests.device.memory import NAME
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.integration.training import prepare_subject
 from tests.ranks import ModelServer, RankError, preload, run_ranks
 from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
 from whale.lowering.communication import RealCommunication
 from whale.lowering.subgroups import GridGroups
 from whale.planning.planner import fingerprint
@@ -164,3 +165,74 @@ def test_replicas_that_differ_are_found_at_the_start(server: ModelServer) -> Non
 def test_a_check_of_replicas_waits_once(server: ModelServer) -> None:
     """Row 3: for the check of the step before, whatever the number of parameters."""
     assert server.run(_checked, 2, (80, 80), 4, backend=BACKEND) == [3, 3]
+
+
+# ---- row 11: edges outside the plan
+
+
+def _message_of_another_edge(_: None) -> tuple[float, float]:
+    """A message from rank 0 to rank 2, which the plan has no edge for, beside a collective of all
+    ranks that they call in different orders: (the message's value, the sum of the collective).
+    """
+    ranks = Ranks()
+    transport = Transport(ranks, {(0, 1)})
+    transport.open({(0, 2)})
+    transport.begin()
+    total = torch.ones(2, device=NAME)
+    value = torch.full((3,), 7.0 if ranks.rank == 0 else 0.0, device=NAME)
+    if ranks.rank == 0:
+        transport._issue(value, 2, 0)
+    work = dist.all_reduce(total, async_op=True)
+    assert work is not None
+    if ranks.rank == 2:
+        group, place = transport._from[0]
+        group.recv([value], place, 0).wait()
+    work.wait()
+    transport.drain()
+    streams.synchronize()
+    return value.sum().item(), total.sum().item()
+
+
+def test_edges_outside_the_plan_have_channels_of_their_own(server: ModelServer) -> None:
+    """Row 11: in the group of all ranks the message would meet their collective."""
+    found = server.run(_message_of_another_edge, 3, backend=BACKEND, timeout_s=20)
+    assert found == [(21.0, 6.0), (0.0, 6.0), (21.0, 6.0)]
+
+
+# ---- row "low": one precision for all ranks
+
+
+def _with_precision(
+    _: None, precisions: tuple[str, str], have_tf32: tuple[bool, bool]
+) -> tuple[str, list[str]]:
+    """The precision that the job has, and what its plan notes."""
+    rank = dist.get_rank()
+    torch.set_float32_matmul_precision(precisions[rank])
+    TestGpu.has_tf32 = have_tf32[rank]  # type: ignore[method-assign, assignment]
+    wh.init()
+    engine = wh.parallelize(_large, _batch(), optimizer=_sgd, loss=_loss)
+    notes = [note for note in engine.plan.notes if "float32" in note]
+    return torch.get_float32_matmul_precision(), notes
+
+
+def test_different_precisions_are_refused_by_name(server: ModelServer) -> None:
+    with pytest.raises(
+        RankError, match=r"precision\(\) differs .* rank 0 has 'highest', rank 1 has 'high'"
+    ):
+        server.run(_with_precision, 2, ("highest", "high"), (True, True), backend=BACKEND)
+
+
+def test_generations_with_and_without_tf32_compute_alike(server: ModelServer) -> None:
+    for precision, notes in server.run(
+        _with_precision, 2, ("high", "high"), (True, False), backend=BACKEND
+    ):
+        assert precision == "highest"
+        assert notes == [
+            'float32 products have precision "highest" on all devices, without TF32: rank 1 has no '
+            "TF32"
+        ]
+
+
+def test_the_plan_says_which_precision(server: ModelServer) -> None:
+    for _, notes in server.run(_with_precision, 2, ("high", "high"), (True, True), backend=BACKEND):
+        assert notes == ['float32 products have precision "high" on all devices, as torch was told']
