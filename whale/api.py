@@ -184,6 +184,7 @@ def parallelize(
     ranks = _ranks()
     ranks.start_watch()
     _check_same_job(ranks, config)
+    precision = _one_precision(ranks)
     platform = platform_of_this_job(ranks)
     devices = platform.cluster(chosen_cluster(cluster, _session.cluster, config.cluster))
     built: torch.nn.Module | None = None
@@ -211,6 +212,8 @@ def parallelize(
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
                 chosen = _plan(built, prepared, devices, config, layout, ratio, optimizer)
+                if precision is not None:
+                    chosen = replace(chosen, notes=(*chosen.notes, precision))
     chosen = ranks.from_first(chosen)
     assert chosen is not None
     _check_num_devices(chosen, ranks)
@@ -335,6 +338,28 @@ def _check_same_job(ranks: Ranks, config: Config) -> None:
     ranks.agree("the config", config.to_dict(), "Give every rank the same wh.Config")
     versions = {"torch": torch.__version__}
     ranks.agree("the software", versions, "Install the same versions on every host")
+
+
+def _one_precision(ranks: Ranks) -> str | None:
+    """Sees to it that float32 products round alike on all ranks; gives what the plan says about it,
+    None where it is what torch does by default.
+    """
+    precision = torch.get_float32_matmul_precision()
+    ranks.agree(
+        "torch.get_float32_matmul_precision()",
+        precision,
+        "Call torch.set_float32_matmul_precision with the same value on every rank",
+    )
+    have_tf32 = ranks.gather(ranks.device.has_tf32)
+    if any(have_tf32) and not all(have_tf32):
+        ranks.device.forbid_tf32()
+        return (
+            'float32 products have precision "highest" on all devices, without TF32: rank '
+            f"{have_tf32.index(False)} has no TF32"
+        )
+    if precision != "highest":
+        return f'float32 products have precision "{precision}" on all devices, as torch was told'
+    return None
 
 
 def _weights(

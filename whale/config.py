@@ -197,6 +197,11 @@ class Config(BaseModel):
     the same mini-batch.
     """
 
+    check_replicas: Annotated[Whole, Field(ge=0)] = 100
+    """Every so many steps, and at the start, holders of the same weights compare a hash of them:
+    rounding is made good and logged, more ends the job. 0: never.
+    """
+
     device: DeviceType = "auto"
     """Where to run: `cuda`, `cpu`, or `auto`, which takes an accelerator when there is one."""
 

@@ -24,6 +24,8 @@ TRANSFERS_PER_CLOCK = 2
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""
+FIRST_WITH_TF32 = (8, 0)
+"""compute capability of the first GPUs that have it (Ampere)"""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """environment variable that hides accelerators from processes that are started later"""
 
@@ -121,6 +123,10 @@ class LocalDevice:
         except (OSError, KeyError, ValueError):
             return host_memory_bytes()  # not Linux
 
+    def reserved_memory_bytes(self) -> int:
+        """Bytes of an accelerator that torch's allocator holds for this process; 0 on the CPU."""
+        return 0
+
     def peak_memory_bytes(self) -> int:
         """Most bytes in use so far: of torch's allocator on an accelerator, else of the process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -137,6 +143,16 @@ class LocalDevice:
 
     # ---- random numbers
 
+    @property
+    def generator(self) -> str:
+        """What the numbers depend on that a seed gives: devices that differ in it draw different
+        large tensors. A GPU has a stream of numbers for each thread that it can run.
+        """
+        gpu = self.gpu_properties()
+        if gpu is None:
+            return self.type
+        return f"{self.type} {gpu.capability}, {gpu.num_multiprocessors} multiprocessors"
+
     def random_states(self) -> list[Tensor]:
         """State of every generator that `torch.manual_seed` sets: the CPU's, then the device's."""
         return [torch.random.get_rng_state()]
@@ -152,6 +168,16 @@ class LocalDevice:
             yield
 
     # ---- arithmetic
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether float32 products may run in TF32, which has 10 bits of mantissa."""
+        gpu = self.gpu_properties()
+        return gpu is not None and gpu.capability >= FIRST_WITH_TF32
+
+    def forbid_tf32(self) -> None:
+        """From here on float32 products and convolutions of this process run in float32."""
+        torch.set_float32_matmul_precision("highest")
 
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
@@ -182,6 +208,9 @@ class CudaDevice(LocalDevice):
 
     def free_memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.name)[0])
+
+    def reserved_memory_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.name))
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.name))
@@ -217,6 +246,10 @@ class CudaDevice(LocalDevice):
         with torch.random.fork_rng([torch.device(self.name)], device_type=self.type):
             yield
 
+    def forbid_tf32(self) -> None:
+        super().forbid_tf32()
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
+
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
         before = torch.backends.cuda.matmul.allow_tf32
@@ -243,12 +276,13 @@ def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
     """The device of this process: of the type that is wanted, or with `auto` an accelerator where
     there is one.
 
-    `index`: its number among the accelerators that this process sees. Raises where the wanted type
-    is not there.
+    `index`: this process's number on its host. A launcher may show every process all accelerators
+    of the host, or each only its own; the index counts among those that it sees. Raises where the
+    wanted type is not there.
     """
     for kind in ACCELERATORS:
         if wanted in ("auto", kind.type) and kind.count() > 0:
-            return kind(index)
+            return kind(index % kind.count())
         if wanted == kind.type:
             raise ValueError(
                 f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device '

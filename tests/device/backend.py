@@ -90,7 +90,8 @@ class DeviceModule:
         forget_peak()
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        return settings.memory_bytes - used_memory().now_bytes, settings.memory_bytes
+        free = settings.memory_bytes - settings.occupied_bytes - used_memory().now_bytes
+        return free, settings.memory_bytes
 
     def empty_cache(self) -> None:
         pass

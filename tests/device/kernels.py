@@ -256,9 +256,10 @@ def _copy_to_device(source: torch.Tensor, target: torch.Tensor, non_blocking: bo
 
 def _copy_to_host(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
     here = bytes_of(source)
+    there = target.detach()  # the stream's thread knows nothing of `no_grad`
     if non_blocking and target.is_floating_point():
-        target.fill_(float("nan"))  # what is read before the copy has run
-    launch("copy to host", lambda: target.copy_(here), [source], [])
+        there.fill_(float("nan"))  # what is read before the copy has run
+    launch("copy to host", lambda: there.copy_(here), [source], [])
     if not non_blocking:
         host_waits("copy to host")
 
@@ -282,10 +283,15 @@ def _set(
 
 
 def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
-    """A tensor of another size gets other memory."""
+    """A tensor of another size gets other memory, with the values that it had."""
     shape = torch.empty([int(number) for number in size], device="meta")
     if tuple(tensor.size()) != tuple(shape.size()):
         fresh = allocate(shape.size(), shape.stride(), tensor.dtype)
+        kept = min(tensor.numel(), fresh.numel())
+        if kept:
+            here = bytes_of(tensor).reshape(-1)[:kept]
+            there = bytes_of(fresh).reshape(-1)[:kept]
+            launch("resize", lambda: there.copy_(here), [tensor], [fresh])
         _set(tensor, fresh.untyped_storage(), 0, list(shape.size()), list(shape.stride()))
     return tensor
 

@@ -38,6 +38,9 @@ class TestGpu(LocalDevice):
     def free_memory_bytes(self) -> int:
         return int(torch.get_device_module(NAME).mem_get_info()[0])
 
+    def reserved_memory_bytes(self) -> int:
+        return int(torch.get_device_module(NAME).memory_allocated())
+
     def peak_memory_bytes(self) -> int:
         return int(torch.get_device_module(NAME).max_memory_allocated())
 

@@ -22,6 +22,8 @@ class Settings:
     """large random tensors depend on it, as on CUDA"""
     memory_bytes: int = 10**12
     """allocations beyond it raise `torch.OutOfMemoryError`"""
+    occupied_bytes: int = 0
+    """of the memory: the driver's context, communicators, other processes"""
     float32_precision: str = "highest"
     """what `torch.get_float32_matmul_precision` gives on this device's host"""
 

@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from whale.annotation import FORWARD_TAG, Mark, marks_by_module
 from whale.capture.batch import MIN_SAMPLES, BatchLayout
@@ -72,6 +73,7 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
     # only now: in a graph with writes an alias or a detach is not superfluous
     simplify(graph)
     num_products = use_expert_mm(graph)
+    forget_device_indices(graph)
     _strip_names(graph)
     inputs = zip(graph.find_nodes(op="placeholder"), layout.tensors, strict=True)
     batched = next(node for node, tensor in inputs if tensor.batched)
@@ -160,6 +162,21 @@ def _lower_state(
         old.replace_all_uses_with(nodes[name])
         graph.erase_node(old)
     return state, constants
+
+
+def forget_device_indices(graph: Graph) -> None:
+    """Operations that name a device (`arange(..., device=x.device)`) name only its type.
+
+    Fake tensors lie on the device that is current while the model is captured, `cuda:<local rank>`;
+    the same graph runs on every rank, each on its own current device.
+    """
+    for node in graph.nodes:
+        node.args = map_aggregate(node.args, _without_index)  # type: ignore[assignment]
+        node.kwargs = map_aggregate(node.kwargs, _without_index)  # type: ignore[assignment]
+
+
+def _without_index(value: Any) -> Any:
+    return torch.device(value.type) if isinstance(value, torch.device) else value
 
 
 def _strip_names(graph: Graph) -> None:

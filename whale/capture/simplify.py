@@ -1,6 +1,8 @@
 """The pass that removes from a captured graph what costs time and changes nothing.
 
 - Operations that only hand on their input are skipped.
+- A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
+  so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is
   traced, a model cannot know that its mask is only this and writes it out, which makes attention
   slower than in the eager model. Models of `transformers` also look for several texts packed into
@@ -47,6 +49,9 @@ def simplify(graph: Graph) -> None:
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
                 other_strides.update(node.users)
         equal = None if node.meta.get(FINAL_VALUE) else _equal_node(node, carriers)
+        if equal is None and not keep_strides and _is_copy_of_attention(node):
+            other_strides.update(node.users)
+            equal = node.all_input_nodes[0]
         if equal is None:
             continue
         # a `cat` always gives a contiguous tensor, its only part may be none
@@ -103,6 +108,20 @@ def _equal_node(node: Node, carriers: set[Node]) -> Node | None:
         return source if _same_shape(source, node) else None
     # contiguous changes strides, which some kernels care about, so it stays
     return None if name == "contiguous" else returned_argument(node)
+
+
+def _is_copy_of_attention(node: Node) -> bool:
+    """Whether this is a `contiguous` between the heads of attention and a reshape that joins them.
+
+    The kernel decides in which order attention's result lies in memory, and so whether the copy is
+    one: kernels of CPUs and of GPUs differ, and on some the call does not even show in the graph.
+    """
+    if aten_name(node) != "contiguous" or any(user.target not in RESHAPES for user in node.users):
+        return False
+    heads = node.all_input_nodes[0]
+    return aten_name(heads) in ("transpose", "permute") and (
+        aten_name(heads.all_input_nodes[0]) == "scaled_dot_product_attention"
+    )
 
 
 def _same_shape(first: Node, second: Node) -> bool:

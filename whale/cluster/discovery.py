@@ -21,6 +21,10 @@ logger = logging.getLogger("whale")
 # table of arithmetic instructions in NVIDIA's CUDA programming guide.
 LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 LANES_OF_NEWER = 128
+RESERVE = 0.05
+"""part of a GPU's memory that no plan uses: communicators that are made later, workspaces of
+libraries, and what the allocator cannot give out in one piece
+"""
 
 
 def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
@@ -35,17 +39,53 @@ def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
 
 
 def this_kind(device: LocalDevice, num_local_ranks: int = 1) -> DeviceKind:
-    """The kind of the device that this process runs on. CPU ranks of one host share its memory."""
+    """The kind of the device that this process runs on, with the memory that a plan may use. CPU
+    ranks of one host share its memory.
+    """
     gpu = device.gpu_properties()
     if gpu is not None:
-        return kind_of_gpu(gpu)
+        return replace(kind_of_gpu(gpu), memory_bytes=usable_memory_bytes(device, gpu))
     return replace(device_kind("CPU"), memory_bytes=host_memory_bytes() // num_local_ranks)
+
+
+def usable_memory_bytes(device: LocalDevice, gpu: GpuProperties) -> int:
+    """Bytes that a plan may use: those that are free after the start, less a reserve.
+
+    The driver's context, communicators and other processes take theirs before. What torch holds
+    already counts as free: the model that is there is the one to be planned.
+    """
+    free = device.free_memory_bytes() + device.reserved_memory_bytes()
+    return max(0, free - round(RESERVE * gpu.memory_bytes))
+
+
+def with_least_memory(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
+    """Devices that are the same but for a little memory, as the free memory of equal GPUs is, all
+    with the least of it: the planner then sees equal devices.
+    """
+    most: dict[DeviceKind, int] = {}
+    for kind in kinds:
+        alike = replace(kind, memory_bytes=0)
+        most[alike] = max(most.get(alike, 0), kind.memory_bytes)
+
+    def is_close(kind: DeviceKind) -> bool:
+        return kind.memory_bytes >= (1 - RESERVE) * most[replace(kind, memory_bytes=0)]
+
+    least = dict(most)
+    for kind in kinds:
+        if is_close(kind):
+            alike = replace(kind, memory_bytes=0)
+            least[alike] = min(least[alike], kind.memory_bytes)
+    return [
+        replace(kind, memory_bytes=least[replace(kind, memory_bytes=0)]) if is_close(kind) else kind
+        for kind in kinds
+    ]
 
 
 def discovered(places: Sequence[Place], kinds: Sequence[DeviceKind]) -> Cluster:
     """The cluster of ranks that run at these places on these kinds of devices. Links are assumed:
     nothing was measured.
     """
+    kinds = with_least_memory(kinds)
     unknown = Counter(kind.name for kind in kinds if not _is_built_in(kind))
     for name, number in unknown.items():
         logger.warning(

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,13 @@ class Ranks:
                 else dist.new_group(list(key[0]), timeout=self.timeout, sort_ranks=False)
             )
         return self._groups[key]
+
+    @cached_property
+    def generators(self) -> list[str]:
+        """What random numbers depend on, by rank (`LocalDevice.generator`). All ranks must ask for
+        it the first time together.
+        """
+        return self.gather(self.device.generator)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, on every rank. For small things at set-up."""

@@ -71,6 +71,7 @@ class Transport:
         self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
         """for each peer: the group that carries messages to it, and its rank in there"""
         self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._opened: set[tuple[int, int]] = set()
         self._num_passes = 0
         self._exchange: Callable[[], Tensor] | None = None
         everyone = (
@@ -80,14 +81,22 @@ class Transport:
         )
         self._rings_to, self._rings_from = connect(ranks, [*pairs, *everyone], share_memory)
         self.collectives = SameHostCollectives(self)
-        for source, destination in pairs:
-            group = self._channel(source, destination)
-            if ranks.rank == source:
-                self._to[destination] = (group, dist.get_group_rank(group, destination))
-            elif ranks.rank == destination:
-                self._from[source] = (group, dist.get_group_rank(group, source))
+        self.open(pairs)
         if ranks.backend.has_tags:
             _let_compute_go_first()
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Channels for messages between these (source, destination) ranks, as far as there are none
+        yet: a batch of another shape, or an evaluation, may have edges that the plan does not have.
+        All ranks call it with the same pairs.
+        """
+        for source, destination in sorted(set(pairs) - self._opened):
+            self._opened.add((source, destination))
+            group = self._channel(source, destination)
+            if self.ranks.rank == source:
+                self._to[destination] = (group, dist.get_group_rank(group, destination))
+            elif self.ranks.rank == destination:
+                self._from[source] = (group, dist.get_group_rank(group, source))
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
         """The group of one direction of a pair: where messages are matched by order, one of its
@@ -128,14 +137,14 @@ class Transport:
         if ring is not None:
             ring.send(tensor, tag)
             return
-        group, place = _route(self._to, peer)
+        group, place = self._to[peer]
         self._outgoing[peer, tag] = (group.send([_as_real(tensor)], place, tag), tensor)
 
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
         tag = message.tag + self.epoch
         work = None
         if message.peer not in self._rings_from:
-            group, place = _route(self._from, message.peer)
+            group, place = self._from[message.peer]
             work = group.recv([_as_real(buffer)], place, tag)
         return Arrival(work, buffer, message.peer, tag, description)
 
@@ -265,15 +274,3 @@ def _let_compute_go_first() -> None:
 def _as_real(tensor: Tensor) -> Tensor:
     """A view: NCCL knows no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _route(
-    routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int
-) -> tuple[dist.ProcessGroup, int]:
-    """The group that carries messages to or from that peer, and its rank in there. Only a batch of
-    another shape can have an edge that the plan does not have.
-    """
-    if peer not in routes:
-        assert dist.group.WORLD is not None
-        routes[peer] = (dist.group.WORLD, peer)
-    return routes[peer]

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from whale.capture.graph import user_line
-from whale.compat import schema
+from whale.compat import pytree, schema
 from whale.devices import Backend, device_of
 from whale.lowering.exchange import Groups, exchange
 from whale.lowering.sharded_experts import ExpertProduct, Experts, grouped_mm_of_same_tokens
@@ -42,6 +42,8 @@ class RealCommunication:
 
     own: GridGroups
     backend: Backend
+    draws_alike: bool = True
+    """all devices of the grid draw the same random numbers from a seed"""
 
     @property
     def grid(self) -> Grid:
@@ -265,6 +267,8 @@ def _replicas(special: Special, around: RealCommunication) -> Callable[..., Any]
 #     hash(chunk's seed, number of the operation, coordinates on the axes that cut its result)
 #
 # and leaves the stream of the chunk as it was, so that operations do not depend on each other.
+# Different GPUs give different numbers for the same seed; where some that must agree are in a grid,
+# the CPU's generator draws for them.
 
 
 @dataclass(frozen=True)
@@ -309,6 +313,8 @@ def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
     number = next(place for place, other in enumerate(node.graph.nodes) if other is node)
     draw = Draw.of(number, output, around.grid, around.place)
     shape = list(output.local_shape(around.grid, around.place))
+    must_agree = any(axis not in output.sharded for axis in around.grid.axes)
+    call = _on_the_cpu if must_agree and not around.draws_alike else _as_it_is
 
     def run(*tensors: Tensor) -> Any:
         remaining = iter(tensors)
@@ -321,9 +327,33 @@ def _random(special: Special, around: RealCommunication) -> Callable[..., Any]:
         )
         device = tensors[0].device if tensors else torch.device(node.kwargs.get("device") or "cpu")  # type: ignore[arg-type]
         with drawing(draw, device):
-            return node.target(*arguments, **map_arg(node.kwargs, replaced))  # type: ignore[operator]
+            return call(node.target, arguments, map_arg(node.kwargs, replaced), device)
 
     return run
+
+
+def _as_it_is(target: Any, args: tuple[Any, ...], kwargs: Any, device: torch.device) -> Any:
+    return target(*args, **kwargs)
+
+
+def _on_the_cpu(target: Any, args: tuple[Any, ...], kwargs: Any, device: torch.device) -> Any:
+    """What the operation gives with numbers of the CPU's generator. Of dropout only the mask is
+    made there; anything else runs there as a whole, which waits for the device.
+    """
+    if target is torch.ops.aten.dropout.default:
+        x, probability, is_training = args
+        if not is_training or probability in (0.0, 1.0):
+            return target(*args)
+        mask = torch.empty(x.shape, dtype=x.dtype).bernoulli_(1.0 - probability)
+        return x * mask.div_(1.0 - probability).to(device, non_blocking=True)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    drawn = target(*pytree.tree_map(moved, args), **pytree.tree_map(moved, kwargs))
+    return pytree.tree_map(lambda value: value.to(device), drawn)
 
 
 def _is_size(value: Any) -> bool:

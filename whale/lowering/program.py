@@ -287,6 +287,8 @@ def lower(
     for node in prepared.outputs:
         outputs.setdefault(assignment.result_stage[node], []).append(node)
     is_planned = fingerprint(prepared.captured) == plan.model
+    generators = ranks.generators  # on every rank, whether or not it has a grid
+    _, replica, _ = plan.place_of_rank(ranks.rank)
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
@@ -294,13 +296,13 @@ def lower(
         regions = _regions(plan, assignment, prepared, stage, is_planned)
         if plan.virtual_devices[device].grid is not None:
             planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
-            on_grid = OnGrid(
-                weights,
-                planned,
-                is_planned,
-                RealCommunication(groups.grid(device), ranks.backend),
-                regions,
+            members = plan.virtual_devices[device].ranks[replica]
+            communication = RealCommunication(
+                groups.grid(device),
+                ranks.backend,
+                draws_alike=len({generators[rank] for rank in members}) == 1,
             )
+            on_grid = OnGrid(weights, planned, is_planned, communication, regions)
             chunks[stage] = build_sharded_chunk(
                 prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid
             )

@@ -1,9 +1,9 @@
 """The tensors that one rank holds: taken from a model with real weights, or initialised one module
 at a time.
 
-A rank never allocates a parameter that its plan does not give it. Initialisation draws from a
-generator seeded by (seed, module name), so a module gets the same values on any rank and any number
-of ranks.
+A rank never allocates a parameter that its plan does not give it. Initialisation draws from the
+CPU's generator, seeded by (seed, module name), so a module gets the same values on any rank, any
+device and any number of ranks: what the generator of a GPU gives depends on the GPU.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def initialise_weights(
     """Makes this rank's tensors of a model on `meta`. `names`: every tensor name -> first name of
     the same tensor.
 
-    A module is initialised whole; of a tensor that is cut only the rank's part stays, and the model
-    keeps the one on `meta`.
+    A module is initialised whole and on the CPU, then moved; of a tensor that is cut only the
+    rank's part stays, and the model keeps the one on `meta`.
     """
     wanted = set(held)
     whole: dict[str, torch.Tensor] = {}
@@ -120,7 +120,7 @@ def initialise_weights(
         for leaf, _ in own:
             tensor = before[leaf]
             if tensor is not None and tensor.is_meta:
-                _store_of(module, leaf)[leaf] = _unset_like(tensor, device)
+                _store_of(module, leaf)[leaf] = _unset_like(tensor)
         # torch.manual_seed reseeds accelerators, too: the user's random numbers must not change
         with device_of(torch.device(device)).fork_random(), torch.no_grad():
             torch.manual_seed(_module_seed(seed, module_name))
@@ -237,13 +237,13 @@ def _tie(
         _store_of(module, leaf)[leaf] = tensors[first]
 
 
-def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Allocated and filled with a value that no initialiser leaves behind."""
+def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Allocated on the CPU and filled with a value that no initialiser leaves behind."""
     if is_differentiable(tensor):
         fill = float("nan")
     else:
         fill = torch.iinfo(tensor.dtype).min if tensor.dtype != torch.bool else 0
-    fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=device)
+    fresh = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device="cpu")
     return (
         torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter)
@@ -268,7 +268,10 @@ def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if tensor.device.type == torch.device(device).type and not tensor.is_meta:
+    """The tensor on `device`, which has its index: a model built on `cuda` before `wh.init` lies on
+    the first GPU, whatever the rank.
+    """
+    if tensor.device == torch.device(device):
         return tensor
     moved = tensor.detach().to(device)
     return (

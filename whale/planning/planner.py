@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from whale.capture.graph import CapturedGraph
 from whale.planning.assemble import SAMPLES, assemble
@@ -150,16 +153,28 @@ def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNot
 def fingerprint(captured: CapturedGraph) -> str:
     """Hash of the graph (operations, arguments, shapes) and of the weights' names, shapes and
     types.
+
+    A plan made on a CPU host fits on GPUs: devices are no part of it, nor names of nodes, which
+    count operations that the capture has dropped.
     """
     state = hashlib.blake2b(digest_size=16)
-    for node in captured.graph.nodes:
+    places: dict[Node, str] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Node):
+            return places[value]
+        return "device" if isinstance(value, torch.device) else value
+
+    for place, node in enumerate(captured.graph.nodes):
+        places[node] = f"%{place}"
         value = node.meta.get("val")
         shape = (
             (*(str(size) for size in value.shape), value.dtype)
             if isinstance(value, torch.Tensor)
             else ""
         )
-        state.update(f"{node.op}|{node.target}|{node.args}|{node.kwargs}|{shape}\n".encode())
+        arguments = map_aggregate((node.args, node.kwargs), plain)
+        state.update(f"{node.op}|{node.target}|{arguments}|{shape}\n".encode())
     for name in sorted(captured.state):
         tensor = captured.state[name]
         facts = (tensor.kind, tensor.shape, tensor.dtype, tensor.trainable, tensor.aliases)

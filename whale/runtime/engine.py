@@ -24,6 +24,7 @@ from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
 from whale.runtime.metrics import Shares, open_metrics, write_trace
+from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
@@ -55,6 +56,8 @@ class Engine:
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
+        self._replicas = ReplicaCheck(job.weights, job.shards, job.ranks, job.config.check_replicas)
+        self._replicas.check()
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the
         last step
@@ -96,6 +99,7 @@ class Engine:
                 "engine.step needs an optimizer: pass optimizer=lambda params: "
                 "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
+        self._job.ranks.device.select()  # the graph names no device index: it means the current one
         platform = self._job.platform
         batch = platform.read_batch(batch)
         platform.begin_step()
@@ -127,6 +131,7 @@ class Engine:
         platform.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
         outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
         self.step_count += 1
+        self._replicas.after_step(self.step_count)
         self._trained = lowered.trained
         self.peak_in_flight = outcome.peak_in_flight
         self._last_outcome = outcome
@@ -236,6 +241,7 @@ class Engine:
     def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
+        self._job.ranks.device.select()
         layout, tensors = self._batches.for_evaluation(batch, self.step_count)
         if layout.batch_size < widest(self.plan):
             raise ValueError(

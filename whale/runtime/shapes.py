@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,7 +90,10 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            self.transport = job.platform.transport(_pairs(job.plan), job.config.share_memory)
+            edges = [(crossing.source, crossing.destination) for crossing in job.plan.crossings]
+            self.transport = job.platform.transport(
+                _pairs(job.plan, edges), job.config.share_memory
+            )
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
@@ -159,6 +162,10 @@ class Shapes:
                 _, old = known.popitem(last=False)
                 self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
             known[key] = capture()
+            if self.transport is not None:
+                crossings = known[key].assignment.crossings
+                edges = [(source, destination) for _, source, destination in crossings]
+                self.transport.open(_pairs(self._job.plan, edges))
         known.move_to_end(key)
         return known[key]
 
@@ -240,17 +247,16 @@ def widest(plan: Plan) -> int:
     return max(plan.num_replicas * device.num_sample_parts for device in plan.virtual_devices)
 
 
-def _pairs(plan: Plan) -> set[tuple[int, int]]:
-    """All (source, destination) ranks between which messages go, gradients included."""
+def _pairs(plan: Plan, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """All (source, destination) ranks between which messages of these edges between stages go,
+    gradients included.
+    """
     pairs = set()
-    for crossing in plan.crossings:
-        for source in plan.ranks_of_stage(crossing.source):
-            for destination in plan.ranks_of_stage(crossing.destination):
-                pairs |= (
-                    {(source, destination), (destination, source)}
-                    if source != destination
-                    else set()
-                )
+    for from_stage, to_stage in edges:
+        for source in plan.ranks_of_stage(from_stage):
+            for destination in plan.ranks_of_stage(to_stage):
+                if source != destination:
+                    pairs |= {(source, destination), (destination, source)}
     return pairs
 
 

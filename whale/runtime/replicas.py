@@ -1,0 +1,250 @@
+"""Holders of the same weights have the same weights: checked at the start and every so many steps.
+
+Holders of a shard start alike, get the same gradients to the bit and do the same updates, so their
+weights stay equal to the bit. Where they are not, something is wrong that no loss shows: another
+initial value, a batch that one rank got alone, a broken device. Optimizer kernels of different GPUs
+may also round differently.
+
+    hash      each rank: one number for all weights that it shares with the same ranks, made on the
+              device; one all-reduce of a few numbers compares them. Looked at a step later, so
+              that nobody waits
+    values    only where hashes differ: the first holder's values are broadcast. Within rounding,
+              all holders take them, with a message; beyond, the job ends with names
+
+A hash is a sum over 64-bit words, each times an odd number of its position: differences of rounding
+do not cancel as they do in a plain sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.distributed.ranks import Ranks
+from whale.dtypes import as_bytes
+from whale.names import listed
+from whale.plans.shards import Shards
+
+logger = logging.getLogger("whale")
+
+WORD_BYTES = 8
+TILE = 1 << 17
+"""words of a tensor that have a number of their own (1 MiB); tiles follow each other"""
+NUM_TILES = 32
+"""tiles that are multiplied at once: workspace of at most 32 MiB"""
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""odd, with bits all over: what came before counts otherwise than what follows"""
+ABSENT = torch.iinfo(torch.int64).min
+"""hash of who does not hold: below all others"""
+SHOWN = 4
+"""parameters that a message names"""
+ROUNDING = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""largest difference that counts as rounding, as a part of the largest weight: the exactness that
+Whale promises, and four units of the 16-bit types. Other types must be equal
+"""
+
+
+class ReplicaError(RuntimeError):
+    """Holders of the same weights have different ones. Raised on every rank alike."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights of this rank that the same ranks hold."""
+
+    ranks: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    """by name, in the same order on all of them"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter whose values differ from those of its first holder."""
+
+    name: str
+    rank: int
+    first: int
+    largest: float
+    allowed: float
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.largest <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank} by {self.largest:.3g} from rank {self.first}"
+
+
+class ReplicaCheck:
+    """Compares this rank's weights with those of the other holders."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], shards: Shards, ranks: Ranks, every: int
+    ) -> None:
+        """`every`: number of steps between checks; 0: there are none."""
+        self._ranks = ranks
+        self._every = every
+        self._pending: tuple[int, Tensor, dist.Work] | None = None
+        self._numbers: Tensor | None = None
+        holders: set[tuple[int, ...]] = set()
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted(shards.plan.holders):
+            for shard in shards.of(name):
+                if len(shard.ranks) > 1:
+                    holders.add(shard.ranks)
+                    is_mine = ranks.rank in shard.ranks
+                    if is_mine and isinstance(weights[name], torch.nn.Parameter):
+                        names.setdefault(shard.ranks, []).append(name)
+        self._holders = sorted(holders)
+        """sets of ranks that share weights in this plan, the same list on every rank"""
+        self._shared = [
+            Shared(group, {name: weights[name] for name in names[group]}) for group in sorted(names)
+        ]
+
+    def check(self) -> None:
+        """Before the first step: compares now."""
+        self._begin(0)
+        self._finish()
+
+    def after_step(self, step_count: int) -> None:
+        """After so many steps: looks at what was begun a step before, and begins if it is time."""
+        self._finish()
+        if self._every and step_count % self._every == 0:
+            self._begin(step_count)
+
+    def _begin(self, step_count: int) -> None:
+        """Hashes the weights and compares the hashes of all ranks, without waiting for them."""
+        if not self._every or not self._holders:
+            return
+        # [2, holders]: hashes and their complements. The largest complement is that of the smallest
+        # hash, so one maximum of both says whether all are equal
+        with torch.no_grad():
+            hashes = torch.full((2, len(self._holders)), ABSENT, device=self._ranks.device.name)
+            for shared in self._shared:
+                own = self._hash(shared)
+                column = self._holders.index(shared.ranks)
+                hashes[0, column] = own
+                hashes[1, column] = ~own
+        work = dist.all_reduce(hashes, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._pending = (step_count, hashes, work)
+
+    def _finish(self) -> None:
+        """Makes differences that were found good, or raises `ReplicaError` on all ranks. They come
+        here at the same place of their programs.
+        """
+        if self._pending is None:
+            return
+        step, hashes, work = self._pending
+        self._pending = None
+        work.wait()
+        is_held = hashes[0] != ABSENT  # buffers may be all that some ranks share
+        is_different = is_held & (hashes[0] != ~hashes[1])
+        different = is_different.tolist()
+        if not any(different):
+            return
+        found: list[Difference] = []
+        for group, differs in zip(self._holders, different, strict=True):
+            process_group = self._ranks.group(group)  # all ranks, in the same order
+            for shared in self._shared:
+                if differs and shared.ranks == group:
+                    found += self._compare(shared, process_group)
+        self._judge(step, [each for part in self._ranks.gather(found) for each in part])
+
+    def _hash(self, shared: Shared) -> Tensor:
+        """One number of all bits of these weights, on the device."""
+        if self._numbers is None:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
+            self._numbers = numbers.to(self._ranks.device.name)
+        total = self._numbers.new_zeros(())
+        for tensor in shared.tensors.values():
+            total = total * FACTOR + hash_bits(tensor.detach(), self._numbers)
+        return total
+
+    def _compare(self, shared: Shared, group: dist.ProcessGroup | None) -> list[Difference]:
+        """Parameters of this rank that differ from the first holder's, whose values they get if
+        all of them differ by rounding.
+        """
+        first = shared.ranks[0]
+        found = []
+        taken: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in shared.tensors.items():
+            own = tensor.detach()
+            theirs = own.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(as_bytes(theirs), first, group=group)
+            if torch.equal(as_bytes(own), as_bytes(theirs)):
+                continue
+            largest = _largest(own.to(torch.promote_types(own.dtype, torch.float64)) - theirs)
+            allowed = ROUNDING.get(own.dtype, 0.0) * _largest(theirs)
+            found.append(Difference(name, self._ranks.rank, first, largest, allowed))
+            taken.append((own, theirs))
+        if all(difference.is_rounding for difference in found):
+            for own, theirs in taken:
+                own.copy_(theirs)
+        return found
+
+    def _judge(self, step: int, found: list[Difference]) -> None:
+        """The same on every rank."""
+        wrong = [difference for difference in found if not difference.is_rounding]
+        when = f"after step {step - 1}" if step else "before the first step"
+        if wrong:
+            names = listed([str(each) for each in wrong], SHOWN)
+            raise ReplicaError(
+                f"{when}, weights that must be the same on several ranks differ: {names}; rounding "
+                f"explains {wrong[0].allowed:.3g} at most. A rank got another batch or other "
+                "weights, changed them by itself, or its device computes wrong. Try: the last "
+                'checkpoint, and "check_replicas": 1 to find the step'
+            )
+        if found and self._ranks.rank == 0:
+            logger.warning(
+                "%s, weights on several ranks differed by rounding and were set to those of the "
+                "first holder: %s",
+                when,
+                listed([str(each) for each in found], SHOWN),
+            )
+
+
+def hash_bits(tensor: Tensor, numbers: Tensor) -> Tensor:
+    """A number, int64 on the tensor's device, that depends on every bit and its position.
+
+    `numbers`: odd ones for the positions in a tile. Sums and products wrap around.
+    """
+    plain = as_bytes(tensor)
+    if plain.storage_offset() % WORD_BYTES:
+        plain = plain.clone()  # as words it must lie at a multiple of 8
+    num_words = plain.numel() // WORD_BYTES
+    words = plain[: num_words * WORD_BYTES].view(torch.int64)
+    rest = plain[num_words * WORD_BYTES :].to(torch.int64)
+    total = (rest * numbers[: len(rest)]).sum()
+    for piece in words.split(TILE * NUM_TILES):
+        num_whole = len(piece) // TILE
+        tiles = piece[: num_whole * TILE].view(num_whole, TILE)
+        last = piece[num_whole * TILE :]
+        if num_whole:
+            of_tiles = (tiles * numbers).sum(1)
+            total = total * FACTOR + (of_tiles * numbers[:num_whole]).sum()
+        if len(last):
+            total = total * FACTOR + (last * numbers[: len(last)]).sum()
+    return total
+
+
+def _largest(tensor: Tensor) -> float:
+    """Largest magnitude; infinite where some are not numbers."""
+    if not tensor.numel():
+        return 0.0
+    found = float(tensor.abs().max())
+    return math.inf if math.isnan(found) else found
