@@ -122,13 +122,13 @@ class EmulatedPlatform(Platform):
         self._cards = _open_cards(start.cards, cluster, ranks)
         own = plan.stages_of_rank(ranks.rank)
         self._all_reduces = AllReduceClock(
-            all_reduces_of(plan, start.figures, config.bucket_bytes, self.factor),
+            all_reduces_of(plan, start.figures, plan.settings.bucket_bytes, self.factor),
             ranks,
             own,
             cluster,
             self._cards,
         )
-        self.memory = self._place_weights(own, config.bucket_bytes)
+        self.memory = self._place_weights(own, plan.settings.bucket_bytes)
         self.recorder = Recorder(
             Path(settings.folder),
             self.times,

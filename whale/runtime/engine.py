@@ -52,7 +52,11 @@ class Engine:
         for ranks in sorted(groups):  # every rank makes every group, in the same order
             job.ranks.group(ranks)
         self._gradients = GradientSynchroniser(
-            self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport, job.platform
+            self._held,
+            job.ranks,
+            job.plan.settings.bucket_bytes,
+            self._shapes.transport,
+            job.platform,
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
