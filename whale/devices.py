@@ -24,6 +24,10 @@ TRANSFERS_PER_CLOCK = 2
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""environment variable with the number of hardware queues that streams are spread over"""
+NUM_CONNECTIONS = 8
+"""hardware queues of a GPU where that is not set"""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """environment variable that hides accelerators from processes that are started later"""
 
@@ -106,6 +110,13 @@ class LocalDevice:
         """Returns when the device has done all work that it was given."""
 
     @property
+    def num_queues(self) -> int | None:
+        """Hardware queues that streams share: one that waits blocks what was launched later into
+        its queue. None: nothing is shared.
+        """
+        return None
+
+    @property
     def bound_device(self) -> torch.device | None:
         """The device that process groups are tied to at their start; None where they need none."""
         return None
@@ -175,6 +186,10 @@ class CudaDevice(LocalDevice):
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self.name)
+
+    @property
+    def num_queues(self) -> int | None:
+        return int(os.environ.get(MAX_CONNECTIONS, NUM_CONNECTIONS))
 
     @property
     def bound_device(self) -> torch.device | None:

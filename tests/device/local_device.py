@@ -35,6 +35,10 @@ class TestGpu(LocalDevice):
     def synchronise(self) -> None:
         torch.get_device_module(NAME).synchronize()
 
+    @property
+    def num_queues(self) -> int | None:
+        return settings.num_queues or None
+
     def free_memory_bytes(self) -> int:
         return int(torch.get_device_module(NAME).mem_get_info()[0])
 

@@ -57,8 +57,8 @@ class Transport:
     def __init__(
         self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True
     ) -> None:
-        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank.
-        `share_memory`: where it is possible.
+        """`pairs`: (source, destination) ranks that may talk, the same list on every rank; more of
+        them can be connected later. `share_memory`: where it is possible.
         """
         self.ranks = ranks
         pairs = sorted(set(pairs))
@@ -80,14 +80,22 @@ class Transport:
         )
         self._rings_to, self._rings_from = connect(ranks, [*pairs, *everyone], share_memory)
         self.collectives = SameHostCollectives(self)
-        for source, destination in pairs:
-            group = self._channel(source, destination)
-            if ranks.rank == source:
-                self._to[destination] = (group, dist.get_group_rank(group, destination))
-            elif ranks.rank == destination:
-                self._from[source] = (group, dist.get_group_rank(group, source))
+        self._connected: set[tuple[int, int]] = set()
+        self.connect(pairs)
         if ranks.backend.has_tags:
             _let_compute_go_first()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Makes the channels of these (source, destination) ranks that are not there yet. All ranks
+        call it with the same pairs, and make them in one order.
+        """
+        for source, destination in sorted(set(pairs) - self._connected):
+            self._connected.add((source, destination))
+            group = self._channel(source, destination)
+            if self.ranks.rank == source:
+                self._to[destination] = (group, dist.get_group_rank(group, destination))
+            elif self.ranks.rank == destination:
+                self._from[source] = (group, dist.get_group_rank(group, source))
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
         """Where messages are matched by order: a communicator for each direction of a pair, so that

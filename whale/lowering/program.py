@@ -4,7 +4,7 @@ number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from whale.devices import LocalDevice
 from whale.dtypes import as_bytes
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
-from whale.lowering.messages import Bridges, build_bridges
+from whale.lowering.messages import Bridges, build_bridges, transfers_of
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import op_name
@@ -31,6 +31,7 @@ from whale.planning.recompute import Regions, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
+from whale.scheduling.queues import Transfer
 
 if TYPE_CHECKING:
     from whale.distributed.ranks import Ranks
@@ -207,6 +208,19 @@ class Lowered:
         if training:
             return schedule_of_plan(self.plan, graph, batch_size, num_micro_batch)
         return scheduling.build_forward_only(graph, num_micro_batch)
+
+    def transfers(
+        self, schedule: scheduling.Schedule, batch_size: int, replicas: Iterable[int]
+    ) -> dict[int, list[Transfer]]:
+        """The sends and receives of every rank of these replicas of the model, in its order."""
+        samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
+        found = {}
+        for replica in replicas:
+            for index, device in enumerate(self.plan.virtual_devices):
+                for rank in device.ranks[replica]:
+                    bridges = build_bridges(self.plan, self.assignment, self.values, samples, rank)
+                    found[rank] = transfers_of(bridges, schedule, index)
+        return found
 
     def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:
         """What this rank does for one mini-batch of that size."""

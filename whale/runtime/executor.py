@@ -9,7 +9,7 @@ tags) is looked up once, when the executor is made: every action becomes a prepa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -86,6 +86,8 @@ class Executor:
         self.window = window
         self.watch = watch
         self.with_torch_compile = with_torch_compile
+        self.unconnected: Collection[tuple[int, int]] = ()
+        """(source, destination) ranks of all messages of the job, until their channels are made"""
         self.pace = pace
         """how long compute actions take; None: as long as they do"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -172,6 +174,9 @@ class Executor:
         transport = self.transport
         pace = self.pace
         if transport is not None:
+            if self.unconnected:
+                transport.connect(self.unconnected)
+                self.unconnected = ()
             transport.begin()
         held: list[Tensor | None] = [None] * self.slots.count
         state = Pass(
