@@ -5,18 +5,33 @@ The rows are those of the table of findings on the accelerator path.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.device import streams
 from tests.device.collectives import BACKEND
 from tests.device.settings import settings
 from tests.device.training import DeviceTrace, prepare_on_device, train_on_device
 from tests.exactness import compare
 from tests.integration.table import PLANS, PlanCase
-from tests.integration.training import Subject, merge, train_locally
+from tests.integration.training import (
+    Subject,
+    batches,
+    engine_on_rank,
+    merge,
+    train_locally,
+)
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
+from whale.distributed.watch import Watch
+from whale.runtime.executor import DevicePosition
+from whale.runtime.result import Timing
+from whale.scheduling import Action, Kind
 
 preload("tests.integration.training", "tests.device.training", "tests.device.test_streams_of_whale")
 
@@ -29,6 +44,66 @@ WAVE = PlanCase("wave", 2, {"num_micro_batch": 5, "num_task_graph": 2, "schedule
 def server() -> Iterator[ModelServer]:
     with ModelServer(prepare_on_device, MODEL) as found:
         yield found
+
+
+# ---- row 7: times are those of the device
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a rank says about its last step."""
+
+    timing: Timing
+    traced_compute_s: float
+
+
+KERNEL_S = 0.005
+
+
+def measure_slow_kernels(subject: Subject, plan: PlanCase, folder: str) -> Times:
+    """Two steps in which every kernel takes `KERNEL_S`, launched within less."""
+    engine = engine_on_rank(subject, plan)
+    (batch,) = batches(subject.case, False, 1)
+    engine.step(batch)
+    streams.synchronize()
+    settings.kernel_s = KERNEL_S
+    timing = engine.step(batch).timing
+    settings.kernel_s = 0.0
+    path = Path(folder) / "trace.json"
+    engine.trace(path)
+    dist.barrier()
+    rows = json.loads(path.read_text())["traceEvents"]
+    own = [row for row in rows if row["tid"] == dist.get_rank() and row.get("cat") in ("F", "B")]
+    return Times(timing, sum(row["dur"] for row in own) / 1e6)
+
+
+def test_row_7_times_are_those_of_the_device(server: ModelServer, tmp_path: Path) -> None:
+    """Before, `compute_s` was the time of the launches and `bubble_s` nothing."""
+    plan = PLAN_NAMED["2 stages"]
+    ranks = server.run(measure_slow_kernels, plan.num_ranks, plan, str(tmp_path), backend=BACKEND)
+    # a forward and a backward of a layer are some kernels each; two of each is the least
+    least_s = 2 * 2 * plan.num_micro_batch * KERNEL_S
+    for rank in ranks:
+        timing = rank.timing
+        assert rank.traced_compute_s >= least_s
+        assert timing.compute_s >= rank.traced_compute_s
+        assert timing.bubble_s >= KERNEL_S  # the other stage's first forward or last backward
+        assert timing.compute_s + timing.bubble_s <= timing.total_s
+
+
+def test_row_7_the_watch_says_where_the_device_stands() -> None:
+    """The host has launched two actions and waits for the third; the device is at the second."""
+    watch = Watch(0, 1, 1.0)
+    over = {"end of 0"}
+    moments: list[tuple[Action, str, str]] = []
+    position = DevicePosition(watch, moments, lambda moment: moment in over)
+    for number in range(2):
+        position.position = f"action {number}"
+        moments.append((Action(Kind.FORWARD, 0, number), "", f"end of {number}"))
+    position.position = "action 2"
+    assert str(watch.position) == "action 1"
+    over.add("end of 1")
+    assert str(watch.position) == "action 2"
 
 
 # ---- row 6: communicators
