@@ -1,9 +1,10 @@
 """A first distributed training: a small transformer learns to tell drawn shapes apart.
 
     python examples/quickstart.py                            one process
-    whale run -n 4 examples/quickstart.py                    2 stages x 2 model replicas: the same losses, to the rounding of float32
+    whale run -n 4 examples/quickstart.py                    2 stages x 2 model replicas: the same
+                                                             losses, to the rounding of float32
     torchrun --nproc-per-node 4 examples/quickstart.py       the same
-    whale plan -n 4 examples/quickstart.py                   what would run where, without running it
+    whale plan -n 4 examples/quickstart.py                   what would run where, without a run
 
 The model is plain PyTorch. The four lines that make it a Whale job end with "# line 1" to "# line
 4".

@@ -2,7 +2,8 @@
 processes, about 100 seconds of processor time in all. A second run continues from the last
 checkpoint.
 
-    python examples/train_m6.py                            one process: the same accuracy; losses differ by rounding, more with each step
+    python examples/train_m6.py                            one process: the same accuracy; losses
+                                                           differ by rounding, more with each step
     whale run -n 4 examples/train_m6.py                    what `make train` does
     whale plan -n 4 examples/train_m6.py                   what would run where, without running it
 

@@ -1,7 +1,8 @@
 """A small mixture of experts learns to say what is in a drawing: every rank has one expert of each
 layer, everything else is data parallel.
 
-    whale run -n 8 examples/train_m6_moe.py                8 experts on 8 ranks: tokens travel to their experts and back, in every layer
+    whale run -n 8 examples/train_m6_moe.py                8 experts on 8 ranks: in every layer
+                                                           tokens travel to their experts and back
     python examples/train_m6_moe.py                        the same training in one process
     whale plan -n 8 examples/train_m6_moe.py               what is sharded how, and what it sends
 

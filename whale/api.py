@@ -282,17 +282,18 @@ def _plan(
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
         )
     )
-    cut = next(
-        (
-            name
-            for sharding in made.shardings
-            for name, stored in sharding.stored.items()
-            if stored.is_cut
-        ),
-        None,
-    )
+    cut = _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
+
+
+def _first_cut_weight(plan: Plan) -> str | None:
+    """Name of a parameter that is stored in parts; None where all are whole."""
+    for sharding in plan.shardings:
+        for name, stored in sharding.stored.items():
+            if stored.is_cut:
+                return name
+    return None
 
 
 def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
@@ -302,7 +303,7 @@ def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
         raise ValueError(
             f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch "
             f"{chosen.batch_size}), this is {mine[:12]}. "
-            f"Make a new plan with wh.plan or `whale plan`"
+            "Try: a new plan by wh.plan or `whale plan`"
         )
     return chosen
 
@@ -365,11 +366,11 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     if not ranks.is_distributed:
         return
     digests = ranks.gather(digest_weights(model))
-    different = {
-        name: [r for r, d in enumerate(digests) if d.get(name) != digests[0][name]]
-        for name in digests[0]
-    }
-    different = {name: which for name, which in different.items() if which}
+    different: dict[str, list[int]] = {}
+    for name, first in digests[0].items():
+        which = [rank for rank, own in enumerate(digests) if own.get(name) != first]
+        if which:
+            different[name] = which
     if not different:
         return
     if ranks.rank == 0:
@@ -405,8 +406,8 @@ def _config(config: Config | dict[str, Any] | None) -> Config:
 
 
 def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) -> Cluster:
-    """For planning alone: `whale plan --cluster` first, then what the script gives, else as many
-    devices as the job has.
+    """The cluster of a plan that is made without ranks: `whale plan --cluster` first, then what the
+    script gives, else as many devices as the job has.
     """
     if _session.planned_cluster is not None:
         return _session.planned_cluster

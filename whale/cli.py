@@ -12,7 +12,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -132,7 +132,7 @@ def run(
     num_ranks: Annotated[
         int | None,
         typer.Option(
-            "-n", "--num-ranks", help="How many ranks. [default: CUDA devices or CPU cores]"
+            "-n", "--num-ranks", help="How many ranks. [default: accelerators, else CPU cores]"
         ),
     ] = None,
     restarts: Annotated[
@@ -285,7 +285,9 @@ def profile(
         int | None,
         typer.Option("-n", "--num-ranks", help="How many ranks. [default: as for whale run]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help='auto, cpu or cuda: what "device" in a config may be.')
+    ] = "auto",
 ) -> None:
     """Measure the devices and links of this machine, or of all ranks of torchrun, and write a
     cluster file.
@@ -294,8 +296,11 @@ def profile(
     """
     if not output.absolute().parent.is_dir():
         _stop(f"whale profile: -o {output}: there is no folder {output.parent}")
-    if device not in ("auto", "cpu", "cuda"):
-        _stop(f"whale profile: --device {device}: it may be auto, cpu or cuda")
+    from whale.config import DeviceType  # not at the top: pydantic takes a while
+
+    if device not in get_args(DeviceType):
+        may_be = " or ".join(get_args(DeviceType))
+        _stop(f"whale profile: --device {device}: it may be {may_be}")
     if "RANK" in os.environ:  # under a launcher
         from whale.calibration.profile_command import profile_ranks
 

@@ -4,6 +4,7 @@ under it: `whale config` prints these texts.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import types
@@ -29,6 +30,11 @@ CLUSTER_VARIABLE = "WHALE_CLUSTER"
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
 
+DeviceType = Literal["auto", "cpu", "cuda"]
+"""`cuda`: one of the accelerators of `whale/devices.py`, which is not imported here because it
+needs torch; a test compares the two lists
+"""
+
 RENAMED_KEYS: dict[str, str] = {}
 """old key -> the key that replaced it; both are taken, and the old one says so once"""
 
@@ -36,7 +42,8 @@ RENAMED_KEYS: dict[str, str] = {}
 def _plain_integer(value: Any) -> Any:
     """`value` as an int where it is a whole number of numpy; anything else as it is."""
     if hasattr(value, "__index__") and not isinstance(value, bool):
-        return operator.index(value)
+        with contextlib.suppress(TypeError):  # arrays and tensors have the method, too
+            return operator.index(value)
     return value
 
 
@@ -140,7 +147,7 @@ class Config(BaseModel):
     """
 
     max_captures: Count = 16
-    """How many shapes of the batch (sequence lengths, say) are kept as captured graphs; the one
+    """How many shapes of the batch (sequence lengths, say) are held as captured graphs; the one
     unused for longest goes first.
     """
 
@@ -190,8 +197,8 @@ class Config(BaseModel):
     the same mini-batch.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run: `cuda`, `cpu`, or `auto`, which takes CUDA when it is there."""
+    device: DeviceType = "auto"
+    """Where to run: `cuda`, `cpu`, or `auto`, which takes an accelerator when there is one."""
 
     num_posted_receives: Count = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more

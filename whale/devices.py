@@ -316,7 +316,8 @@ def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
             return kind(index)
         if wanted == kind.type:
             raise ValueError(
-                f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device here'
+                f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device '
+                "here"
             )
     return LocalDevice()
 

@@ -7,7 +7,7 @@ rank failed first and why.
     run_script       a script as the main program of this process; also used by `whale plan`
 
 Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to
-tell the rank that failed from those that noticed. A rank ends itself when its launcher is gone,
+distinguish the rank that failed from those that noticed. A rank ends itself when its launcher is gone,
 however that ended.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""where torch's launcher tells a rank to write its error"""
+"""environment variable in which torch's launcher says where a rank writes its error"""
 GRACE_S = 5
 """how long a rank gets to end itself, before it is killed"""
 WATCH_S = 1.0
@@ -133,7 +133,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
         return Failure(rank, text, max(failure.exitcode, 1), num_failed)
     if failure.exitcode < 0:
         is_killed = failure.exitcode == -signal.SIGKILL
-        hint = ", often by the system for want of memory" if is_killed else ""
+        hint = ", often by the system when memory runs out" if is_killed else ""
         text = f"ended by signal {-failure.exitcode} ({failure.signal_name()}{hint})"
         return Failure(rank, text, 128 - failure.exitcode, num_failed)
     return Failure(rank, f"exit code {failure.exitcode}", failure.exitcode, num_failed)

@@ -74,16 +74,14 @@ def everyone(value: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def check_exchange(
-    source: Layout, target: Layout, grid: Grid, groups: Groups, backend: str = "gloo"
-) -> str:
+def check_exchange(source: Layout, target: Layout, grid: Grid, groups: Groups) -> str:
     """Value and gradient after one exchange of random parts, and the counted bytes; what is wrong,
     or nothing.
     """
     place = dist.get_rank()
     draw = np.random.default_rng(3)
     value, gradient = (draw.integers(-9, 9, source.shape).astype(float) for _ in range(2))
-    plan = plan_redistribution(source, target, grid, place, backend=backend)
+    plan = plan_redistribution(source, target, grid, place)
     x = torch.from_numpy(local_parts(value, source, grid)[place]).requires_grad_()
     sent.reset()
     y = exchange(x, plan, groups)
@@ -140,7 +138,7 @@ def even_collectives(groups: Groups) -> Iterator[str]:
                 draw = np.random.default_rng(3)
                 value = draw.integers(-9, 9, same.shape).astype(float)
                 (step,) = plan_redistribution(
-                    source, target, grid, dist.get_rank(), backend="nccl"
+                    source, target, grid, dist.get_rank(), even_collectives=True
                 ).forward
                 x = torch.from_numpy(local_parts(value, source, grid)[dist.get_rank()])
                 y = exchanges._start_even(x, step, groups[step.places]).wait()

@@ -317,7 +317,7 @@ kinds:
 
 def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
     """(what rank 0 says about steps of 16, 8, 128, and again 128 samples; how many samples of a
-    micro-batch each rank has room for)
+    micro-batch fit into the memory of each rank)
     """
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -336,11 +336,9 @@ def warnings_of_larger_batches(file: str) -> tuple[list[str], list[int]]:
 
 def test_a_larger_batch_than_planned_is_warned_of_once(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(TIGHT)
-    (told, room), (silent, _) = run_ranks(
+    (said, most), (silent, _) = run_ranks(
         warnings_of_larger_batches, 2, str(tmp_path / "cluster.yaml")
     )
-    assert 0 < sum(room) < 128 and len(told) == 1 and not silent
-    assert (
-        "a mini-batch of 128 samples may not fit: 2 of 2 devices" in told[0]
-        and f"room for {room[0]}); planned were 16" in told[0]
-    )
+    assert 0 < sum(most) < 128 and len(said) == 1 and not silent
+    assert "a mini-batch of 128 samples may not fit: 2 of 2 devices" in said[0]
+    assert f"memory for {most[0]}); planned were 16" in said[0]

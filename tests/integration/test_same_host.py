@@ -244,9 +244,9 @@ def touched_bytes(enough_bytes: int) -> int:
     part = torch.ones(65_536, dtype=torch.uint8)
     buffer = torch.zeros(65_536, dtype=torch.uint8)
     num_parts = 2 * RING_BYTES // part.nbytes
-    assert outgoing.send_if_room(part, 0, enough_bytes)
+    assert outgoing.send_if_free(part, 0, enough_bytes)
     for number in range(1, num_parts):
-        assert outgoing.send_if_room(part * (1 + number % 100), number, enough_bytes)
+        assert outgoing.send_if_free(part * (1 + number % 100), number, enough_bytes)
         incoming.wait(buffer, number - 1)
         assert buffer.eq(1 + (number - 1) % 100).all()
     first.close()

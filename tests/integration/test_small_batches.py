@@ -77,7 +77,7 @@ def test_fewer_samples_than_devices_in_evaluation() -> None:
     for message, loss in run_ranks(evaluate_few, 2):
         assert message.startswith(
             "engine.evaluate: a batch of 1 samples cannot be cut over 2 devices, each needs one. "
-            "Evaluate at least 2"
+            "Try: at least 2 samples at a time"
         )
         torch.manual_seed(0)
         model = Net()

@@ -39,9 +39,7 @@ def test_out_of_memory_the_literal_shift_overshoots() -> None:
 
 def test_infeasible_is_left_as_it_is_by_the_paper_and_refused_by_us() -> None:
     assert algorithm_1([1.0, 1.0], [16.0, 16.0], 1.0, 40.0).out_of_memory == (0, 1)
-    with pytest.raises(
-        DoesNotFit, match=r"10 samples are to be shared, but memory has room for 4 \+ 4"
-    ):
+    with pytest.raises(DoesNotFit, match=r"10 samples are to be shared, but memory holds 4 \+ 4"):
         best_shares(10, [Load(1.0, most=4), Load(1.0, most=4)])
 
 

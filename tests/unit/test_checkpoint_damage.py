@@ -24,6 +24,7 @@ from whale.checkpoint import (
     read_index,
     tensor_files,
 )
+from whale.checkpoint.tensor_files import COMPLEX
 
 # ---- damage: each kind is refused with the file and the tensor, and nothing wrong is ever returned
 
@@ -322,6 +323,10 @@ GOOD = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         {"x": GOOD, "y": GOOD},
         {"x": {**GOOD, "more": 1}},
         {"x": [1, 2]},
+        {"__metadata__": {COMPLEX: '["x"]'}, "x": {**GOOD, "dtype": "F64", "shape": []}},
+        {"__metadata__": {COMPLEX: '["x"]'}, "x": GOOD},
+        {"__metadata__": {COMPLEX: "7"}, "x": GOOD},
+        {"__metadata__": {COMPLEX: ["x"]}, "x": GOOD},
         [1, 2],
         b'{"x":' + json.dumps(GOOD).encode() + b',"x":' + json.dumps(GOOD).encode() + b"}",
         b"[" * 100_000,

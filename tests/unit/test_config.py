@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
-from whale.config import RENAMED_KEYS, Config, document, rows
+from whale.config import RENAMED_KEYS, Config, DeviceType, document, rows
+from whale.devices import ACCELERATORS, LocalDevice
 from whale.names import nearest, say_renamed
 
 
@@ -73,6 +76,12 @@ def test_numbers_become_the_type_of_the_field() -> None:
     config = Config(clip_grad_norm=1, num_micro_batch=np.int64(4))
     assert type(config.clip_grad_norm) is float and config.clip_grad_norm == 1.0
     assert type(config.num_micro_batch) is int and config.num_micro_batch == 4
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor(2.5)], ids=["array", "tensor"])
+def test_an_array_is_no_whole_number(value: object) -> None:
+    with pytest.raises(ValueError, match="'num_micro_batch' must be a whole number"):
+        Config(num_micro_batch=value)
 
 
 def test_an_empty_run_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +163,11 @@ def test_a_renamed_key_still_works_and_says_so_once(
     ]
     with pytest.raises(ValueError, match="'old_seed' is now 'seed', and both are given"):
         Config({"old_seed": 3, "seed": 3})
+
+
+def test_devices_are_those_of_the_device_interface() -> None:
+    types = {kind.type for kind in ACCELERATORS if kind.__module__ == LocalDevice.__module__}
+    assert set(get_args(DeviceType)) == {"auto", LocalDevice.type, *types}
 
 
 def test_every_field_is_described() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import many
 from whale.planning.cuts import StageMemory, cut
-from whale.plans.shares import NoRoom
+from whale.plans.shares import NotEnoughMemory
 
 
 def objective(
@@ -229,7 +229,9 @@ def test_equals_brute_force_under_memory(
     arguments = (np.array(times), np.array(crossing_times), num_stages, np.array(allowed))
     if best is None:
         memory_outcomes["refused"] += 1
-        with pytest.raises(NoRoom, match=f"no cut into {num_stages} stages fits into memory"):
+        with pytest.raises(
+            NotEnoughMemory, match=f"no cut into {num_stages} stages fits into memory"
+        ):
             cut(*arguments, memory=memory)
         return
     memory_outcomes["free" if best == min(map(objective_of, every)) else "tight"] += 1
@@ -269,7 +271,7 @@ def test_4000_positions_16_stages_tight_memory() -> None:
 def test_no_room_says_how_much_is_missing() -> None:
     memory = StageMemory(np.full((2, 5), 1e9), np.array([2e9, 2e9]))
     said = r"no cut into 2 stages fits into memory: stages of 2.00 GB each leave operations 4 to 4 .* need 1.00 GB more"
-    with pytest.raises(NoRoom, match=said):
+    with pytest.raises(NotEnoughMemory, match=said):
         cut(np.ones(5), np.zeros(5), 2, memory=memory)
 
 

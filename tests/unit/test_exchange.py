@@ -89,9 +89,9 @@ def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def run_plans(
-    source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray], backend: str = "gloo"
+    source: Layout, target: Layout, grid: Grid, parts: list[np.ndarray]
 ) -> list[np.ndarray]:
-    hops = redistribution.route(source, target, grid, backend)
+    hops = redistribution.route(source, target, grid, even_collectives=False)
     for first, second in zip(hops, hops[1:]):
         change = redistribution._Hop(first, second, grid)
         parts = simulate([change.step(place) for place in range(grid.num_devices)], parts)
@@ -228,7 +228,9 @@ def test_a_large_all_reduce_scatters_and_gathers() -> None:
     assert plan.num_sent == 4 * 3 * 1024 * 512 // 4
     assert [
         step.pattern
-        for step in plan_redistribution(same.conjugate(grid), same, grid, 2, backend="nccl").forward
+        for step in plan_redistribution(
+            same.conjugate(grid), same, grid, 2, even_collectives=True
+        ).forward
     ] == ["all-reduce"]
     uneven = Grid(1, 4, 1, work={"y": (3, 1, 1, 1)})
     assert (

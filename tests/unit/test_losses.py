@@ -111,11 +111,28 @@ ADDITIVE: dict[str, Loss] = {
     ),
     "constant": lambda m, b: 1 - (2.0 - F.mse_loss(m(b["x"]), b["soft"])) * 3,
     "subtracted": lambda m, b: -(ce(m, b) - 2 * per_token(m, b).mean()) / 4,
+    "torch.subtract of a penalty": lambda m, b: torch.subtract(ce(m, b), penalty(m), alpha=3),
+    "torch.subtract from a penalty": lambda m, b: torch.subtract(penalty(m), ce(m, b)),
+    "torch.subtract of a number": lambda m, b: torch.subtract(ce(m, b), 2.0),
+    "torch.divide, torch.multiply": lambda m, b: torch.multiply(
+        torch.true_divide(torch.divide(ce(m, b), 3), m.scale), torch.tensor(2.0)
+    ),
+    "where beside a sum": lambda m, b: torch.where(
+        m.class_weight > 1, m(b["x"]).sum((0, 1)), m.class_weight * m.scale
+    ).sum(),
+    "sum over the samples, looked up": lambda m, b: (
+        m(b["x"]).sum((0, 1))[torch.tensor([1, 1, 3])]
+        + m(b["x"]).sum((0, 1)).gather(0, torch.tensor([4, 0, 0]))
+    ).sum(),
+    "linear without bias over the samples": lambda m, b: F.linear(
+        m(b["x"])[:, 0].t(), b["soft"][:, 0].t()
+    ).sum(),
     "stack sum": lambda m, b: torch.stack([ce(m, b), per_token(m, b).mean(), penalty(m)]).sum(),
     "stack mean": lambda m, b: torch.stack([ce(m, b), per_token(m, b).mean()]).mean(),
     "stack weighted": lambda m, b: (
         torch.stack([ce(m, b), per_token(m, b).mean()]) * m.class_weight[:2]
     ).sum(),
+    "differences of sums": lambda m, b: m(b["x"]).sum((0, 1)).diff().sum(),
     "sum of a list": lambda m, b: sum([ce(m, b), per_token(m, b).mean(), penalty(m)]),
     "the same term twice": lambda m, b: (lambda loss: loss + (loss + penalty(m)))(ce(m, b)),
     "rows of a mask, all elements": lambda m, b: (
@@ -237,7 +254,13 @@ def rows_picked_by_the_model(m: nn.Module, b: Batch) -> Tensor:
     return h[h > 0.3].mean()
 
 
+@in_trace
+def difference_to_a_weight(m: nn.Module, b: Batch) -> Tensor:
+    return m(b["x"]).sum((0, 1)).diff(prepend=m.scale.view(1))[:2].sum()
+
+
 REFUSED: dict[Loss, tuple[str, str]] = {
+    difference_to_a_weight: ("diff(prepend=m.scale.view(1))", "`diff`"),
     log_of_mean: ("return torch.log(mean)", "`log`"),
     product_of_means: ("return (first * second).sum() * CLASSES", "`mul`"),
     contrastive: (

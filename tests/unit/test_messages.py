@@ -61,7 +61,7 @@ def test_a_tensor_that_goes_alone_is_not_copied() -> None:
     assert torch.equal(columns.pack([tensor]), tensor[:, 1:3]) and columns.num_bytes == 4 * 2 * 4
 
 
-def test_tags_differ_between_messages_and_shapes_and_leave_room_for_the_epoch() -> None:
+def test_tags_differ_between_messages_and_shapes_and_leave_numbers_for_the_epoch() -> None:
     tags = [tag_of(number, [(8, 16)]) for number in range(200)]
     for one, other in itertools.combinations(tags, 2):
         assert abs(one - other) >= NUM_EPOCHS  # no epoch of one message is an epoch of the other
@@ -69,5 +69,5 @@ def test_tags_differ_between_messages_and_shapes_and_leave_room_for_the_epoch() 
     assert 30 < len(shapes) <= NUM_SHAPES
     assert tag_of(7, [(2, 3), (4,)]) != tag_of(7, [(2, 3, 4)])
     assert tag_of(MOST_MESSAGES - 1, [(1,)]) + NUM_EPOCHS - 1 < 2**31
-    with pytest.raises(ValueError, match="use fewer micro-batches or fewer stages"):
+    with pytest.raises(ValueError, match="Try: fewer micro-batches or fewer stages"):
         tag_of(MOST_MESSAGES, [(1,)])

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import whale.capture.experts  # noqa: F401  (registers whale.expert_mm)
+from whale.dtypes import is_differentiable
 from whale.operations.flops import Value
 from whale.operations.nodes import op_name
 from whale.operations.operation import Operation, Shapes
-from whale.operations.row import TABLE, Dims
+from whale.operations.row import PARTIAL, TABLE, Dims
 from whale.operations.table import EXPANDS, SPLITS, VIEWS, is_random, row_of
+from whale.sharding.options import options_of
 
 aten = torch.ops.aten
 
@@ -56,6 +58,7 @@ def examples() -> list[tuple[Any, ...]]:
         *_layers(),
         *_views(),
         *_lookups(),
+        *_other_arguments(),
     ]
     for name in ("inverse", "det", "logdet", "slogdet", "pinverse", "cholesky", "matrix_exp"):
         found.append((getattr(aten, name).default, (positive,)))
@@ -77,6 +80,120 @@ def examples() -> list[tuple[Any, ...]]:
         (aten.corrcoef.default, (T(3, 6),)),
     ]
     return found
+
+
+def _other_arguments() -> list[tuple[Any, ...]]:
+    """Arguments that change what a row says: negative dims, single numbers, factors, other types,
+    broadcast operands.
+    """
+    x = T(3, 4, 6)
+    z = torch.complex(T(3, 6), T(3, 6))
+    quantiles = torch.tensor([0.2, 0.5], dtype=torch.float64)
+    square = T(3, 6, 6)
+    return [
+        (aten.add.Tensor, (T(3, 1), T(6)), {"alpha": -0.5}),
+        (aten.sub.Tensor, (T(6), T(3, 6)), {"alpha": 2}),
+        (aten.subtract.Tensor, (T(6), T(3, 6)), {"alpha": 2}),
+        (aten.rsub.Tensor, (T(3, 6), T(3, 1)), {"alpha": 3}),
+        (aten.rsub.Scalar, (T(3, 6), 2.0)),
+        (aten.mul.Tensor, (T(), T(3, 6))),
+        (aten.mul.Tensor, (z, T(6))),
+        (aten.div.Tensor, (I(9, 3, 6), T(6))),
+        (aten.div.Tensor, (T(6), z)),
+        (aten.div.Tensor_mode, (T(3, 6), T(6)), {"rounding_mode": "trunc"}),
+        (aten.div.Tensor_mode, (T(3, 6), T(6)), {"rounding_mode": None}),
+        (aten.where.ScalarSelf, (B(3, 6), 0.0, T(6))),
+        (aten.where.ScalarSelf, (B(3, 6), 2.0, T(6))),
+        (aten.where.Scalar, (B(3, 6), 0.0, 1.0)),
+        (aten.where.self, (B(6), T(), T(3, 1))),
+        (aten.masked_fill.Tensor, (T(3, 6), B(6), torch.tensor(0.0))),
+        (aten.neg.default, (z,)),
+        (aten.conj.default, (z,)),
+        (aten.real.default, (z,)),
+        (aten.zeros_like.default, (z,)),
+        (aten.to.dtype, (T(3, 6), torch.complex128)),
+        (aten.to.other, (T(3, 6), torch.zeros(2, 2, 2))),
+        (aten.sum.dim_IntList, (T(), [0])),
+        (aten.mean.dim, (T(), [-1])),
+        (aten.sum.dim_IntList, (x, [])),
+        (aten.sum.dim_IntList, (z, [-2, -1], True)),
+        (aten.sum.default, (B(3, 6),)),
+        (aten.mean.dim, (x, [0, -1], True)),
+        (aten.nansum.default, (x, [-1], True)),
+        (aten.count_nonzero.default, (B(3, 6),)),
+        (aten.count_nonzero.dim_IntList, (x, [0, -1])),
+        (aten.prod.default, (x,)),
+        (aten.amax.default, (x,)),
+        (aten.norm.Scalar, (x,)),
+        (aten.linalg_norm.default, (x,)),
+        (aten.linalg_norm.ord_str, (x, "nuc", [0, -1])),
+        (aten.linalg_matrix_norm.default, (x, 1, [0, 2], True)),
+        (aten.linalg_matrix_norm.str_ord, (x,)),
+        (aten.argmax.default, (x, -2, True)),
+        (aten.argmin.default, (x,)),
+        (aten.kthvalue.default, (x, 2)),
+        (aten.quantile.default, (x, quantiles, -1, True)),
+        (aten.quantile.default, (x, quantiles[0], 0)),
+        (aten.quantile.default, (x, quantiles)),
+        (aten.quantile.scalar, (x, 0.5)),
+        (aten.cosine_similarity.default, (T(4, 6), x, -1)),
+        (aten.cosine_similarity.default, (T(4, 1), x, 0)),
+        (aten.softmax.int, (x, -2)),
+        (aten.softmax.int, (T(), 0)),
+        (aten.glu.default, (x,)),
+        (aten.renorm.default, (x, 1, -1, 0.5)),
+        (aten.cumsum.default, (x, -1)),
+        (aten.linear.default, (T(6), T(5, 6), T(5))),
+        (aten.linear.default, (T(4, 6), T(6))),
+        (aten.addmm.default, (T(1, 5), T(3, 6), T(6, 5)), {"beta": 0.5, "alpha": 2}),
+        (aten.addmm.default, (T(3, 1), T(3, 6), T(6, 5)), {"beta": 0}),
+        (aten.addmv.default, (T(1), T(3, 6), T(6)), {"beta": 2, "alpha": 3}),
+        (aten.baddbmm.default, (T(5), T(4, 3, 6), T(4, 6, 5)), {"beta": 2, "alpha": 3}),
+        (aten.baddbmm.default, (T(4, 1, 5), T(4, 3, 6), T(4, 6, 5))),
+        (aten.addbmm.default, (T(5), T(4, 3, 6), T(4, 6, 5)), {"beta": 2, "alpha": 3}),
+        (aten.matmul.default, (T(6), T(4, 6, 5))),
+        (aten.matmul.default, (T(4, 3, 6), T(6, 5))),
+        (aten.mm.default, (z, torch.complex(T(6, 5), T(6, 5)))),
+        (aten.inner.default, (T(3, 6), T(5, 6))),
+        (aten.einsum.default, ("...ij,jk", [T(2, 3, 6), T(6, 5)])),
+        (aten.einsum.default, ("...i->i", [T(2, 3, 6)])),
+        (aten.einsum.default, ("bii->b", [square])),
+        (aten.einsum.default, ("bi,i,bj->j", [T(3, 6), T(6), T(3, 5)])),
+        (aten.einsum.default, ("bi,bj->ij", [T(3, 6), T(1, 5)])),
+        (aten.einsum.default, ("B i, a B", [T(3, 6), T(5, 3)])),
+        (aten.linalg_pinv.atol_rtol_tensor, (square,), {"rtol": torch.tensor(1e-9)}),
+        (aten.cov.default, (T(3, 6),), {"fweights": I(3, 6) + 1}),
+        (aten.det.default, (T(6, 6),)),
+        (aten.adjoint.default, (torch.complex(square, square),)),
+        (aten.view.dtype, (T(3, 6), torch.int64)),
+        (aten.squeeze.default, (T(3, 1, 6),)),
+        (aten.view.default, (x, [6, 2, 6])),
+        (aten.select.int, (x, -2, -1)),
+        (aten.narrow.default, (x, -1, 2, 3)),
+        (aten.slice.Tensor, (x, -1, -3, 5, 2)),
+        (aten.unbind.int, (x, -1)),
+        (aten.roll.default, (x, [1])),
+        (aten.split.Tensor, (x, 4, -1)),
+        (aten.tensor_split.sections, (x, 4, 2)),
+        (aten.chunk.default, (x, 3, -1)),
+        (aten.cat.default, ([x, x + 1], -1)),
+        (aten.stack.default, ([x, x + 1], -1)),
+        (aten.diff.default, (T(3, 6), 1, -1, T(3, 1), T(3, 2))),
+        (aten.diff.default, (T(3, 6), 2)),
+        (aten.select_scatter.default, (x, T(4, 6), -3, -1)),
+        (aten.constant_pad_nd.default, (x, [0, 0, -1, 1], 2.0)),
+        (aten.index_select.default, (x, -1, I(6, 5))),
+        (aten.index.Tensor, (x, [I(3, 2)])),
+        (aten.index.Tensor, (x, [None, None, I(6, 2, 1)])),
+        (aten.index.Tensor, (x, [I(3, 5), I(4, 5)])),
+        (aten.index.Tensor, (x, [None, torch.tensor([True, False, True, True])])),
+        (aten.gather.default, (x, -1, I(6, 3, 2, 5))),
+        (aten.gather.default, (T(), 0, torch.tensor(0))),
+        (aten.take_along_dim.default, (x, I(4, 1, 2, 6), 1)),
+        (aten.scatter.value, (x, -1, I(6, 3, 4, 1), 2.0)),
+        (aten.mse_loss.default, (T(3, 1), T(3, 6), 1)),
+        (aten.binary_cross_entropy_with_logits.default, (T(3, 6), T(3, 6), T(6), T(3, 1), 1)),
+    ]
 
 
 def _elementwise() -> list[tuple[Any, ...]]:
@@ -366,7 +483,8 @@ class Call:
             return [place(each) for each in value] if isinstance(value, list) else value
 
         placed = tuple(place(value) for value in args)
-        self.node = graph.call_function(target, placed, kwargs)
+        named = {name: place(value) for name, value in kwargs.items()}
+        self.node = graph.call_function(target, placed, named)
         self.result = target(*args, **kwargs)
         self.node.meta["val"] = self.result
         self.row = row_of(self.node)
@@ -396,7 +514,8 @@ class Call:
             return [put(each) for each in value] if isinstance(value, list) else value
 
         args = tuple(put(value) for value in self.node.args)
-        return results_of(self.node.target(*args, **self.node.kwargs))  # type: ignore[operator]
+        kwargs = {name: put(value) for name, value in self.node.kwargs.items()}
+        return results_of(self.node.target(*args, **kwargs))  # type: ignore[operator]
 
 
 def results_of(value: Any) -> list[Tensor]:
@@ -433,7 +552,7 @@ def call_of(example: tuple[Any, ...]) -> Call:
 def same(found: Tensor, wanted: Tensor) -> bool:
     if found.shape != wanted.shape:
         return False
-    if not found.is_floating_point():
+    if not is_differentiable(found):
         return bool(torch.equal(found, wanted))
     return bool(torch.allclose(found, wanted, rtol=1e-6, atol=1e-8, equal_nan=True))
 
@@ -524,7 +643,7 @@ def test_linear_in_its_groups(example: tuple[Any, ...]) -> None:
     call = call_of(example)
     shapes = [tuple(one.shape) for one in results_of(call.result)]
     for group in call.row.linear(call.op):
-        if not all(call.inputs[place].is_floating_point() for place in group):
+        if not all(is_differentiable(call.inputs[place]) for place in group):
             continue
         other = list(call.inputs)
         both = list(call.inputs)
@@ -534,17 +653,35 @@ def test_linear_in_its_groups(example: tuple[Any, ...]) -> None:
         first = call.run(call.inputs, shapes)
         second = call.run(other, shapes)
         for one, two, sum_of_both in zip(first, second, call.run(both, shapes), strict=True):
-            if one.dtype == torch.float64:
+            if one.dtype in (torch.float64, torch.complex128):
                 assert same(sum_of_both, one + 3 * two)
             else:  # a cast rounds
                 assert torch.allclose(sum_of_both, one + 3 * two, rtol=1e-4, atol=1e-4)
 
 
+def test_a_partial_sum_of_numbers_is_not_rounded_to_integers() -> None:
+    rounded = Call(aten.sum.dim_IntList, (T(3, 6), [1]), {"dtype": torch.int64})
+    summed = Call(aten.sum.dim_IntList, (T(3, 6), [1]), {})
+    assert not any(PARTIAL in option.inputs for option in options_of(rounded.op, {}))
+    assert any(PARTIAL in option.inputs for option in options_of(summed.op, {}))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=identity)
+def test_options_name_dims_that_are_there(example: tuple[Any, ...]) -> None:
+    call = call_of(example)
+    tensors = [*call.inputs, *results_of(call.result)]
+    for option in options_of(call.op, {}):
+        for tensor, placement in zip(tensors, (*option.inputs, *option.outputs), strict=True):
+            assert isinstance(placement, str) or placement < tensor.ndim
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=identity)
 def test_what_only_moves_entries_makes_no_new_ones(example: tuple[Any, ...]) -> None:
     call = call_of(example)
-    if not call.row.moves:
+    if not call.row.moves or call.dims() is None:  # a view of bits has no dims
         return
+    if any(one.is_complex() for one in (*call.inputs, *results_of(call.result))):
+        return  # `adjoint` conjugates; positions of samples are no complex numbers
     before = set(torch.cat([one.float().flatten() for one in call.inputs]).tolist())
     after = set(torch.cat([one.float().flatten() for one in results_of(call.result)]).tolist())
     assert after <= before

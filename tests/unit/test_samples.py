@@ -172,6 +172,44 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
         "linalg_svd",
         lambda m, h, b: torch.linalg.svd(h[:, 0], full_matrices=False)[0],
     ),
+    "samples as a matrix, a tolerance as a tensor": (
+        "linalg_pinv",
+        lambda m, h, b: torch.linalg.pinv(h[:, 0], rtol=torch.tensor(1e-3)).t(),
+    ),
+    "norm over slices of all samples": ("renorm", lambda m, h, b: h.renorm(2, 1, 0.1)),
+    "an index beside positions": (
+        "index",
+        lambda m, h, b: h[torch.stack([rows(b), b["ids"][:, 0]], 1)[:, 1]],
+    ),
+    "an index joined with positions": (
+        "index",
+        lambda m, h, b: h[torch.cat([rows(b)[:, None], b["ids"]], 1)[:, 1]],
+    ),
+    "positions looked up": (
+        "index",
+        lambda m, h, b: h * rows(b)[:, None].expand(-1, 4)[:, torch.tensor([1, 3, 0, 0])][:, None],
+    ),
+    "positions selected": (
+        "index_select",
+        lambda m, h, b: h * rows(b).index_select(0, rows(b))[:, None, None],
+    ),
+    "positions gathered": (
+        "gather",
+        lambda m, h, b: h * rows(b).gather(0, rows(b))[:, None, None],
+    ),
+    "positions written": (
+        "index_put",
+        lambda m, h, b: h * b["ids"].index_put((rows(b),), rows(b)[:, None])[..., None],
+    ),
+    "all but the first": ("index", lambda m, h, b: h[rows(b).bool()]),
+    "the batch twice, cut into pairs": (
+        "view",
+        lambda m, h, b: h[rows(b).repeat(2)].view(-1, 2, 6, 4).prod(1),
+    ),
+    "the batch twice by index_select, cut into pairs": (
+        "view",
+        lambda m, h, b: h.index_select(0, rows(b).repeat(2)).view(-1, 2, 6, 4).prod(1),
+    ),
     "mean given back": ("expand", lambda m, h, b: h[:, 0, 0].mean().expand(b["x"].shape[0])),
     "scaled by position": ("mul", lambda m, h, b: h * rows(b)[:, None, None]),
     "inputs softmax": ("softmax", lambda m, h, b: h * b["mask"].softmax(0)[..., None]),
@@ -209,6 +247,17 @@ FINE: dict[str, Callable[[nn.Module, Tensor, Batch], Tensor]] = {
     "last tokens of flattened tokens": lambda m, h, b: h.view(-1, 4)[
         torch.arange(b["x"].shape[0]) * 6 + 5
     ],
+    "rows by one of two indices": lambda m, h, b: h[
+        torch.stack([rows(b), rows(b)], 1)[:, 1], torch.stack([b["ids"][:, 0]] * 2)[1]
+    ],
+    "quantiles": lambda m, h, b: (
+        h.quantile(0.5, dim=-1, keepdim=True)
+        + h.quantile(torch.tensor([0.2, 0.5]), dim=2).sum(0)[..., None]
+    ),
+    "similarity": lambda m, h, b: torch.cosine_similarity(h, m.layer.weight[0], dim=-1),
+    "norms of matrices": lambda m, h, b: (
+        torch.linalg.matrix_norm(h) + torch.linalg.norm(h, dim=-1).sum(1)
+    ),
     "recurrent": lambda m, h, b: nn.GRU(4, 4, batch_first=True)(h)[0],
     "recurrent, time first": lambda m, h, b: nn.GRU(4, 4)(h.transpose(0, 1))[0],
     "one matrix for each sample": lambda m, h, b: torch.linalg.svd(h, full_matrices=False)[1],

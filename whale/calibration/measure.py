@@ -46,7 +46,7 @@ SIZES = {False: (64, 256, 768), True: (512, 2048, 8192)}
 MEASURED_DTYPES = {False: ("fp32", "bf16"), True: DTYPES}
 """float16 products on a CPU are no way to train"""
 LONGEST_CALL_S = 0.1
-"""a size that would take longer for one product is left out: the smaller ones tell enough of so
+"""a size that would take longer for one product is left out: the smaller ones say enough of so
 slow a dtype
 """
 COPIED_BYTES = {False: 64 * 2**20, True: 1024 * 2**20}

@@ -116,7 +116,8 @@ def _compare_samples(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     buffers = _Buffers(model)
     before = attributes(model)
-    with torch.random.fork_rng(devices=[]), _gradients_restored(parameters):
+    random = device_of(torch.device(task.device)).fork_random()
+    with random, _gradients_restored(parameters):
         loss = _eager_loss(model, layout, few, task)
         outside = _leaves_outside(loss, model)
         expected, expected_gradients = _backward(loss, parameters)

@@ -34,7 +34,7 @@ from whale.capture.sample_states import Irregular, Mixed, PerSample, Shared, Sum
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeBatch
 from whale.operations.nodes import named_args, op_name
-from whale.operations.table import CASTS, VIEWS
+from whale.operations.table import AFFINE, CASTS, VIEWS
 
 aten = torch.ops.aten
 SUM = 2
@@ -346,7 +346,7 @@ class _Rewriter:
     def _scale_addends(self, node: Node) -> None:
         """Scales what this node adds to sums over samples and has no samples itself."""
         name = op_name(node)
-        if name not in ("add", "sub", "rsub", "stack", "cat", "where") or node in self.flow.leaves:
+        if name not in AFFINE or node in self.flow.leaves:
             return
         args = named_args(node)
         keys = ("tensors",) if name in ("stack", "cat") else ("input", "other")
@@ -391,7 +391,7 @@ class _Rewriter:
         name = op_name(node)
         args = named_args(node)
         first = args.get("input")
-        if name in ("add", "sub", "rsub"):
+        if name in ("add", "sub", "subtract", "rsub"):
             return self._split_sum(node, name, args)
         if name in ("mul", "div", "neg") or name in CASTS | VIEWS:
             return self._split_scaled(node, first if self._adds_up(first) else args.get("other"))
@@ -403,7 +403,7 @@ class _Rewriter:
     def _split_sum(self, node: Node, name: str, args: dict[str, Any]) -> list[Node]:
         whole = node.meta["val"]
         alpha = args.get("alpha", 1)
-        factors = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name]
+        factors = {"add": (1, alpha), "rsub": (-alpha, 1)}.get(name, (1, -alpha))
         weighted = []
         for operand, factor in zip((args["input"], args["other"]), factors, strict=True):
             if isinstance(operand, Node):

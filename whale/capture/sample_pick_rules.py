@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.fx import Node
 
 from whale.capture.kinds import ValueKind
-from whale.capture.sample_rules import row_state, unknown_state
+from whale.capture.sample_rules import POSITION_USED, row_state, unknown_state
 from whale.capture.sample_states import (
     Irregular,
     Mixed,
@@ -23,14 +22,12 @@ from whale.capture.sample_states import (
 )
 from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.table import CASTS, CLASS_LOSSES, PERMUTES, VIEWS, is_random
+from whale.operations.views import MASK_DTYPES
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
 
 
-POSITION_USED = (
-    "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
-)
 UNKNOWN_ROWS = "a mask picks rows that cannot be told apart by sample; multiply by the mask instead"
 
 # --------------------------------------------------------------------------------------------------
@@ -91,7 +88,9 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     indices = list(args["indices"])
     given = tensor_nodes(indices)
     state = flow.of(source)
-    if any(index.meta["val"].dtype is torch.bool for index in given):
+    if _moves_positions(flow, source, args.get("values")):
+        return Mixed(node, POSITION_USED.format(name=op_name(node)))
+    if any(index.meta["val"].dtype in MASK_DTYPES for index in given):
         return _mask_state(flow, node, args, indices)
     at_batch = None
     if isinstance(state, PerSample) and state.dim < len(indices):
@@ -111,7 +110,17 @@ def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     if at_batch is None and isinstance(state, PerSample):
         return flow.by_shape(node, state.outer)
     together = flow.aligned(node, given, max(map(rank_of, given)))
-    return together if isinstance(together, Mixed) else flow.by_shape(node, 1)
+    if isinstance(together, Mixed):
+        return together
+    # the rows of the result stand as the indices do, whose samples may repeat
+    return flow.by_shape(node, together.outer if isinstance(together, PerSample) else 1)
+
+
+def _moves_positions(flow: SampleFlow, *moved: Any) -> bool:
+    """Whether values that count rows of the batch are looked up or written: nobody follows them
+    further.
+    """
+    return any(_position(flow, value) is not None for value in moved)
 
 
 def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: list[Any]) -> State:
@@ -121,6 +130,8 @@ def _mask_state(flow: SampleFlow, node: Node, args: dict[str, Any], indices: lis
     state = flow.of(args["input"])
     mask = indices[0]
     place = flow.of(mask)
+    if any(_position(flow, index) is not None for index in tensor_nodes(indices)):
+        return Mixed(node, POSITION_USED.format(name=op_name(node)))
     together = (
         isinstance(place, PerSample)
         and isinstance(state, PerSample)
@@ -180,6 +191,8 @@ def index_select_state(
     source = args["input"]
     index = args["index"]
     state = flow.of(source)
+    if _moves_positions(flow, source):
+        return Mixed(node, POSITION_USED.format(name=op_name(node)))
     at_batch = isinstance(state, PerSample) and int(args["dim"]) % rank_of(source) == state.dim
     if at_batch:
         is_allowed = _own_rows(flow, index, source)
@@ -187,8 +200,9 @@ def index_select_state(
         is_allowed = _position(flow, index) is None
     if not is_allowed:
         return Mixed(node, "samples are picked or reordered by an index into the batch")
-    keeps_order = isinstance(state, PerSample) and isinstance(flow.of(index), Shared)
-    return flow.by_shape(node, state.outer if keeps_order else 1)  # type: ignore[union-attr]
+    picked = flow.of(index)
+    order = picked if isinstance(picked, PerSample) else state
+    return flow.by_shape(node, order.outer if isinstance(order, PerSample) else 1)
 
 
 @rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
@@ -197,6 +211,8 @@ def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     name = op_name(node)
     if name == "scatter_add" and _is_histogram(flow, node, args):
         return flow.reduction(node, "sum")
+    if _moves_positions(flow, args["input"], args.get("src")):
+        return Mixed(node, POSITION_USED.format(name=name))
     sources = [args["input"], args.get("index", args.get("indices")), args.get("src")]
     state = flow.aligned(node, tensor_nodes(sources), rank_of(node))
     if not isinstance(state, PerSample):

@@ -39,6 +39,9 @@ from whale.operations.table import CASTS, row_of
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
 
+POSITION_USED = (
+    "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
+)
 OTHER_PLACES = "`{name}` combines samples that stand in different places"
 SPATIAL = (
     "conv",
@@ -96,11 +99,20 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
         found.append(_Samples(letter, outer, rows, state.position))
     if not found:
         return flow.by_shape(node, 1)
-    positions = {each.position for each in found if each.position is not None}
-    if len({(each.letter, each.outer) for each in found}) > 1 or len(positions) > 1:
+    positions = {each.position for each in found}
+    if len({(each.letter, each.outer) for each in found}) > 1 or len(positions - {None}) > 1:
         return mixed if dims.sums else Mixed(node, OTHER_PLACES.format(name=op.name))
-    position = next(iter(positions), None) if row.moves else None
+    if row.kind != "cast" and len(found) < len(op.inputs):
+        positions.add(None)  # a tensor without samples stands beside the others
+    position = joined_position(positions) if row.moves else None
     return _results(flow, node, dims, replace(found[0], position=position)) or mixed
+
+
+def joined_position(positions: set[Position | None]) -> Position | None:
+    """Position that the entries of joined values say; stride 0 where only some of them say one."""
+    if len(positions) > 1:
+        return Position(0)
+    return next(iter(positions), None)
 
 
 def _runs(dims: Dims, letter: str, place: int) -> int:
@@ -204,6 +216,8 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
         state = flow.of(operand)
         if isinstance(state, PerSample):
             outers.add(state.outer)
+            if state.position is not None:
+                return Mixed(node, POSITION_USED.format(name=name))
     if len(outers) > 1:
         return Mixed(node, OTHER_PLACES.format(name=name))
     result = flow.by_shape(node, outers.pop())
@@ -381,7 +395,12 @@ def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     sources = [source for source in args["tensors"] if tuple(source.meta["val"].shape) != (0,)]
     state = flow.aligned(node, sources, rank_of(node))
     at_batch = isinstance(state, PerSample) and int(args["dim"]) % rank_of(node) == state.dim
-    if not isinstance(state, PerSample) or not at_batch or len(sources) == 1:
+    if not isinstance(state, PerSample):
+        return state
+    states = [flow.of(source) for source in sources]
+    positions = {each.position if isinstance(each, PerSample) else None for each in states}
+    state = replace(state, position=joined_position(positions))
+    if not at_batch or len(sources) == 1:
         return state
     if not all(isinstance(flow.of(source), PerSample) for source in sources):
         return Mixed(node, "rows that are not samples are added to the batch")

@@ -31,8 +31,8 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import ValueKind
-from whale.capture.sample_pick_rules import POSITION_USED, loss_state
-from whale.capture.sample_rules import linear_state, row_state
+from whale.capture.sample_pick_rules import loss_state
+from whale.capture.sample_rules import POSITION_USED, linear_state, row_state
 from whale.capture.sample_states import (
     RULES,
     SHARED,

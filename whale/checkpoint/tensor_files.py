@@ -394,7 +394,7 @@ def _stored(item: dict[str, Any], base: int, is_complex: bool) -> Stored:
     shape = tuple(item["shape"])
     if is_complex:
         dtype = {real: name for name, real in PAIRS.items()}[dtype]
-        if shape[-1] != 2:
+        if shape[-1:] != (2,):
             raise ValueError(f"complex numbers of shape {list(shape)} are not pairs")
         shape = shape[:-1]
     return Stored(dtype, shape, base + start, stop - start)

@@ -60,8 +60,8 @@ def take_snapshot(
     training can continue at once.
 
     `buffers`: memory that stays from save to save, changed here. Copying into memory that was used
-    before took 0.08 s for 256 MiB, into new memory 0.40 s (the system must clear new pages first). Buffers
-    for tensors of a GPU are pinned.
+    before took 0.08 s for 256 MiB, into new memory 0.40 s (the system must clear new pages first).
+    Buffers for tensors of a GPU are pinned.
     """
     parts = dict(parts or {})
     reused = buffers if buffers is not None else {}

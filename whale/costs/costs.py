@@ -6,8 +6,8 @@ its data sheet,
 
     seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
 
-Which operations are products, views or lookups, and how many FLOP they take, is in
-the table of operations (docs/operations.md). Moved bytes are what an operation reads and writes: inputs +
+Which operations are products, views or lookups, and how many FLOP they take, is in the table of
+operations (docs/operations.md). Moved bytes are what an operation reads and writes: inputs +
 outputs. A view moves nothing; a lookup (embedding, gather) reads only what it gives out. The
 backward of a product is one product of the same size for each of its two operands that gets a
 gradient; that of any other operation does about twice the work of its forward.

@@ -1,13 +1,16 @@
 """The hub of the watch, on rank 0: hears from every rank, and decides when the job must end and
 because of which rank.
 
-what the hub sees                          what it makes of it
-a connection ends without a word           the rank died; decided when another rank notices too, or after GRACE_S
-a rank says that it raised                 decided after GRACE_S: all may raise alike, then each ends (or goes on) by itself
-a rank says that communication failed      follows from another rank's end; a cause only when nothing better is known
-a rank says that it got SIGTERM            its launcher ends it, so something happened: decided at once
-silence beyond `timeout_s`                 the rank hangs, is stopped or is cut off
-batches of unlike shapes at the same time  decided at once: the ranks would wait for each other for ever
+what the hub sees                      what it makes of it
+a connection ends without a word       the rank died; decided when another rank notices too, or
+                                       after GRACE_S
+a rank says that it raised             decided after GRACE_S: all may raise alike, then each ends
+                                       (or continues) by itself
+a rank says that communication failed  follows from another rank's end; a cause only when nothing
+                                       better is known
+a rank says that it got SIGTERM        its launcher ends it, so something happened: decided at once
+silence beyond `timeout_s`             the rank hangs, is stopped or is cut off
+batches of different shapes            decided at once: the ranks would wait for each other for ever
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any
 
 GRACE_S = 3.0  # from a rank's failure to the verdict: all may fail alike and end by themselves
 SETTLE_S = 0.5  # after a SIGTERM, in which the sign of what came before it may still arrive
-# a longer gap between two looks means that this process itself stood still: that is nobody's
+# a longer gap between two looks means that this process itself was paused: that is nobody's
 # silence
 PAUSE_S = 1.0
 SHORTEST_BEAT_S = 0.1
@@ -63,7 +66,7 @@ class Process:
         return Process(host, os.getpid())
 
     def kill(self) -> None:
-        """Ends it when it is on this host: a process that stands still cannot end itself."""
+        """Ends it when it is on this host: a process that hangs cannot end itself."""
         if self.host == Process.this().host and self.pid != os.getpid():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -249,12 +252,14 @@ class Hub:
             self._is_closed = True
             if any(seen.end is End.RAISED for seen in self._ranks.values()):
                 self._decide(time.monotonic() + GRACE_S)
-            self._tell({"bye": True})
+            self._send_to_all({"bye": True})
         self._thread.join(LONGEST_BEAT_S)
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Also in forked children: their copies would hide the end of this process."""
+        """Closes all sockets; called in forked children, too, whose copies would hide the end of
+        this process.
+        """
         self._server.close()
         for seen in self._ranks.values():
             if seen.connection is not None:
@@ -280,7 +285,7 @@ class Hub:
                 self._decide(now)
                 if now >= next_beat:
                     next_beat = now + beat_s(self.num_ranks)
-                    self._tell({"beat": True})
+                    self._send_to_all({"beat": True})
             last = now
 
     def _accept(self) -> None:
@@ -343,17 +348,18 @@ class Hub:
         if all_raised(self._ranks.values()):
             for seen in self._ranks.values():
                 seen.end = None
-            self._tell({"alike": True})
+            self._send_to_all({"alike": True})
             return
         verdict = judge(self._ranks, self.timeout_s, now)
         if verdict is not None:
             self._has_decided = True
             print_message(verdict.text)
-            self._tell({"verdict": asdict(verdict)}, last=verdict.cause)
+            self._send_to_all({"verdict": asdict(verdict)}, last=verdict.cause)
 
-    def _tell(self, message: dict[str, Any], last: int = 0) -> None:
-        """To all. Rank 1 also hears where everyone stands: it has to tell when rank 0 is gone.
-        `last` may end this process when told.
+    def _send_to_all(self, message: dict[str, Any], last: int = 0) -> None:
+        """Sends a message to all ranks. Rank 1 also gets the position of every rank, for the
+        message that it prints if rank 0 dies. `last`: the rank that is sent to last, since this
+        process may end when it has the message.
         """
         for rank, seen in sorted(self._ranks.items(), key=lambda item: item[0] == last):
             if seen.connection is not None:
@@ -377,6 +383,6 @@ def _open_server(is_local: bool) -> socket.socket:
 
 
 def print_message(text: str) -> None:
-    """In one write, so that it does not mix with the lines of other ranks."""
+    """Prints a line in one write, so that it does not mix with the lines of other ranks."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"whale: {text}\n".encode())

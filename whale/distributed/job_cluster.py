@@ -54,8 +54,8 @@ def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
 
 
 def cluster_to_plan_for(given: ClusterLike | int | None, num_devices: int) -> Cluster:
-    """Where no ranks run: the devices of the file in its order, or `num_devices` like the one of
-    this process.
+    """The cluster of a plan that is made without ranks: the devices of the file in its order, or
+    `num_devices` like the one of this process.
     """
     if given is not None and not isinstance(given, int):
         return read_cluster(given)

@@ -106,14 +106,14 @@ class Message:
 
 
 def tag_of(number: int, shapes: Sequence[tuple[int, ...]]) -> int:
-    """A number for the message in which its shapes take part: ranks with batches of unlike shapes
-    wait for each other, and the watch says why, instead of reading a message of another size (gloo
-    ends the process when it is too long and says nothing when it is too short)."""
+    """A number for the message in which its shapes take part: ranks with batches of different
+    shapes wait for each other, and the watch says why, instead of reading a message of another
+    size (gloo ends the process when it is too long and says nothing when it is too short).
+    """
     if number >= MOST_MESSAGES:
         raise ValueError(
-            f"a step has more than {MOST_MESSAGES} messages between two ranks, which tags of 31 "
-            "bits cannot tell apart: "
-            f"use fewer micro-batches or fewer stages"
+            f"a step has more than {MOST_MESSAGES} messages between two ranks, and tags of 31 bits "
+            "cannot number more. Try: fewer micro-batches or fewer stages"
         )
     shape = zlib.crc32(repr([tuple(map(int, shape)) for shape in shapes]).encode()) % NUM_SHAPES
     return (number * NUM_SHAPES + shape) * NUM_EPOCHS

@@ -126,10 +126,12 @@ class Platform:
         """A training step begins."""
 
     def close_stage(self, stage: int) -> None:
-        """All gradients of the stage are final on this rank: their all-reduces may begin."""
+        """Called when all gradients of the stage are final on this rank: all-reduces may begin."""
 
     def wait_for_all_reduces(self) -> None:
-        """All gradients are summed here; returns when that is so on this platform's clock, too."""
+        """Called when all gradients are reduced here; returns when that is so on this platform's
+        clock, too.
+        """
 
     def end_step(
         self,

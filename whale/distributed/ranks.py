@@ -45,7 +45,7 @@ class Ranks:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def start_watch(self) -> None:
-        """From here on, a rank that dies or hangs ends the job everywhere. All ranks call it."""
+        """Starts the watch: a rank that dies or hangs ends the job everywhere. All ranks call it."""
         if self.is_distributed and self.watch is None:
             self.watch = start_watch(self.rank, self.num_ranks, self.timeout_s, self.from_first)
 

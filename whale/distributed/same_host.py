@@ -16,8 +16,8 @@ block of shared memory (the ring):
 
 A sender of messages never blocks: packets that the socket does not take now wait in a list. What
 was sent belongs to the receiver: the sender's tensor is free at once. A ring that is empty is used
-from its beginning, and by all-reduces as soon as its beginning is free for a few parts, so that few of
-its bytes are ever touched.
+from its beginning, and by all-reduces as soon as its beginning is free for a few parts, so that few
+of its bytes are ever touched.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Outgoing:
                 self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
                 self._say(HEADER.pack(tag, tensor.nbytes, BY_GROUP))
 
-    def send_if_room(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
-        """Whether there was room. The ring is used from its beginning again as soon as so many
-        bytes are free there.
+    def send_if_free(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
+        """Whether enough bytes were free. The ring is used from its beginning again as soon as
+        `enough_bytes` are free there.
         """
         with self._lock:
             return self._send_through_memory(tensor, tag, enough_bytes)
@@ -102,12 +102,11 @@ class Outgoing:
         return True
 
     def _take(self, num_bytes: int, enough_bytes: int) -> int | None:
-        """Where in the ring there is room for so many bytes in one piece."""
+        """Where in the ring so many bytes are free in one piece; None where they are not."""
         (consumed,) = _COUNT.unpack_from(self._ring, 0)
         if consumed == self._taken:
-            self._taken = self._begin = (
-                self._taken + -self._taken % RING_BYTES
-            )  # empty: from its beginning
+            # empty: from its beginning, where bytes are in the caches
+            self._taken = self._begin = self._taken + -self._taken % RING_BYTES
         place = self._taken
         free_from = max(consumed, self._begin)
         beginning = place + -place % RING_BYTES

@@ -16,7 +16,7 @@ Two blocks are offered ahead, so that nobody waits for the others' copies:
     offer 0, offer 1, reduce 0, offer 2, reduce 1, collect 0, offer 3, reduce 2, collect 1, ...
 
 and messages are taken in the order in which they were sent. At most four parts are on their way
-from one rank to another, so the ring begins again where there is room for some more: few of its
+from one rank to another, so the ring begins again where a few more are free: few of its
 bytes are ever touched, and they stay in the caches.
 """
 
@@ -40,8 +40,8 @@ BLOCK_BYTES = 4 * 1024**2
 MOST_GATHERED_BYTES = 4 * 1024**2
 """of one rank; more is left to the group"""
 NUM_AHEAD = 5
-"""parts for which a ring must have room before it begins again: four are on their way, of sizes
-that differ by a number
+"""parts for which the beginning of a ring must be free before it is used again: four are on their
+way, of sizes that differ by a number
 """
 FIRST_TAG = 2**41
 """of the parts that go from rank to rank, beyond the tags of all messages"""

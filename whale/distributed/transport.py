@@ -29,8 +29,8 @@ MOST_EXCHANGING = 16
 """ranks that exchange numbers through memory, each with each"""
 FIRST_EXCHANGE = 2**40
 """tags of these, beyond those of all messages"""
-ROOM_S = 1e-4
-"""how long to wait before looking again whether a ring has room"""
+FULL_RING_S = 1e-4
+"""how long to wait before looking again whether a full ring has free bytes"""
 GLOO_THREAD = "gloo_tcp_loop"
 """what gloo calls the thread that reads from its sockets"""
 
@@ -98,8 +98,8 @@ class Transport:
                 self._from[source] = (group, dist.get_group_rank(group, source))
 
     def _channel(self, source: int, destination: int) -> dist.ProcessGroup:
-        """Where messages are matched by order: a communicator for each direction of a pair, so that
-        a late receive never blocks a send.
+        """The group of one direction of a pair: where messages are matched by order, one of its
+        own, so that a late receive never blocks a send.
         """
         assert dist.group.WORLD is not None
         if self.ranks.backend.has_tags:
@@ -128,7 +128,7 @@ class Transport:
             )
 
     def send(self, tensor: Tensor, message: Message) -> None:
-        """Issues the message and returns; the tensor is kept until it has left."""
+        """Issues the message and returns; the tensor is held until it has left."""
         self._issue(tensor, message.peer, message.tag + self.epoch)
 
     def _issue(self, tensor: Tensor, peer: int, tag: int) -> None:
@@ -210,29 +210,28 @@ class Transport:
         )
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
-        """With a tag that no message has. Where the ring is full it waits, and takes in what others
-        send: they may wait for room, too.
+        """Sends with a tag that no message has. Where the ring is full it waits, and takes in what others
+        send: their rings may be full, too.
         """
         start = time.perf_counter()
-        while not self._rings_to[peer].send_if_room(tensor, tag, enough_bytes):
+        while not self._rings_to[peer].send_if_free(tensor, tag, enough_bytes):
             gone = [other for other, ring in self._rings_from.items() if not ring.take_in()]
             waited_s = time.perf_counter() - start
             if peer in gone or waited_s > self.ranks.timeout.total_seconds():
                 raise RuntimeError(
-                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for room in the memory that "
-                    f"it shares with rank {peer}: "
-                    f"that rank is gone or stuck"
+                    f"rank {self.ranks.rank} waited {waited_s:.0f} s for free bytes in the memory "
+                    f"that it shares with rank {peer}: that rank is gone or stuck"
                 )
             for ring in self._rings_to.values():
                 ring.flush()
-            time.sleep(ROOM_S)
+            time.sleep(FULL_RING_S)
 
     def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
-        """The message of this tag."""
+        """Fills the buffer with the message of this tag, and waits for it."""
         self.wait(Arrival(None, buffer, peer, tag, description))
 
     def push_rings(self, peers: Iterable[int]) -> None:
-        """All packets to these have left; this rank may not come back for long."""
+        """Returns when all packets to these have left: this rank may not come back for long."""
         for peer in peers:
             self._rings_to[peer].push()
 
@@ -279,8 +278,8 @@ def _as_real(tensor: Tensor) -> Tensor:
 def _route(
     routes: dict[int, tuple[dist.ProcessGroup, int]], peer: int
 ) -> tuple[dist.ProcessGroup, int]:
-    """To or from that peer. Only a batch of another shape can have an edge that the plan does not
-    have.
+    """The group that carries messages to or from that peer, and its rank in there. Only a batch of
+    another shape can have an edge that the plan does not have.
     """
     if peer not in routes:
         assert dist.group.WORLD is not None

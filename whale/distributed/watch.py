@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from whale.devices import BACKENDS
 from whale.distributed.hub import (
     DEATH,
     GRACE_S,
@@ -56,8 +57,7 @@ FOLLOWING = (
     "connection reset",
     "connection refused",
     "broken pipe",
-    "gloo",
-    "nccl",
+    *BACKENDS,
     "is gone or stuck",
 )
 """words in the messages of failed communication: the other side is the one to look at"""
@@ -178,8 +178,8 @@ class Watch:
     # ---- inside
 
     def _leave_after_threads(self) -> None:
-        """As the interpreter does it before `atexit`: a checkpoint that is being written may need
-        the watch to end.
+        """Leaves when all other threads have ended, as the interpreter waits for them before
+        `atexit`: a checkpoint that is being written may need the watch to end.
         """
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
@@ -343,8 +343,8 @@ class Watch:
             signal.set_wakeup_fd(-1)
 
     def _forget(self) -> None:
-        """In a forked child (a worker that loads data): its signals are not ours, and its copies of
-        our sockets hide our end.
+        """Lets go of signals and sockets in a forked child (a worker that loads data): its signals
+        are not ours, and its copies of our sockets hide our end.
         """
         self._give_back_sigterm()
         if self._connection is not None:
@@ -378,8 +378,8 @@ def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[An
 
 
 def report_failure(error: BaseException) -> None:
-    """For a launcher that catches what a script raises: the other ranks hear of it. Waits until
-    this rank may end.
+    """Reports to the other ranks what a script raised and its launcher caught. Returns when this
+    rank may end.
     """
     if _current is not None:
         _current.report_failure(error)
@@ -387,8 +387,8 @@ def report_failure(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def reporting(watch: Watch | None, what: str) -> Iterator[None]:
-    """Around what all ranks do together, a step or an evaluation: the others hear at once what this
-    rank raises there.
+    """Reports at once to the others what this rank raises inside: for what all ranks do together, a
+    step or an evaluation.
     """
     if watch is None:
         yield

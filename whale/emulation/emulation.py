@@ -1,5 +1,5 @@
-"""One emulated job on one rank: how long its actions, messages and all-reduces take, what its memory
-holds, and what happened when.
+"""One emulated job on one rank: how long its actions, messages and all-reduces take, what its
+memory holds, and what happened when.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class EmulatedPlatform(Platform):
 
     @property
     def captures_everywhere(self) -> bool:
-        """With stub chunks nobody needs the model but rank 0, which plans."""
+        """Not with stub chunks: nobody needs the model but rank 0, which plans."""
         return not self._settings.stub
 
     def cluster(self, given: ClusterLike | None) -> Cluster:
@@ -165,7 +165,9 @@ class EmulatedPlatform(Platform):
         return found
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
-        """All ranks refuse together what does not fit from the start."""
+        """The memory of this rank with the weights in it; all ranks refuse together where they do not
+        fit.
+        """
         figures = self.figures.on(self.ranks.rank)
         shared = shared_bytes(self.full_plan, figures, own_stages)
         device = self._cluster.devices[self.ranks.rank]
@@ -249,7 +251,7 @@ class EmulatedPlatform(Platform):
     # ---- in every step
 
     def read_batch(self, batch: Any) -> Any:
-        """With stub chunks only the size of a batch counts."""
+        """The batch itself, or with stub chunks a small one of the same number of samples."""
         if self.stub is None:
             return batch
         # a batch of engine.loader, of which this rank may hold nothing
@@ -317,7 +319,10 @@ def _bytes_of_all_ranks(times: Times) -> float:
 
 
 def _ranks_of(plan: Plan, stages: tuple[int, ...]) -> set[int]:
-    return {rank for stage in stages for rank in plan.ranks_of_stage(stage)}
+    found: set[int] = set()
+    for stage in stages:
+        found.update(plan.ranks_of_stage(stage))
+    return found
 
 
 def _create_cards(cluster: Cluster) -> str | None:

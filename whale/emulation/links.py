@@ -38,7 +38,9 @@ _NUMBER = struct.Struct("d")
 
 
 class NetworkCards:
-    """When the network card of each host is free, shared by the processes of one machine."""
+    """A table of when the network card of each host is free, shared by the processes of one
+    machine.
+    """
 
     def __init__(self, path: Path, num_hosts: int) -> None:
         self._file = path.open("r+b")
@@ -107,7 +109,7 @@ class EmulatedTransport(Transport):
             self._change.notify()
 
     def _book(self, peer: int, num_bytes: float) -> float:
-        """When a message that is sent now arrives."""
+        """Time at which a message that is sent now arrives, in seconds of `perf_counter`."""
         own = self._cluster.devices[self.ranks.rank].host
         other = self._cluster.devices[peer].host
         link = self._cluster.link(self.ranks.rank, peer)
@@ -150,24 +152,24 @@ class EmulatedTransport(Transport):
 
 
 class AllReduceClock:
-    """When the all-reduces of one rank would be over."""
+    """The clock that says when the all-reduces of one rank would be over."""
 
     def __init__(
         self,
-        sums: Sequence[AllReduce],
+        all_reduces: Sequence[AllReduce],
         ranks: Ranks,
         own_stages: Sequence[int],
         cluster: Cluster,
         cards: NetworkCards | None,
     ) -> None:
         """All ranks make it together, from the same all-reduces."""
-        for members in sorted({each.ranks for each in sums}):
-            ranks.group(
-                members
-            )  # on a grid the parts of a weight have groups that nothing else asks for
-        self._own = {
-            each: set(each.stages) & set(own_stages) for each in sums if ranks.rank in each.ranks
-        }
+        for members in sorted({each.ranks for each in all_reduces}):
+            # on a grid the parts of a weight have groups that nothing else asks for
+            ranks.group(members)
+        self._own: dict[AllReduce, set[int]] = {}
+        for each in all_reduces:
+            if ranks.rank in each.ranks:
+                self._own[each] = set(each.stages) & set(own_stages)
         self._ranks = ranks
         self._cards = cards
         self._host = cluster.devices[ranks.rank].host
@@ -183,7 +185,7 @@ class AllReduceClock:
         self._free = {}
 
     def close_stage(self, stage: int, now: float) -> None:
-        """All gradients of the stage are final."""
+        """Starts the all-reduces that waited for the gradients of this stage only."""
         for each, stages in self._open.items():
             if stage in stages:
                 stages.discard(stage)
@@ -193,7 +195,7 @@ class AllReduceClock:
                     )
 
     def _end(self, each: AllReduce, closed: float, last_backward_s: float) -> float:
-        """When the all-reduce ends, as far as this rank knows; in seconds of `perf_counter`."""
+        """End of the all-reduce as far as this rank knows, in seconds of `perf_counter`."""
         free = self._free.get(each.ranks, 0.0)
         end = each.end(closed, last_backward_s, free)
         if self._cards is not None and self._leaves[each]:

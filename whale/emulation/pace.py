@@ -25,7 +25,7 @@ _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
 
 @dataclass
 class Pace:
-    """Times of one rank's actions, and how well they were kept."""
+    """Times of one rank's actions, and how closely the rank took them."""
 
     seconds: Mapping[Action, float]
     num_actions: int = 0

@@ -1,5 +1,5 @@
-"""What `whale run --emulate` passes on to its ranks, and how many ranks this machine can start. No torch:
-the command line reads it.
+"""What `whale run --emulate` passes on to its ranks, and how many ranks this machine can start.
+No torch: the command line reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Settings:
 
     @staticmethod
     def of_this_job() -> Settings | None:
-        """None: the devices are real."""
+        """The settings of an emulated job; None where the devices are real."""
         text = os.environ.get(EMULATE_VARIABLE)
         return Settings(**json.loads(text)) if text else None
 

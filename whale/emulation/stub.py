@@ -5,7 +5,8 @@ Every set of stages that hold the same parameters gets one parameter of one numb
 crosses becomes a [batch, 1] tensor, or [1, 1] where it has no batch dim; a value without gradient
 is detached. Stage s computes
 
-    h_s = batch + its parameters + all that it receives,        value_k = tanh(h_s + k) or tanh(mean(h_s) + k),
+    h_s = batch + its parameters + all that it receives,
+    value_k = tanh(h_s + k) or tanh(mean(h_s) + k),
 
 and where the plan has a loss term, mean(h_s).
 

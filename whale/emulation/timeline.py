@@ -96,7 +96,9 @@ class Recorder:
         ]
 
     def write(self) -> None:
-        """Also in `engine.close`; a job that failed has written nothing."""
+        """Writes the record of this rank. `engine.close` calls it: a job that failed has written
+        nothing.
+        """
         if not self._steps:
             return
         device = self._cluster.devices[self._rank]

@@ -57,7 +57,12 @@ class RealCommunication:
 
     def exchange(self, source: Layout, target: Layout, place: int, gradient: bool) -> nn.Module:
         plan = plan_redistribution(
-            source, target, self.grid, place, backend=self.backend.name, backward=gradient
+            source,
+            target,
+            self.grid,
+            place,
+            even_collectives=self.backend.has_even_collectives,
+            backward=gradient,
         )
         places = range(self.grid.num_devices)
         grows = all(

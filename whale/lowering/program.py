@@ -121,12 +121,21 @@ class Lowered:
         """
         here = [tensor.to(self.ranks.device.name) for tensor in tensors]
         whole = self.prepared.loss.whole_graph
-        if whole is None or all(
-            place < len(here) for chunk in self.chunks.values() for place in chunk.inputs
-        ):
+        if whole is None or not self._stages_with_whole_values():
             return here
         with torch.no_grad():
             return [*here, *whole(*here)]
+
+    def _stages_with_whole_values(self) -> set[int]:
+        """Stages of this rank that read values of the whole mini-batch: placeholders behind the
+        tensors of the batch.
+        """
+        num_inputs = len(self.prepared.captured.inputs)
+        found: set[int] = set()
+        for stage, chunk in self.chunks.items():
+            if any(place >= num_inputs for place in chunk.inputs):
+                found.add(stage)
+        return found
 
     def all_tensors_from_shards(
         self, tensors: Sequence[Tensor], intervals: Sequence[tuple[int, int]], batch_size: int
@@ -135,13 +144,8 @@ class Lowered:
         read is put together by all devices.
         """
         here = [tensor.to(self.ranks.device.name) for tensor in tensors]
-        num_inputs = len(self.prepared.captured.inputs)
         whole = self.prepared.loss.whole_graph
-        wanted = {
-            stage
-            for stage, chunk in self.chunks.items()
-            if any(place >= num_inputs for place in chunk.inputs)
-        }
+        wanted = self._stages_with_whole_values()
         if whole is None or not wanted:
             return here
         if not here:  # no sample for this device; it takes part in the sums all the same
@@ -308,7 +312,7 @@ def lower(
                 weights,
                 planned,
                 is_planned,
-                RealCommunication(groups.grid(device), ranks.device.backend),
+                RealCommunication(groups.grid(device), ranks.backend),
                 regions,
             )
             chunks[stage] = build_sharded_chunk(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from whale.compat import tensor_stores
+from whale.devices import device_of
 from whale.dtypes import as_bytes, is_differentiable
 
 Init = Callable[[torch.nn.Module, str], None]
@@ -106,12 +107,11 @@ def initialise_weights(
     initialiser = init or default_init(model)
     tensors: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
-        own = [
-            (leaf, f"{module_name}.{leaf}" if module_name else leaf)
-            for store in tensor_stores(module)
-            for leaf, t in store.items()
-            if t is not None
-        ]
+        own: list[tuple[str, str]] = []  # (name in the module, name in the model)
+        for store in tensor_stores(module):
+            for leaf, tensor in store.items():
+                if tensor is not None:
+                    own.append((leaf, f"{module_name}.{leaf}" if module_name else leaf))
         mine = [(leaf, names[full]) for leaf, full in own if names[full] in wanted]
         if not any(first not in tensors for _, first in mine):
             _tie(module, [(leaf, first) for leaf, first in mine if first in whole], whole)
@@ -121,7 +121,8 @@ def initialise_weights(
             tensor = before[leaf]
             if tensor is not None and tensor.is_meta:
                 _store_of(module, leaf)[leaf] = _unset_like(tensor, device)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # torch.manual_seed reseeds accelerators, too: the user's random numbers must not change
+        with device_of(torch.device(device)).fork_random(), torch.no_grad():
             torch.manual_seed(_module_seed(seed, module_name))
             initialiser(module, module_name)
         for leaf, full in own:

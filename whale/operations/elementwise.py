@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from whale.dtypes import is_differentiable
-from whale.operations.operation import Label, Operation, letters
+from whale.operations.operation import Label, Labels, Operation, letters
 from whale.operations.row import (
     Dims,
     Groups,
@@ -85,9 +85,10 @@ add_rows("neg real imag conj", dims=pointwise, linear=_unrounded)
     moves=True,
 )
 def like(op: Operation) -> Dims | None:
-    """All dims as they are."""
+    """All dims as they are. Of a second tensor (`to.other`) only the dtype is read."""
     labels = letters("d", len(op.outputs[0]))
-    return dims([labels] * len(op.inputs), [labels])
+    others: list[Labels] = [[None] * len(shape) for shape in op.shapes[1:]]
+    return dims([labels, *others], [labels])
 
 
 add_rows("alias detach", free=True)

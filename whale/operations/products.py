@@ -94,8 +94,18 @@ def einsum(op: Operation) -> Dims | None:
     """
     equation = str(op.argument("equation"))
     inputs, result = flops.einsum_labels(equation, [len(shape) for shape in op.shapes])
-    sums = set().union(*inputs) - set(result)
-    return dims(inputs, [result], sums=sums)
+    # a letter that stands twice in one operand takes a diagonal, which needs it whole
+    twice: set[str] = set()
+    for term in inputs:
+        twice.update(letter for letter in term if term.count(letter) > 1)
+    sums = set().union(*inputs) - set(result) - twice
+    labels = [_without(twice, term) for term in (*inputs, result)]
+    return dims(labels[:-1], labels[-1:], sums=sums)
+
+
+def _without(whole: set[str], names: list[str]) -> list[Label]:
+    """The labels, those in `whole` replaced by None."""
+    return [None if name in whole else name for name in names]
 
 
 @row("_grouped_mm grouped_mm grouped_mm_fallback", linear=in_first)

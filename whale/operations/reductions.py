@@ -13,7 +13,7 @@ OVER_SAMPLES = "`{name}` is taken over all samples"
 def additive(op: Operation) -> Dims | None:
     """Summed over a dim that is cut: a partial sum. A mean divides by the whole size."""
     labels, result, reduced = _reduced(op)
-    names = [str(labels[dim]) for dim in sorted(reduced)]
+    names = [f"d{dim}" for dim in sorted(reduced) if dim < len(labels)]  # a single number has none
     local = dict.fromkeys(names, "mean") if op.name == "mean" else None
     return dims([labels], [result], sums=names, local=local)
 
@@ -119,15 +119,16 @@ MATRIX_ROWS = "`{name}` takes the samples as rows of one matrix"
     mixes=MATRIX_ROWS,
 )
 def matrix(op: Operation) -> Dims | None:
-    """Operations on matrices, the last two dims; the dims before them are independent."""
-    if len(op.inputs) != 1:
-        return None
+    """Operations on matrices, the last two dims; the dims before them are independent. Further
+    tensors (weights of `cov`, tolerances of `linalg_pinv`) are needed whole.
+    """
     lead = letters("d", len(op.shapes[0]) - 2)
     inputs = [*lead, None, None][: len(op.shapes[0])]
     outputs: list[Labels] = []
     for shape in op.outputs:
         outputs.append([*lead, *([None] * (len(shape) - len(lead)))])
-    return dims([inputs], outputs)
+    others: list[Labels] = [[None] * len(shape) for shape in op.shapes[1:]]
+    return dims([inputs, *others], outputs)
 
 
 add_rows("tril triu", linear=in_first)

@@ -103,7 +103,7 @@ class Row:
     """groups of inputs in which the operation is linear"""
     affine: LinearRule = not_linear
     """groups of inputs of which any part may be a sum: what stands beside it is added, and the
-    rewriting of the loss counts that once (`capture/loss_rewriting.py`)"""
+    rewriting of the loss counts that once (`capture/losses.py`)"""
     mixes: str = "`{name}` works across the samples: its dim is the batch"
     """what the user reads when the samples stand in a dim that the operation needs whole; `{name}`
     is that of the operation, `{equation}` that of an einsum"""

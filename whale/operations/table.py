@@ -9,7 +9,7 @@ from torch.fx import Node
 from whale.operations import products, reductions, views  # noqa: F401
 from whale.operations.elementwise import dropout, pointwise
 from whale.operations.nodes import named_args, op_name
-from whale.operations.row import TABLE, Row
+from whale.operations.row import TABLE, Row, not_linear
 
 
 def names_of_kind(*kinds: str) -> frozenset[str]:
@@ -33,6 +33,8 @@ DROPOUTS = names_of_kind("dropout")
 POOLINGS = names_of_kind("pool")
 POINTWISE_LOSSES = names_of_kind("loss")
 CLASS_LOSSES = names_of_kind("class loss")
+AFFINE = frozenset(name for name, each in TABLE.items() if each.affine is not not_linear)
+"""operations that may add something to a sum over the samples, which must count once"""
 LAYERS = frozenset(name for name, each in TABLE.items() if each.layer)
 FREE = frozenset(name for name, each in TABLE.items() if each.free)
 

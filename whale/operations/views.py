@@ -20,7 +20,7 @@ from whale.operations.operation import (
     dims_of,
     letters,
 )
-from whale.operations.row import Dims, add_rows, dims, in_all, in_first, row
+from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, row
 
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
@@ -28,11 +28,20 @@ apart
 """
 
 
+def _same_numbers(op: Operation) -> Groups:
+    """Linear in the first tensor, unless its bits are read as numbers of another type."""
+    return [] if _reads_bits(op) else [{0}]
+
+
+def _reads_bits(op: Operation) -> bool:
+    return str(op.node.target) == "aten.view.dtype"
+
+
 @row(
     "view reshape _unsafe_view _reshape_alias flatten unflatten ravel view_as reshape_as squeeze "
     "unsqueeze",
     kind="view",
-    linear=in_first,
+    linear=_same_numbers,
     moves=True,
     free=True,
     mixes="`{name}` cuts the batch dim into pieces that are not samples",
@@ -41,7 +50,7 @@ def reshape(op: Operation) -> Dims | None:
     """Sizes are multiplied or factored in groups. In each group the outermost dims run along each
     other (heads of a width); where the first part is taken apart afterwards (q, k, v), or the
     samples stand inside, the next ones do, and the flat dim is cut in each segment."""
-    if str(op.node.target) == "aten.view.dtype" or not op.outputs:
+    if _reads_bits(op) or not op.outputs:
         return None
     inputs: list[Label] = [None] * len(op.shapes[0])
     outputs: list[Label] = [None] * len(op.outputs[0])
@@ -172,7 +181,8 @@ def along_dim(op: Operation) -> Dims | None:
     return dims(sources, [result] * len(op.outputs))
 
 
-add_rows("slice narrow select unbind roll flip cumsum diff", linear=in_first)
+add_rows("slice narrow select unbind roll flip cumsum", linear=in_first)
+add_rows("diff", linear=in_all)  # together with what stands in front and behind
 add_rows("slice narrow select unbind", moves=True, free=True)
 add_rows("select", mixes="one sample is picked out of the batch by its position")
 add_rows("unbind", mixes="the batch is cut into single samples")
@@ -289,6 +299,10 @@ def index_select(op: Operation) -> Dims | None:
     return dims(op.named(self=labels, index=["picked"]), [picked])
 
 
+MASK_DTYPES = (torch.bool, torch.uint8)
+"""types of indices that torch takes as masks"""
+
+
 @row("index", linear=in_first, lookup=True)
 def index(op: Operation) -> Dims | None:
     """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
@@ -296,7 +310,7 @@ def index(op: Operation) -> Dims | None:
     """
     indices = op.argument("indices")
     looked_up = [place for place, each in enumerate(indices) if each is not None]
-    if len(looked_up) != 1 or indices[looked_up[0]].meta["val"].dtype == torch.bool:
+    if len(looked_up) != 1 or indices[looked_up[0]].meta["val"].dtype in MASK_DTYPES:
         return None
     dim = looked_up[0]
     labels = letters("d", len(op.shapes[0]), [dim])

@@ -6,9 +6,10 @@ everywhere moves nobody):
 
     v_i = p_i / m_i,     drift_i = v_i / mean(v) - 1                                            (1)
 
-A drift beyond the threshold in every step of a window is no accident. The times of the plan are then corrected by what the window
-measured, t_i <- t_i * sum(m_i) / sum(p_i), and the samples are shared again by `shares.py`. Nothing else of the plan changes: who holds
-which weights, stages and schedule stay, so that the next step can follow it.                    (`rebalance`)
+A drift beyond the threshold in every step of a window is no accident. `rebalance` then corrects the
+times of the plan by what the window measured, t_i <- t_i * sum(m_i) / sum(p_i), and the samples are
+shared again by `shares.py`. Nothing else of the plan changes: who holds which weights, stages and
+schedule stay, so that the next step can follow it.
 
 Pure: no process group. `runtime/adapting.py` collects the times and hands out the new plan.
 """
@@ -118,7 +119,9 @@ def _steady(drifts: Sequence[Sequence[float]], threshold: float) -> int | None:
 
 
 def _factor(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float | None:
-    """By how much the times of a rank are wrong; None where it had nothing to do."""
+    """Measured seconds of a rank in units of its predicted ones; None where it had nothing to
+    do.
+    """
     total = sum(predicted_s)
     return sum(measured_s) / total if total > 0 and isfinite(total) else None
 
@@ -142,12 +145,16 @@ def _with_times(plan: Plan, factors: Sequence[float]) -> Plan:
 
 
 def predicted_seconds(plan: Plan, batch_size: int) -> tuple[float, ...]:
-    """By rank: forwards and backwards of one mini-batch, with the shares and times of the plan."""
+    """Seconds of the forwards and backwards of one mini-batch on every rank, with the shares and
+    times of the plan.
+    """
     return _seconds(plan.loads, _samples(plan, batch_size))
 
 
 def slowest_seconds(times: Plan, shares: Plan, batch_size: int) -> float:
-    """Of the device that takes longest: the times of one plan, the shares of another."""
+    """Seconds of the device that takes longest, with the times of one plan and the shares of
+    another.
+    """
     return max(_seconds(times.loads, _samples(shares, batch_size)))
 
 

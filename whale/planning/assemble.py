@@ -1,5 +1,5 @@
-"""A draft as a plan: its replicas, the samples and boxes of every rank, its figures, and a `Decision`
-with the numbers for every choice.
+"""A draft as a plan: its replicas, the samples and boxes of every rank, its figures, and a
+`Decision` with the numbers for every choice.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...
 
 
 def _planned_devices(problem: Problem, draft: Draft) -> list[PlannedDevice]:
-    """By rank."""
+    """The device of every rank with what it has to do."""
     found = []
     for rank, device in enumerate(problem.cluster.devices):
         load = draft.device_loads.loads[rank]
@@ -161,11 +161,9 @@ def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
 
 def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
     """Why heterogeneous devices do what they do."""
-    return (
-        []
-        if problem.cluster.is_uniform
-        else [Decision(SAMPLES, *explain_shares(draft.device_loads, problem.largest_micro_batch))]
-    )
+    if problem.cluster.is_uniform:
+        return []
+    return [Decision(SAMPLES, *explain_shares(draft.device_loads, problem.largest_micro_batch))]
 
 
 def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -186,14 +184,14 @@ def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
 
 
 def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str]:
-    """Where training differs from one step on the whole mini-batch, by definition."""
+    """Notes on batch norms, which by definition differ from one step on the whole mini-batch."""
     found = [node for node in captured.compute_nodes() if trains_batch_norm(node)]
     if not found or num_micro_batch == 1:
         return []
     return [
         f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each "
-        f"of the {num_micro_batch} micro-batches, "
-        'not over the whole mini-batch: the same as local training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
+        f"of the {num_micro_batch} micro-batches, not over the whole mini-batch: the same as local "
+        'training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
     ]
 
 

@@ -26,7 +26,7 @@ from whale.plans.shares import (
     UNLIMITED,
     DoesNotFit,
     Load,
-    NoRoom,
+    NotEnoughMemory,
     even_shares,
     micro_batch_sizes,
 )
@@ -138,7 +138,7 @@ def refuse_unless_it_fits(
     recompute_fits: Callable[[], bool] = lambda: False,
     but: str = "",
 ) -> None:
-    """Raises `DoesNotFit` with what would fit, or `NoRoom` where that is not to be seen from one
+    """Raises `DoesNotFit` with what would fit, or `NotEnoughMemory` where that is not to be seen from one
     VirtualDevice.
 
     `with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
@@ -160,7 +160,7 @@ def refuse_unless_it_fits(
             f"{human_bytes(memory.buffer_bytes)} buffers and mini-batch, "
             "the rest workspace"
         )
-        raise NoRoom(
+        raise NotEnoughMemory(
             f"the model does not fit: rank {rank} ({devices.kinds[rank]}) has "
             f"{human_bytes(memory.capacity_bytes)} and needs "
             f"{human_bytes(memory.least_bytes)} before the first sample ({parts}). "
@@ -172,7 +172,7 @@ def refuse_unless_it_fits(
     size = max(micro_batch_sizes(batch_size, num_micro_batch))
     refusal = f"a micro-batch of {size} samples does not fit{but}: {_free_memory(devices)}"
     if len(devices.virtual_devices) > 1:
-        raise NoRoom(refusal)
+        raise NotEnoughMemory(refusal)
     suggestions = _suggestions(devices, batch_size, num_micro_batch, with_micro_batches)
     if recompute_fits():
         suggestions.insert(
@@ -180,7 +180,7 @@ def refuse_unless_it_fits(
             '"recompute": "auto", so that activations are recomputed in backward and not saved',
         )
     if not suggestions:
-        raise NoRoom(refusal)
+        raise NotEnoughMemory(refusal)
     raise DoesNotFit(f"{refusal}. Try: {'; '.join(suggestions)}")
 
 

@@ -44,7 +44,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from whale.plans.shares import NoRoom
+from whale.plans.shares import NotEnoughMemory
 from whale.units import human_bytes, human_seconds
 
 Floats = npt.NDArray[np.float64]
@@ -204,7 +204,7 @@ def _firsts(used: Floats, limit: Floats) -> Indices:
 
 
 def _check_memory(chain: _Chain, used: Floats, limit: Floats) -> None:
-    """Raises `NoRoom`, with numbers, when no cut keeps within memory: found by taking as much as
+    """Raises `NotEnoughMemory`, with numbers, when no cut keeps within memory: found by taking as much as
     fits on each stage in turn.
     """
     if _fits(chain, np.inf):
@@ -226,7 +226,7 @@ def _check_memory(chain: _Chain, used: Floats, limit: Floats) -> None:
     capacities = f"{', '.join(sizes[:SHOWN])}{', ...' * (len(sizes) > SHOWN)}"
     if len(set(sizes)) == 1:
         capacities = f"{sizes[0]} each"
-    raise NoRoom(
+    raise NotEnoughMemory(
         f"no cut into {chain.num_stages} stages fits into memory: stages of {capacities} leave "
         f"operations {int(chain.points[done])} to {int(chain.points[-1]) - 1} without a place, "
         f"which need {human_bytes(rest)} more"

@@ -110,7 +110,9 @@ def describe_stages(
     costs: Mapping[Node, NodeCost],
     seconds: Sequence[tuple[float, float, float]],
 ) -> tuple[Stage, ...]:
-    """`virtual_devices[i]` and `seconds[i]` (forward, input gradient, weight gradient) of stage i."""
+    """The stages as the plan holds them. `virtual_devices[i]` and `seconds[i]` (forward, input
+    gradient, weight gradient) are those of stage i.
+    """
     described = []
     for index, part in enumerate(assignment.slices):
         names = sorted(

@@ -118,7 +118,7 @@ class OrderDrafts:
     order: Order
 
     def best(self) -> Draft:
-        """The draft with the best number of chunks; raises where memory is too small for every one."""
+        """The draft with the best number of chunks; raises where memory is too small for each."""
         problem = self.problem
         drafts: dict[int, Draft] = {}
         refused: list[ValueError] = []
@@ -307,18 +307,18 @@ def _refuse_cut_sums(
             )
 
 
-def _choose(kept: PricedCut) -> tuple[PricedCut, Priced, Priced]:
-    """The cut with what its grids gather kept for backward, or gathered again there where that is
+def _choose(saving: PricedCut) -> tuple[PricedCut, Priced, Priced]:
+    """The cut with what its grids gather saved for backward, or gathered again there where that is
     asked for, or memory makes it faster: (cut, its price without recomputation, its best price).
     """
-    wanted = kept.problem.config.keep_gathered
-    if not kept.split.shardings or wanted is True:
-        return kept, *kept.choose()
-    again = replace(kept, split=kept.split.gathering_again())
+    wanted = saving.problem.config.keep_gathered
+    if not saving.split.shardings or wanted is True:
+        return _chosen(saving)
+    again = replace(saving, split=saving.split.gathering_again())
     if wanted is False:
-        return again, *again.choose()
+        return _chosen(again)
     found: list[tuple[PricedCut, Priced, Priced]] = []
-    for chosen in those_that_fit(partial(_chosen, each) for each in (kept, again)):
+    for chosen in those_that_fit(partial(_chosen, each) for each in (saving, again)):
         found.append(chosen)
         plain = chosen[1]
         if not chosen[0].is_short(plain):

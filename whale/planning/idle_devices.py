@@ -2,8 +2,8 @@
 
 A device may be so slow, or its memory so small, that it gets no samples (`balance.py`). It holds
 its weights all the same, so it still takes part in every all-reduce of gradients and in the update.
-Without it the step is that of the same plan with smaller all-reduces and fewer updates. The plan is left
-as it is: who takes part in a job is up to its user. But it says so, with both times.
+Without it the step is that of the same plan with smaller all-reduces and fewer updates. The plan is
+left as it is: who takes part in a job is up to its user. But it says so, with both times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whale.simulation.simulate import figures_in, run
 from whale.units import human_seconds, ranges
 
 LEAST_GAIN = 0.005
-"""of the step: less is not told, and would not be seen in three digits"""
+"""part of the step: a smaller gain is not reported, and would not be seen in three digits"""
 
 
 def idle_ranks(plan: Plan) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import state_behind
 from whale.planning.task_graphs import TaskGraphs, from_cuts, from_marks
 from whale.planning.workload import Workload
-from whale.plans.shares import NoRoom, those_that_fit
+from whale.plans.shares import NotEnoughMemory, those_that_fit
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PipelineCuts:
         return TaskGraphs({}, strategies, ("a part of the model",) * number, "")
 
     def each(self) -> Iterator[tuple[TaskGraphs, str]]:
-        """Gives (TaskGraphs, reason), each for less memory than the one before; raises `NoRoom`
+        """Gives (TaskGraphs, reason), each for less memory than the one before; raises `NotEnoughMemory`
         where none fits.
         """
         if self.annotated is not None:
@@ -126,7 +126,7 @@ class PipelineCuts:
             try:
                 self._cut(middle, recompute)
                 low = middle
-            except NoRoom:
+            except NotEnoughMemory:
                 high = middle - 1
         return low
 
@@ -140,7 +140,7 @@ class PipelineCuts:
                 memory_of=lambda nodes: self._memory(nodes, most_in_flight, recompute),
                 only_thin=recompute,
             )
-        except NoRoom:
+        except NotEnoughMemory:
             raise
         except ValueError as error:
             raise ValueError(f'"num_task_graph": {self.num_stages}: {error}') from None

@@ -33,7 +33,7 @@ from whale.planning.suggestions import suggestions
 from whale.planning.task_graphs import from_marks
 from whale.planning.workload import Workload
 from whale.plans.plan import Decision, Plan
-from whale.plans.shares import DoesNotFit, NoRoom
+from whale.plans.shares import DoesNotFit, NotEnoughMemory
 from whale.simulation.simulate import simulate
 from whale.units import human_seconds
 
@@ -78,13 +78,12 @@ def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
     plans = [assemble(problem, workload, draft, model) for draft in drafts]
     steps = [simulate(plan).gradients_s for plan in plans]
     fastest = steps.index(min(steps))
+    best = drafts[fastest]
     times = ", ".join(
         f"{draft.order.name} {human_seconds(step_s)}"
         for draft, step_s in zip(drafts, steps, strict=True)
     )
-    return _with_order(plans[fastest], drafts[fastest], f"a simulated step: {times}"), drafts[
-        fastest
-    ].assignment
+    return _with_order(plans[fastest], best, f"a simulated step: {times}"), best.assignment
 
 
 def _with_order(plan: Plan, draft: Draft, why: str) -> Plan:
@@ -131,7 +130,7 @@ def _orders(problem: Problem) -> tuple[Order, ...]:
 
 def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:
     """The refusal with what would fit."""
-    if not isinstance(error, NoRoom):
+    if not isinstance(error, NotEnoughMemory):
         return error  # it says so itself
 
     def fits(changed: Problem) -> bool:
@@ -163,9 +162,8 @@ def fingerprint(captured: CapturedGraph) -> str:
         state.update(f"{node.op}|{node.target}|{node.args}|{node.kwargs}|{shape}\n".encode())
     for name in sorted(captured.state):
         tensor = captured.state[name]
-        state.update(
-            f"{name}|{tensor.kind}|{tensor.shape}|{tensor.dtype}|{tensor.trainable}|{tensor.aliases}\n".encode()
-        )
+        facts = (tensor.kind, tensor.shape, tensor.dtype, tensor.trainable, tensor.aliases)
+        state.update(f"{name}|{'|'.join(map(str, facts))}\n".encode())
     return state.hexdigest()
 
 

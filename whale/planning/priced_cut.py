@@ -1,5 +1,5 @@
-"""The price of one cut into stages: schedule, load and memory of every device, without recomputation
-and with it where memory asks for that (`PricedCut.choose`).
+"""The price of one cut into stages: schedule, load and memory of every device, without
+recomputation and with it where memory asks for that (`PricedCut.choose`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whale.planning.recompute import Counts, Regions
 from whale.planning.recompute_choice import Choice, Demand, Stages, enough
 from whale.planning.schedules import (
     FIXED_ORDERS,
-    Room,
+    MemoryLimits,
     fastest_schedule,
     fixed_schedule,
     lean_schedule,
@@ -78,7 +78,7 @@ class PricedCut:
         return Stages(self.workload, self.assignment, self.problem.config.recompute)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
-        """Of every stage, what is recomputed in backward."""
+        """What is recomputed in backward, by stage."""
         return tuple(
             self._stages_saved.regions(stage.index, (stage.num_regions, stage.num_recomputed))
             for stage in stages
@@ -116,16 +116,12 @@ class PricedCut:
             return nothing, nothing
         candidates = [(choice, name) for choice in self._choices(nothing)]
         if self.problem.is_trial and wanted == "auto" and name not in FIXED_ORDERS:
-            candidates = [
-                (self._stages_saved.nothing, name)
-            ]  # the other choices follow from the fastest order, which is not searched for
-        if (
-            name not in FIXED_ORDERS and is_short
-        ):  # regions for the micro-batches that 1F1B has in flight are others
-            candidates += [
-                (choice, "1f1b")
-                for choice in self._choices(self.price(self._stages_saved.nothing, "1f1b"))
-            ]
+            # the other choices follow from the fastest order, which is not searched for
+            candidates = [(self._stages_saved.nothing, name)]
+        if name not in FIXED_ORDERS and is_short:
+            # regions for the micro-batches that 1F1B has in flight are others
+            with_1f1b = self.price(self._stages_saved.nothing, "1f1b")
+            candidates += [(choice, "1f1b") for choice in self._choices(with_1f1b)]
         priced = self._worth_looking_at(candidates)
         fitting = [each for each in priced if self._fits(each)]
         if not fitting:
@@ -159,15 +155,15 @@ class PricedCut:
         return [found[place] for place in sorted(found)]
 
     def _least_seconds(self, choice: Choice) -> float:
-        """Of any order, if these regions are recomputed."""
+        """Least seconds of any order, if these regions are recomputed."""
         count = self.problem.config.num_micro_batch
         return scheduling.lower_bound(
             self.stage_graph, self.costs(self._stages(choice), count), count
         )
 
     def price(self, choice: Choice, name: str) -> Priced:
-        """With the fastest schedule of this name, or where memory limits that one, with a schedule
-        made for the memory.
+        """The choice with the fastest schedule of this name, or where memory limits that one, with
+        a schedule made for the memory.
         """
         if (choice, name) not in self._prices:
             self._prices[choice, name] = self._price(choice, name)
@@ -192,15 +188,15 @@ class PricedCut:
         if name in FIXED_ORDERS or not self.is_short(fastest):
             return fastest
         saved = [self._stages_saved.memory_of(stage, counts) for stage, counts in enumerate(choice)]
-        room = [self.workload.gradient_workspace(part) for part in self.assignment.slices]
+        workspace = [self.workload.gradient_workspace(part) for part in self.assignment.slices]
         shares = fastest.device_loads.without_limits().samples_by_rank(
             self.problem.largest_micro_batch
         )
-        limits = Room(
+        limits = MemoryLimits(
             self.placement.virtual_devices,
             self.device_of_stage,
             saved,
-            room,
+            workspace,
             fastest.device_loads.memory,
             shares,
         ).limit(costs)
@@ -257,7 +253,7 @@ class PricedCut:
         )
 
     def is_short(self, priced: Priced) -> bool:
-        """Whether memory is short: it makes the step longer, or has no room for this at all."""
+        """Whether memory is short: it makes the step longer, or is too small at all."""
         if priced.is_lean or not self._fits(priced):
             return True
         slowest_s = priced.device_loads.divide(self.problem.largest_micro_batch).slowest_s
@@ -273,7 +269,7 @@ class PricedCut:
         return count * (priced.device_loads.divide(size).slowest_s - free_s)
 
     def step_seconds(self, priced: Priced) -> float:
-        """Of forwards and backwards, in the order of the schedule."""
+        """Seconds of forwards and backwards, in the order of the schedule."""
         costs = self.costs(priced.stages, self.problem.config.num_micro_batch)
         return scheduling.simulate(priced.schedule, costs).step_s + self.lost_seconds(priced)
 
@@ -282,9 +278,8 @@ class PricedCut:
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
 
         def loads_with(num_micro_batch: int) -> DeviceLoads:
-            name = (
-                config.schedule if config.schedule in FIXED_ORDERS else "1f1b"
-            )  # what others come to where memory is short
+            # 1F1B is what others come to where memory is short
+            name = config.schedule if config.schedule in FIXED_ORDERS else "1f1b"
             return self._device_loads(
                 choice, fixed_schedule(name, self.stage_graph, num_micro_batch)
             )
@@ -338,8 +333,8 @@ class PricedCut:
         whole: DeviceMemory,
         choice: Mapping[int, Counts],
     ) -> DeviceMemory:
-        """From the memory of one device that runs these stages, that of the place of their grid
-        that needs most.
+        """Memory of the place of their grid that needs most, from that of one device that runs these
+        stages alone.
         """
         return max(
             self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes
@@ -352,7 +347,7 @@ class PricedCut:
         choice: Mapping[int, Counts],
         schedule: scheduling.Schedule,
     ) -> list[DeviceMemory]:
-        """By place."""
+        """Memory of every place of their grid."""
         flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
         regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
         return grid_memory(self.workload, self.split, stages, whole, flying, regions)
@@ -412,7 +407,7 @@ class PricedCut:
         )
 
     def _grid_seconds(self, stage: int, counts: Counts) -> float:
-        """Of one micro-batch, its share of the sums of gradients included."""
+        """Seconds of one micro-batch, its share of the all-reduces of gradients included."""
         sharding = self.split.shardings[stage]
         again = repeated_part(
             self.workload, self.split.spaces[stage], self._stages_saved.regions(stage, counts)
@@ -423,8 +418,8 @@ class PricedCut:
         return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
 
     def _shared_bytes(self, stages: tuple[int, ...]) -> int:
-        """Of gradients on these stages, all those of one VirtualDevice, that are summed with other
-        devices.
+        """Bytes of gradients on these stages, all those of one VirtualDevice, that are all-reduced
+        with other devices.
         """
         return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
 

@@ -45,8 +45,8 @@ UNFUSED_STATE_PASSES = 8
 """the same on a CPU that was not measured, where torch's optimizers run operation by operation"""
 
 OWN_CALLS = 60
-"""small operations of the runtime itself in a step, about: it reads the batch, adds up the loss and
-tells it to the other ranks
+"""small operations of the runtime itself in a step, about: it reads the batch, sums the loss and
+all-reduces it
 """
 
 MiniBatchSeconds = tuple[float, float, float]

@@ -71,11 +71,8 @@ def _asked_region(node: Node, names: Sequence[str]) -> Hashable | None:
         return ("checkpoint", tag)
     for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items() if names else ():
         if name and any(fnmatchcase(name, pattern) for pattern in names):
-            return (
-                "module",
-                name,
-                key,
-            )  # the outermost; a module that is called twice has two keys
+            # the outermost; a module that is called twice has two keys
+            return ("module", name, key)
     return None
 
 
@@ -140,8 +137,8 @@ def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Region
 def cut_regions(
     operations: Sequence[Node], count: int, captured: CapturedGraph
 ) -> list[list[Node]]:
-    """At most `count` runs of about the same bytes, each cut within half a run of its place where
-    least is alive.
+    """The operations in at most `count` runs of about the same bytes, each cut within half a run of
+    its place where least is alive.
     """
 
     def size_of(node: Node) -> int:
@@ -156,9 +153,9 @@ def cut_regions(
         points = [
             point
             for point in range(starts[-1] + 1, len(operations))
+            # a list is never cut from its parts
             if abs(before[point] - goal) <= reach
-            and operations[point].target
-            is not operator.getitem  # a list is never cut from its parts
+            and operations[point].target is not operator.getitem
         ]
         if points:
             starts.append(min(points, key=lambda point: (alive[point], abs(before[point] - goal))))

@@ -4,10 +4,11 @@ made for the memory that there is.
 The list scheduler knows one device for each VirtualDevice. Of its ranks the tightest counts: with n
 samples of a micro-batch on it,
 
-    a stage keeps                       n * bytes a sample + bytes of a micro-batch
-    all stages together may keep        memory of the device - weights, gradients, optimizer state, buffers - room for a backward to work
+    a stage saves                  n * bytes a sample + bytes of a micro-batch
+    all stages together may save   memory of the device - weights, gradients, optimizer state and
+                                   buffers - workspace of a backward
 
-Where no order stays within that, 1F1B is taken: few orders keep less.
+Where no order stays within that, 1F1B is taken: few orders save less.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def fixed_schedule(
 def fastest_schedule(
     name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs
 ) -> scheduling.Schedule:
-    """Whatever the memory."""
+    """The fastest schedule of this name, whatever the memory."""
     if name in FIXED_ORDERS:
         return fixed_schedule(name, graph, num_micro_batch)
     return scheduling.build(name, graph, num_micro_batch, costs)
@@ -77,8 +78,8 @@ def lean_schedule(
     costs: scheduling.Costs,
     tries: int | None = None,
 ) -> scheduling.Schedule:
-    """Within the memory caps of the costs, if there is an order that is. `tries`: size of the
-    search.
+    """A schedule within the memory caps of the costs; 1F1B where no order is found that is.
+    `tries`: size of the search.
     """
     try:
         return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
@@ -87,8 +88,8 @@ def lean_schedule(
 
 
 @dataclass(frozen=True)
-class Room:
-    """What stages keep of a micro-batch, and the memory of the devices that run them."""
+class MemoryLimits:
+    """What stages save of a micro-batch, and the memory of the devices that run them."""
 
     virtual_devices: Sequence[VirtualDevice]
     device_of_stage: Sequence[int]
@@ -101,9 +102,9 @@ class Room:
     """by rank, of a micro-batch"""
 
     @staticmethod
-    def of_plan(plan: Plan, batch_size: int, num_micro_batch: int) -> Room | None:
-        """For a mini-batch that may have another size than the planned one; None where the plan
-        knows no memory.
+    def of_plan(plan: Plan, batch_size: int, num_micro_batch: int) -> MemoryLimits | None:
+        """The limits for a mini-batch that may have another size than the planned one; None where
+        the plan knows no memory.
         """
         if plan.figures is None or not plan.memory:
             return None
@@ -112,7 +113,7 @@ class Room:
             # the fixed part of the workspace is counted apart, in `gradient_workspace`
             workspace = Bytes(each.memory.workspace.sample_bytes)
             stages.append(replace(each.memory, workspace=workspace))
-        return Room(
+        return MemoryLimits(
             virtual_devices=plan.virtual_devices,
             device_of_stage=[stage.virtual_device for stage in plan.stages],
             stages=stages,
@@ -127,7 +128,7 @@ class Room:
         )
 
     def limit(self, costs: scheduling.Costs) -> scheduling.Costs:
-        """The costs with what every stage keeps and what every VirtualDevice has room for.
+        """The costs with what every stage saves and what every VirtualDevice can hold.
 
         A grid has no cap here: its schedule is the fastest one or 1F1B.
         """
@@ -150,13 +151,13 @@ class Room:
                     )
                     limited.append(((memory.capacity_bytes - static) / number, number))
             if limited:
-                sample_room, number = min(limited)
+                free_per_sample, number = min(limited)
                 parts = [self.stages[stage] for stage in own]
                 working = max(
                     number * part.workspace.sample_bytes + part.workspace.fixed_bytes
                     for part in parts
                 )
-                caps[device.index] = max(0.0, number * sample_room - working)
+                caps[device.index] = max(0.0, number * free_per_sample - working)
                 for stage, part in zip(own, parts, strict=True):
                     saved[stage] = part.saved.of(number)
                     weight_gradient[stage] = part.weight_gradient.of(number)
@@ -176,7 +177,7 @@ def schedule_of_plan(
     """
     name = plan.schedule.name
     costs = schedule_costs(graph, plan.stages, plan.crossings, num_micro_batch)
-    room = Room.of_plan(plan, batch_size, num_micro_batch)
-    if name in FIXED_ORDERS or room is None:
+    limits = MemoryLimits.of_plan(plan, batch_size, num_micro_batch)
+    if name in FIXED_ORDERS or limits is None:
         return fastest_schedule(name, graph, num_micro_batch, costs)
-    return lean_schedule(name, graph, num_micro_batch, room.limit(costs))
+    return lean_schedule(name, graph, num_micro_batch, limits.limit(costs))

@@ -48,9 +48,11 @@ def suggestions(problem: Problem, fits: Fits, is_over_full: bool) -> str:
     tried = []
     for name, change in more.items():
         changes = _Changes(problem, fits)
-        way = change(changes)
-        found += [way] if way is not None else []
-        tried += [name] if changes.is_tried else []
+        suggestion = change(changes)
+        if suggestion is not None:
+            found.append(suggestion)
+        if changes.is_tried:
+            tried.append(name)
     if found:
         return f"Try: {'; '.join(found)}"
     if not tried:
@@ -102,7 +104,10 @@ class _Changes:
         if found is None:
             return None
         replicas = f"{number // found} model replica{'s' * (found < number)}"
-        return f'"num_task_graph": {found} instead of {now}: {found} stages x {replicas} on the same devices'
+        return (
+            f'"num_task_graph": {found} instead of {now}: {found} stages x {replicas} on the same '
+            "devices"
+        )
 
     def devices(self) -> str | None:
         cluster = self.problem.cluster
@@ -123,10 +128,13 @@ class _Changes:
         if found is None:
             return None
         number = (found - now) * replicas
-        return f'{number} more device{"s" * (number > 1)} like rank {largest.rank} ({largest.kind.name}) and "num_task_graph": {found}'
+        more = f"{number} more device{'s' * (number > 1)}"
+        return (
+            f'{more} like rank {largest.rank} ({largest.kind.name}) and "num_task_graph": {found}'
+        )
 
     def batch(self) -> str | None:
-        """In steps of one sample for each micro-batch."""
+        """A smaller mini-batch, in steps of one sample for each micro-batch."""
         now = self.problem.batch_size
         count = self.problem.config.num_micro_batch
         largest = (now - 1) // count  # samples of a micro-batch

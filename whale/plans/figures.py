@@ -35,7 +35,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one stage on one kind of device, for one micro-batch."""
+    """Times of one stage on one kind of device, for one micro-batch."""
 
     forward: Seconds
     input_backward: Seconds
@@ -105,7 +105,7 @@ class StateFigures:
         return replace(self, weight_bytes=own[0][0], trained_bytes=own[0][1]) if own else self
 
     def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same, and sum its gradients."""
+        """Groups of ranks that hold the same and all-reduce its gradients."""
         return self.parts or (
             tuple(sorted({rank for stage in self.stages for rank in ranks_of_stage(stage)})),
         )
@@ -127,10 +127,10 @@ class Figures:
     batch_bytes: int
     """of the mini-batch, which every device gets"""
     overlaps: bool = True
-    """whether gradients are summed while a backward runs. Not on CPU ranks: a sum takes the core
-    that the backward needs
+    """whether gradients are all-reduced while a backward runs. Not on CPU ranks: an all-reduce
+    takes the core that the backward needs
     """
 
     def on(self, rank: int) -> Figures:
-        """With the states that this rank holds."""
+        """The figures with the states that this rank holds."""
         return replace(self, states=tuple(state.on(rank) for state in self.states))

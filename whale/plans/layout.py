@@ -3,7 +3,7 @@
 Each dim of a tensor can be cut in granules only: a head is never torn apart, nor a sample. A fused
 dim (q, k and v in one) has segments, each of which is cut in the same way:
 
-    size of the dim = segments * count * unit                                                                       (1)
+    size of the dim = segments * count * unit                                                    (1)
 
 A layout says for each dim which axes cut it, outermost first, and on which axes the tensor is a
 partial sum. On every other axis it is the same everywhere. The device at a place holds, of dim i,
@@ -26,7 +26,7 @@ from whale.plans.grid import Grid, Interval
 
 @dataclass(frozen=True)
 class Cut:
-    """In which pieces a dim may be cut: line (1)."""
+    """The pieces into which a dim may be cut: line (1)."""
 
     count: int
     """granules: heads, samples, or single entries"""
@@ -41,8 +41,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one tensor: for each dim how it may be cut and which axes cut it, and on which axes it is
-    a partial sum.
+    """How one tensor lies on a grid: for each dim how it may be cut and which axes cut it, and on
+    which axes it is a partial sum.
     """
 
     cuts: tuple[Cut, ...]
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(cut.size for cut in self.cuts)
 
     @property
@@ -100,6 +100,14 @@ class Layout:
         starts = (segment * cut.count * cut.unit for segment in range(cut.segments))
         return tuple((start + first * cut.unit, start + stop * cut.unit) for start in starts)
 
+    def held_ranges(self, grid: Grid) -> tuple[tuple[tuple[Interval, ...], ...], ...]:
+        """Index ranges by [place][dim] that the devices of the grid hold."""
+        dims = range(len(self.cuts))
+        held = []
+        for place in range(grid.num_devices):
+            held.append(tuple(self.ranges(grid, place, dim) for dim in dims))
+        return tuple(held)
+
     def local_shape(self, grid: Grid, place: int) -> tuple[int, ...]:
         return tuple(
             sum(b - a for a, b in self.ranges(grid, place, dim)) for dim in range(len(self.cuts))
@@ -109,8 +117,8 @@ class Layout:
         return prod(self.local_shape(grid, place))
 
     def largest_count(self, grid: Grid) -> int:
-        """Of the device that holds most; where all are alike the first of a line gets what
-        is over.
+        """Entries on the device that holds most; where devices are alike, the first of a subgroup
+        gets the remainder.
         """
         places = range(grid.num_devices) if grid.work or grid.memory else (0,)
         return max(self.local_count(grid, place) for place in places)

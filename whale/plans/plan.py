@@ -107,10 +107,9 @@ class Stage:
     weight_backward_s: float = 0.0
     """as `forward_s`: gradients of its weights, which a split backward does later"""
     num_regions: int = 0
-    """parts into which the planner cut its operations, and the number of these, from the first on,
-    that are computed again in backward
-    """
+    """parts into which the planner cut its operations"""
     num_recomputed: int = 0
+    """how many of these parts, from the first on, are recomputed in backward"""
     recomputed: tuple[tuple[int, ...], ...] = ()
     """regions that are recomputed in backward, each as places of its operations in the graph; those
     that the user asked for included
@@ -154,8 +153,8 @@ class DeviceMemory:
     fixed_bytes: int
     """activations that do not depend on the samples, of all micro-batches in flight"""
     sample_bytes: float
-    """activations for each sample of a micro-batch, of all micro-batches in flight, and room to
-    work on one of them
+    """activations for each sample of a micro-batch, of all micro-batches in flight, and the workspace for
+    one of them
     """
     capacity_bytes: int
     """0: not known"""
@@ -174,12 +173,12 @@ class DeviceMemory:
 
     @property
     def least_bytes(self) -> int:
-        """Without samples: before the first one, or in the update."""
+        """Bytes that are held without samples: before the first one, or in the update."""
         return self.static_bytes + max(0, self.update_bytes - self.fixed_bytes)
 
     def with_shared(self, num_bytes: int) -> DeviceMemory:
-        """With buckets for gradients of so many bytes, which are summed with other devices; in the
-        update they lie there alone.
+        """The memory with buckets for gradients of so many bytes, which are all-reduced with other
+        devices; in the update they lie there alone.
         """
         return replace(
             self,
@@ -196,8 +195,8 @@ class DeviceMemory:
             return UNLIMITED
         if self.least_bytes > self.capacity_bytes:
             return -1
-        room = self.capacity_bytes - self.static_bytes
-        return int(room // self.sample_bytes) if self.sample_bytes else UNLIMITED
+        free_bytes = self.capacity_bytes - self.static_bytes
+        return int(free_bytes // self.sample_bytes) if self.sample_bytes else UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -384,12 +383,12 @@ class Plan:
 
     @cached_property
     def device_kinds(self) -> tuple[str, ...]:
-        """By rank."""
+        """Name of the kind of device of every rank."""
         return tuple(self.devices[index].kind for index in self.device_of_rank)
 
     @cached_property
     def memory(self) -> tuple[DeviceMemory, ...]:
-        """By rank; empty where a device has no limit."""
+        """Memory of every rank; empty where a device has no limit."""
         known = [device.memory for device in self.devices if device.memory is not None]
         if len(known) < len(self.devices):
             return ()
@@ -397,7 +396,7 @@ class Plan:
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
-        """By rank: what samples cost there and how many fit."""
+        """What samples cost on every rank, and how many fit."""
         loads = [device.load for device in self.devices]
         return tuple(loads[index] for index in self.device_of_rank)
 
@@ -429,8 +428,8 @@ class Plan:
         data = _read_json(path, content)
         if data["format"] != PLAN_FORMAT:
             raise ValueError(
-                f"{path} has plan format {data['format']}, this Whale reads {PLAN_FORMAT}: make the "
-                "plan again. Try: whale plan TRAIN.PY --save plan.json"
+                f"{path} has plan format {data['format']}, this Whale reads {PLAN_FORMAT}: make "
+                "the plan again. Try: whale plan TRAIN.PY --save plan.json"
             )
         if problem := number_problem(data):
             raise ValueError(f"{path} is not a plan: {problem}")
@@ -459,7 +458,8 @@ class Plan:
         """(VirtualDevice, replica, place inside it) of a rank."""
         if rank not in self._place_of_rank:
             raise ValueError(
-                f"rank {rank} is in no VirtualDevice of the plan (it has {self.num_devices} devices)"
+                f"rank {rank} is in no VirtualDevice of the plan, which has {self.num_devices} "
+                "devices"
             )
         return self._place_of_rank[rank]
 

@@ -132,8 +132,4 @@ def boxes_of(template: ReplicaTemplate, device: int, stored: StoredLayout) -> Bo
     grid = template.grids[device]
     assert grid is not None, f"VirtualDevice {device} has no grid, but a stage on it is sharded"
     layout = stored.layout()
-    dims = range(len(layout.cuts))
-    places = []
-    for place in range(grid.num_devices):
-        places.append(tuple(layout.ranges(grid, place, dim) for dim in dims))
-    return Boxes(layout.shape, tuple(places))
+    return Boxes(layout.shape, layout.held_ranges(grid))

@@ -208,7 +208,7 @@ class SampleMap:
 
     @cached_property
     def _shares(self) -> dict[int, tuple[ReplicaShare, ...]]:
-        """By size of the micro-batch."""
+        """The share of every replica, by size of the micro-batch."""
         sizes = {stop - start for start, stop in self.micro_batches}
         return {size: shares_of_micro_batch(self.plan, size) for size in sizes}
 

@@ -60,9 +60,9 @@ class Sharding:
     replicated: tuple[str, ...] = ()
     """operations that every device does whole, though they have work: no rule fits them"""
     seconds: float = 0.0
-    """predicted: forward and backward of one micro-batch, and its share of the sums of gradients"""
+    """predicted: forward and backward of one micro-batch, and its share of the all-reduces of gradients"""
     sum_seconds: float = 0.0
-    """of these the share of the sums of gradients"""
+    """of these the share of the all-reduces of gradients"""
     sent_bytes: float = 0.0
     """by one device in that time"""
     weight_bytes: float = 0.0
@@ -73,7 +73,7 @@ class Sharding:
     """
     gathered: Gathered = Gathered()
     keeps_gathered: bool = True
-    """gathered tensors are kept for backward; otherwise they are gathered again there"""
+    """gathered tensors are saved for backward; otherwise they are gathered again there"""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -133,7 +133,7 @@ class StageSharding:
     num_samples: int = 0
     """of a model replica in the micro-batch that it was chosen for"""
     keeps_gathered: bool = True
-    """gathered tensors are kept for backward; otherwise they are gathered again there"""
+    """gathered tensors are saved for backward; otherwise they are gathered again there"""
     notes: tuple[str, ...] = ()
 
     @staticmethod

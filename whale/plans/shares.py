@@ -5,20 +5,22 @@ Even shares of n samples over k places: sizes differ by at most one, the larger 
 
     share_i = floor(n / k) + (1 if i < n mod k else 0).                                        (1)
 
-Best shares over unlike devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for
+Best shares over heterogeneous devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for
 none, and its memory takes at most c_i samples; each gets at least a (0, or 1 where every device
 must take part):
 
     minimise over integers  max_i (f_i + share_i * t_i) [share_i > 0]
     subject to  sum_i share_i = n,  a <= share_i <= c_i.                                       (2)
 
-Give the samples one by one to the device that would finish its next sample first, ties to the lower index. Finishing times of a
-device only rise, so the n times handed out are the n smallest that can be handed out, and any other choice has a larger one
-among them: so this is optimal.                                                                (`best_shares`)
+`best_shares` gives the samples one by one to the device that would finish its next sample first,
+ties to the lower index. Finishing times of a device only rise, so the n times handed out are the n
+smallest that can be handed out, and any other choice has a larger one among them: so this is
+optimal.
 
-The time of the slowest device with 0, 1, ... n samples is the sequence of these finishing times (`slowest_times`). It only rises
-as well, so a model replica made of several VirtualDevices is a device in turn: with m samples it takes the longest of theirs, and
-(2) shares a micro-batch over replicas in the same way.                                        (`shares_of_series`)
+The time of the slowest device with 0, 1, ... n samples is the sequence of these finishing times
+(`slowest_times`). It only rises as well, so a model replica made of several VirtualDevices is a
+device in turn: with m samples it takes the longest of theirs, and (2) shares a micro-batch over
+replicas in the same way (`shares_of_series`).
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class DoesNotFit(ValueError):
     """Memory is too small for all samples."""
 
 
-class NoRoom(DoesNotFit):
-    """The same, with the numbers but without a way out: the planner looks for one by trying
+class NotEnoughMemory(DoesNotFit):
+    """The same, with the numbers but without a suggestion: the planner looks for one by trying
     (`suggestions.py`).
     """
 
@@ -168,10 +170,10 @@ def _one_by_one(
     """The greedy of line (2)."""
     low = [index for index, each in enumerate(most) if each < least]
     if low or sum(min(each, total) for each in most) < total:
-        room = " + ".join(str(max(0, min(each, total))) for each in most)
+        capacity = " + ".join(str(max(0, min(each, total))) for each in most)
         each_needs = f" and each of the {len(most)} at least {least}" if low else ""
         raise DoesNotFit(
-            f"{total} samples are to be shared{each_needs}, but memory has room for {room}"
+            f"{total} samples are to be shared{each_needs}, but memory holds {capacity}"
         )
     if total < least * len(most):
         raise DoesNotFit(f"{total} samples cannot give {least} to each of {len(most)} places")

@@ -120,14 +120,14 @@ def _place_colocated(wanted: Sequence[int], num_devices: int) -> Placement:
     """Line (2): all TaskGraphs on the same devices, as many replicas as fit."""
     if len(set(wanted)) > 1:
         raise ValueError(
-            f'"colocate": true puts all TaskGraphs on the same devices, but they ask for {_counts(wanted)} devices; '
-            f'give all the same count, or remove "colocate"'
+            '"colocate": true puts all TaskGraphs on the same devices, but they ask for '
+            f'{_counts(wanted)} devices; give all the same count, or remove "colocate"'
         )
     count = wanted[0]
     if num_devices % count:
         raise ValueError(
-            f'with "colocate": true the TaskGraphs share {count} devices, which does not divide {num_devices} devices; '
-            f"use {_either(_nearest(num_devices, {1}, count))} devices"
+            f'with "colocate": true the TaskGraphs share {count} devices, which does not divide '
+            f"{num_devices} devices; use {_either(_nearest(num_devices, {1}, count))} devices"
         )
     reason = (
         f"{_task_graphs(len(wanted))} colocated on {count} device{'s' * (count > 1)}; "
@@ -156,13 +156,14 @@ def _check(wanted: Sequence[int], num_devices: int) -> None:
 
 
 def _misfit(wanted: Sequence[int], num_devices: int) -> str:
-    """The message for line (4) with a rest, and every way out of it."""
+    """The message for line (4) with a rest, and every change that helps."""
     total = sum(wanted)
     same = len(set(wanted)) == 1
     special = {1, wanted[0]} if same else {1}  # lines (1) and (3) make these counts right too
     fix = f"use {_either(_nearest(num_devices, special, total))} devices"
     if same and num_devices % wanted[0] == 0:
-        fix += f', or set "colocate": true to share {wanted[0]} device{"s" * (wanted[0] > 1)} between the TaskGraphs'
+        shared = f"{wanted[0]} device{'s' * (wanted[0] > 1)}"
+        fix += f', or set "colocate": true to share {shared} between the TaskGraphs'
     return (
         f"the TaskGraphs ask for {_counts(wanted)} = {total} devices, which does not divide "
         f"{num_devices} devices; {fix}"

@@ -175,7 +175,7 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     console.print(_table(rehearsal))
     num_steps = len(rehearsal.records[0].steps)
     console.print(
-        f"step up to the last sum of gradients: measured {human_seconds(step_s)} (median of "
+        f"step up to the last all-reduce of gradients: measured {human_seconds(step_s)} (median of "
         f"{num_steps}), predicted "
         f"{human_seconds(predicted_s)}, measured / predicted {step_s / predicted_s:.3f}",
         f"All times are stretched {rehearsal.factor:.4g} times: on the cluster itself the plan's "

@@ -57,7 +57,7 @@ def _mark(name: str) -> str:
 
 
 def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = None) -> None:
-    """Without a terminal it is 120 columns wide and has no colours."""
+    """Prints the step; without a terminal 120 columns wide and without colours."""
     if console is None:
         console = Console()
         if not console.is_terminal:

@@ -66,8 +66,11 @@ class Pass:
     roots: dict[Visit, list[Root]] = field(default_factory=dict)
     """where the backward starts, from forward to backward"""
     products: dict[Visit, list[Product]] = field(default_factory=dict)
-    """weight products that were put off, from the input gradient of a backward to its weight gradient"""
-    num_kept: dict[int, int] = field(default_factory=dict)
+    """weight products that were put off, from the input gradient of a backward to its weight
+    gradient
+    """
+    num_in_flight: dict[int, int] = field(default_factory=dict)
+    """by stage: micro-batches between their forward and their backward"""
 
     def post_receives(self, num_received: int = 0) -> None:
         """As far ahead as the window says (`scheduling/queues.py`)."""
@@ -77,7 +80,7 @@ class Pass:
             self.num_posted += 1
 
     def add(self, slot: int, gradient: Tensor) -> None:
-        """Gradients of a result come from each stage that used it."""
+        """Adds to the gradient of a result: one comes from each stage that used it."""
         known = self.held[slot]
         self.held[slot] = gradient if known is None else known + gradient
 
@@ -105,11 +108,9 @@ class Forward:
         function: Callable[..., tuple[Tensor, ...]],
     ) -> None:
         chunk = program.chunks[action.stage]
-        self.stage, self.micro_batch, self.visit = (
-            action.stage,
-            action.micro_batch,
-            (action.stage, action.micro_batch),
-        )
+        self.stage = action.stage
+        self.micro_batch = action.micro_batch
+        self.visit = (action.stage, action.micro_batch)
         self.chunk = chunk
         self.function = function
         self.seed_parts = program.seed_parts
@@ -189,7 +190,7 @@ class Forward:
     def _count(self, state: Pass, roots: list[Root]) -> None:
         if state.gradients is not None:
             state.roots[self.visit] = roots
-            count = state.num_kept[self.stage] = state.num_kept.get(self.stage, 0) + 1
+            count = state.num_in_flight[self.stage] = state.num_in_flight.get(self.stage, 0) + 1
             if count > state.outcome.peak_in_flight.get(self.stage, 0):
                 state.outcome.peak_in_flight[self.stage] = count
 
@@ -215,11 +216,9 @@ class Backward:
     ) -> None:
         """`is_last`: when it is done, all gradients of the stage are final."""
         chunk = program.chunks[action.stage]
-        self.stage, self.visit, self.has_loss = (
-            action.stage,
-            (action.stage, action.micro_batch),
-            chunk.has_loss,
-        )
+        self.stage = action.stage
+        self.visit = (action.stage, action.micro_batch)
+        self.has_loss = chunk.has_loss
         self.is_last = is_last
         self.deferred = deferred
         self.is_idle = _is_idle(program, action)
@@ -248,16 +247,15 @@ class Backward:
 
     def run(self, state: Pass) -> None:
         known = state.roots.pop(self.visit)
-        state.num_kept[self.stage] -= 1
+        state.num_in_flight[self.stage] -= 1
         if self.is_idle:
             return  # its gradients, if there are any, are final when the stage is closed
         roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         for (slot, zeros, dtype), root in zip(self.sent, known, strict=False):
             gradient = state.held[slot] if slot is not None else None
-            if (
-                gradient is None and zeros is not None
-            ):  # nobody wants this part; the exchanges behind it need all devices all the same
+            if gradient is None and zeros is not None:
+                # nobody wants this part; the exchanges behind it need all devices all the same
                 gradient = torch.zeros(zeros, dtype=dtype, device=self.device)
             if gradient is not None and root is not None:
                 roots.append(root)
@@ -279,7 +277,8 @@ class Backward:
             tensor = state.held[slot]
             assert tensor is not None
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            tensor.grad = None  # a weight gradient may wait with the tensor for long, but needs no gradient of it
+            # the tensor may wait long for a weight gradient, which needs no gradient of it
+            tensor.grad = None
             if local:
                 state.add(target, gradient)
             else:
@@ -293,13 +292,12 @@ class WeightBackward:
         self.visit = (action.stage, action.micro_batch)
 
     def run(self, state: Pass) -> None:
-        run_products(
-            state.products.pop(self.visit, [])
-        )  # none where this device has no samples of the micro-batch
+        # none where this device has no samples of the micro-batch
+        run_products(state.products.pop(self.visit, []))
 
 
 class Synchronise:
-    """All gradients of a stage are final."""
+    """Starts the all-reduce and the update of a stage whose gradients are final."""
 
     def __init__(self, action: Action) -> None:
         self.stage = action.stage

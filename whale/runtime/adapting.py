@@ -80,10 +80,10 @@ class Adapting:
         self._own = []
         found: Rebalanced | None = None
         if self._ranks.rank == 0:
-            window = [
-                StepTimes(steps[0][0], tuple(seconds for _, seconds in steps))
-                for steps in zip(*everyone, strict=True)
-            ]
+            window = []
+            for of_ranks in zip(*everyone, strict=True):  # one step: (samples, seconds) by rank
+                batch_size = of_ranks[0][0]
+                window.append(StepTimes(batch_size, tuple(seconds for _, seconds in of_ranks)))
             found = rebalance(self._job.plan, window, self._config.adapt_threshold, step)
             self._log(found, step)
         found = self._ranks.from_first(found)

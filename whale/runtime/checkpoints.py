@@ -119,7 +119,7 @@ class Checkpoints:
         """Loads the latest good checkpoint and gives its step; None when there is none. Nothing
         changes unless all ranks could read all.
 
-        Where there are some and none can be loaded, it raises: going on from nothing would look
+        Where there are some and none can be loaded, it raises: starting from nothing would look
         like a resumed run.
         """
         ranks = self._job.ranks
@@ -301,16 +301,14 @@ def _own_shards(whole: Mapping[str, Tensor], shards: Shards, rank: int) -> dict[
     """What this rank writes: of each part of a tensor one of its holders, so that all write about
     as much.
     """
-    parts = {
-        f"{name}[{number}]": (name, shard)
-        for name in whole
-        for number, shard in enumerate(shards.of(name))
-    }
-    sizes = {
-        key: math.prod(shard.shape if shard.shape is not None else whole[name].shape)
-        * whole[name].element_size()
-        for key, (name, shard) in parts.items()
-    }
+    parts: dict[str, tuple[str, Shard]] = {}
+    sizes: dict[str, int] = {}
+    for name, tensor in whole.items():
+        for number, shard in enumerate(shards.of(name)):
+            shape = shard.shape if shard.shape is not None else tensor.shape
+            key = f"{name}[{number}]"
+            parts[key] = (name, shard)
+            sizes[key] = math.prod(shape) * tensor.element_size()
     writers = assign_writers({key: shard.ranks for key, (_, shard) in parts.items()}, sizes)
     return {name: shard for key, (name, shard) in parts.items() if writers[key] == rank}
 

@@ -112,15 +112,15 @@ class ShardedLoader:
                 hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(),
                 num_rebalanced,
             )
-        self.epoch = self.epoch + 1
+        self.epoch += 1
         self.position = 0
 
     def _own_samples(self, samples: list[int]) -> list[int]:
-        return [
-            samples[i]
-            for start, stop in self.engine.own_samples(self.batch_size)
-            for i in range(start, stop)
-        ]
+        """Of the sample numbers of a mini-batch those that this rank reads."""
+        own: list[int] = []
+        for start, stop in self.engine.own_samples(self.batch_size):
+            own += samples[start:stop]
+        return own
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
 from whale.checkpoint import Handle, nothing_to_save
 from whale.distributed.watch import reporting
 from whale.lowering.program import Lowered
 from whale.plans.plan import Plan
 from whale.runtime.adapting import Adapting
+from whale.runtime.batches import Batches
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
@@ -32,9 +32,6 @@ from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")
 
-CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
-CHECK_EVERY = 100  # ... and then every so many
-
 
 class Engine:
     """Trains and evaluates the model as the plan says. Made by `wh.parallelize`."""
@@ -46,10 +43,13 @@ class Engine:
         self.plan = job.plan
         self.step_count = 0
         self._shapes = Shapes(job)
+        self._batches = Batches(job, self._shapes)
         self._held = self._held_parameters(self._shapes.first)
-        shards = [shard for name in self.plan.holders for shard in job.shards.of(name)]
-        for ranks in sorted({shard.ranks for shard in shards if len(shard.ranks) > 1}):
-            job.ranks.group(ranks)  # every rank makes every group, in the same order
+        groups: set[tuple[int, ...]] = set()
+        for name in self.plan.holders:
+            groups.update(shard.ranks for shard in job.shards.of(name) if len(shard.ranks) > 1)
+        for ranks in sorted(groups):  # every rank makes every group, in the same order
+            job.ranks.group(ranks)
         self._gradients = GradientSynchroniser(
             self._held, job.ranks, job.config.bucket_bytes, self._shapes.transport, job.platform
         )
@@ -72,6 +72,7 @@ class Engine:
         one are already on their way
         """
         self._reads_shards = False
+        """the loader of this epoch has loaded further batches ahead, with the shares of now"""
         self._warnings: set[str] = set()
         self._trained: frozenset[str] = frozenset()
         """parameters that the last step trained"""
@@ -88,8 +89,8 @@ class Engine:
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one on every
-        rank, or one of `engine.loader`.
+        """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one
+        on every rank, or one of `engine.loader`.
         """
         with reporting(self._job.ranks.watch, f"step {self.step_count}"):
             return self._step(batch)
@@ -105,7 +106,12 @@ class Engine:
         platform.begin_step()
         now = self._job.ranks.device.event
         start = now()
-        lowered, given, batch_size = self._read(batch)
+        scale = self._updater.loss_scale.scale if self._updater.loss_scale is not None else 1.0
+        lowered, given, batch_size = self._batches.for_training(
+            batch, self.step_count, scale, self.num_rebalanced
+        )
+        if isinstance(batch, ShardedBatch):
+            self._reads_shards = True
         executor = self._shapes.executor(
             lowered, batch_size, self.plan.num_micro_batch, is_training=True
         )
@@ -232,17 +238,13 @@ class Engine:
         when its stages read no input.
         """
         num_inputs = len(self._job.sample.tensors)
-        if not any(
-            place < num_inputs
-            for chunk in self._shapes.first.chunks.values()
-            for place in chunk.inputs
-        ):
+        places: set[int] = set()
+        for chunk in self._shapes.first.chunks.values():
+            places.update(chunk.inputs)
+        # places beyond are those of whole-mini-batch values, which every rank computes
+        if not any(place < num_inputs for place in places):
             return []
-        return list(
-            self._shapes.executor(
-                self._shapes.first, batch_size, self.plan.num_micro_batch, is_training=True
-            ).program.samples
-        )
+        return self._batches.own_samples(self._shapes.first, batch_size)
 
     # ---- evaluation
 
@@ -259,21 +261,13 @@ class Engine:
     def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
             return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
-        if isinstance(batch, ShardedBatch):
-            raise ValueError(
-                "engine.evaluate takes whole batches; those of engine.loader hold only this "
-                "rank's samples: use a DataLoader"
-            )
-        layout, tensors = read_batch(batch, self._job.sample)
-        self._compare(digest(tensors))
-        self._note_batch(layout)
+        layout, tensors = self._batches.for_evaluation(batch, self.step_count)
         if layout.batch_size < widest(self.plan):
             raise ValueError(
                 f"engine.evaluate: a batch of {layout.batch_size} samples cannot be cut over "
                 f"{widest(self.plan)} devices, each needs one. "
-                f"Evaluate at least {widest(self.plan)} samples at a time: join this batch with "
-                "the one before, or repeat its last sample "
-                f"and leave that output out"
+                f"Try: at least {widest(self.plan)} samples at a time: join this batch with the "
+                "one before, or repeat its last sample and leave that output out"
             )
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
@@ -317,8 +311,8 @@ class Engine:
         training continues. All ranks must call it.
 
         `data`: a loader with `state_dict()`, or plain JSON values. The handle's `wait()` returns
-        when the checkpoint is in place and raises when it could not be written; training continues in
-        both cases.
+        when the checkpoint is in place and raises when it could not be written; training continues
+        in both cases.
         """
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))
@@ -457,83 +451,6 @@ class Engine:
         if self._job.ranks.rank == 0 and warning not in self._warnings:
             self._warnings.add(warning)
             logger.warning(warning)
-
-    def _read(self, batch: Any) -> tuple[Lowered, StepInput, int]:
-        """The graph for this batch, and what this rank runs it on."""
-        scale = self._updater.loss_scale.scale if self._updater.loss_scale is not None else 1.0
-        if isinstance(batch, ShardedBatch):
-            lowered = self._shapes.first
-            self._compare(batch.digest)
-            self._note_batch(
-                f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}"
-            )
-            return lowered, self._sharded_input(lowered, batch, scale), batch.batch_size
-        layout, tensors = read_batch(batch, self._job.sample)
-        self._compare(
-            digest(tensors, layout.paths) if self._compares else b""
-        )  # first: what only one rank would refuse, all refuse
-        self._note_batch(layout)
-        check_agrees(layout, self._job.sample)
-        lowered = self._shapes.training(layout, tensors)
-        samples = self._shapes.executor(
-            lowered, layout.batch_size, self.plan.num_micro_batch, is_training=True
-        ).program.samples
-        return (
-            lowered,
-            StepInput(lowered.all_tensors(tensors), self.step_count, samples, scale),
-            layout.batch_size,
-        )
-
-    def _sharded_input(self, lowered: Lowered, batch: ShardedBatch, scale: float) -> StepInput:
-        """Rows of this rank's own samples, micro-batch after micro-batch."""
-        if batch.num_rebalanced != self.num_rebalanced:
-            raise ValueError(
-                "this batch of engine.loader was loaded before the samples were shared again: "
-                "take batches from one loader at a time, "
-                'or set "adapt" to "suggest"'
-            )
-        self._reads_shards = True
-        layout: BatchLayout | None = None
-        tensors: list[Tensor] = []
-        intervals = self._shapes.executor(
-            lowered, batch.batch_size, self.plan.num_micro_batch, is_training=True
-        ).program.samples
-        if batch.batch is not None:
-            layout, tensors = read_batch(batch.batch)
-            if layout.key != self._job.sample.key:
-                raise ValueError(
-                    "a batch of engine.loader has another shape than the sample batch: pad all "
-                    "batches to one shape, or pass whole batches"
-                )
-        rows = []
-        start = 0
-        for first, last in intervals:
-            rows.append((start, start + last - first))
-            start += last - first
-        everything = lowered.all_tensors_from_shards(tensors, intervals, batch.batch_size)
-        return StepInput(everything, self.step_count, rows, scale)
-
-    @property
-    def _compares(self) -> bool:
-        due = self.step_count < CHECKED_STEPS or self.step_count % CHECK_EVERY == 0
-        return due and self._job.config.check_batches and self._job.ranks.is_distributed
-
-    def _compare(self, batch_digest: bytes) -> None:
-        if self._compares:
-            self._job.ranks.agree(
-                f"the batch of step {self.step_count}",
-                batch_digest.hex(),
-                "Every rank must be given the same whole mini-batch: use the same seed and "
-                "sampler everywhere, and no DistributedSampler",
-            )
-
-    def _note_batch(self, shapes: Any) -> None:
-        """Between the steps at which values are compared, the watch still compares shapes: ranks
-        with different ones would hang.
-        """
-        watch = self._job.ranks.watch
-        if watch is not None and self._job.config.check_batches:
-            watch.note_batch(shapes)
 
     def _held_parameters(self, lowered: Lowered) -> list[Held]:
         """This rank's trainable parameters, in the order in which backward reaches them. Another

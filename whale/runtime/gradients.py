@@ -170,7 +170,7 @@ class GradientSynchroniser:
             group.num_sent += 1
 
     def _close(self, bucket: Bucket, through_memory: bool) -> None:
-        """All its gradients are final."""
+        """Sends out a bucket whose gradients are final."""
         if not any(parameter.name in self._trained for parameter in bucket.parameters):
             return
         with torch.no_grad():

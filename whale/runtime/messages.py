@@ -28,10 +28,7 @@ class Send:
     def __init__(self, program: Program, action: Action, slots: Slots[Boundary]) -> None:
         self.messages = messages_of(program, action)
         role = Role.RETURNED if action.gradient else Role.RESULT
-        self.slots = [
-            [slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces]
-            for each in self.messages
-        ]
+        self.slots = [_slots_of(each, role, action, slots) for each in self.messages]
 
     def run(self, state: Pass) -> None:
         assert state.transport is not None
@@ -60,18 +57,15 @@ class Receive:
         self.num_before = num_before
         self.messages = messages_of(program, action)
         role = Role.GRADIENT if action.gradient else Role.INPUT
-        self.slots = [
-            [slots.of[role, action.stage, action.micro_batch, piece.value] for piece in each.pieces]
-            for each in self.messages
-        ]
+        self.slots = [_slots_of(each, role, action, slots) for each in self.messages]
         peers = {message.peer for message in self.messages}
-        self.arrived = [
-            message for send in arrived for message in send.messages if message.peer in peers
-        ]
+        self.arrived: list[Message] = []
+        for send in arrived:
+            self.arrived += [message for message in send.messages if message.peer in peers]
 
     def post(self, state: Pass) -> None:
-        """Ahead of time, where that makes messages come earlier; what comes through memory needs no
-        buffer before it is read.
+        """Posts the receive ahead of time, where that makes messages come earlier; what comes
+        through memory needs no buffer before it is read.
         """
         assert state.transport is not None
         if not all(state.transport.is_through_memory(message.peer) for message in self.messages):
@@ -80,9 +74,8 @@ class Receive:
     def _post(self, state: Pass) -> None:
         assert state.transport is not None
         arrivals: list[Arrival] = []
-        wholes: dict[
-            int, Tensor
-        ] = {}  # by their slots: values that come in several messages, rows of each
+        # by their slots: values that come in several messages, rows of each
+        wholes: dict[int, Tensor] = {}
         for message, slots in zip(self.messages, self.slots, strict=True):
             buffer = None
             for piece, slot in zip(message.pieces, slots, strict=True):
@@ -113,9 +106,8 @@ class Receive:
                     if target.data_ptr() != tensor.data_ptr():
                         target.copy_(tensor)
                 elif slot in complete:
-                    complete[slot] = (
-                        complete[slot] + tensor
-                    )  # a value without batch dim, used by several devices
+                    # a value without batch dim, used by several devices
+                    complete[slot] = complete[slot] + tensor
                 else:
                     complete[slot] = tensor
         for message in self.arrived:
@@ -125,6 +117,13 @@ class Receive:
                 state.add(slot, tensor)
             else:
                 state.held[slot] = tensor
+
+
+def _slots_of(message: Message, role: Role, action: Action, slots: Slots[Boundary]) -> list[int]:
+    """The slots of a message's tensors, piece by piece."""
+    stage = action.stage
+    micro_batch = action.micro_batch
+    return [slots.of[role, stage, micro_batch, piece.value] for piece in message.pieces]
 
 
 def messages_of(program: Program, action: Action) -> list[Message]:

@@ -56,9 +56,8 @@ class Metrics:
     _started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        if (
-            self.tensorboard and importlib.util.find_spec("tensorboard") is None
-        ):  # on every rank, so that all refuse alike
+        # on every rank, so that all refuse alike
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 '"tensorboard": true needs the extra. Try: '
                 'pip install "whale-parallel[tensorboard]", or leave it out'
@@ -135,8 +134,9 @@ def _open_board(folder: Path) -> Any:
 
 
 def write_trace(path: str | Path, outcome: StepOutcome | None, ranks: Ranks) -> None:
-    """Writes the last step of all ranks as a Chrome trace, a row for each rank, on rank 0. Clocks are compared by wall time, so hosts
-    need a synchronised clock.
+    """Writes the last step of all ranks as a Chrome trace, a row for each rank, on rank 0.
+
+    Clocks are compared by wall time, so hosts need a synchronised clock.
     """
     if outcome is None:
         raise ValueError("there is no step to trace yet: call engine.step first")
@@ -148,23 +148,30 @@ def write_trace(path: str | Path, outcome: StepOutcome | None, ranks: Ranks) -> 
     everyone = ranks.gather(events)
     if ranks.rank != 0:
         return
-    origin = min(start for rank_events in everyone for _, _, start, _ in rank_events)
-    rows = [
-        {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "pid": 0,
-            "tid": rank,
-            "ts": (start - origin) * MICROSECONDS,
-            "dur": (end - start) * MICROSECONDS,
-        }
-        for rank, rank_events in enumerate(everyone)
-        for name, kind, start, end in rank_events
-    ]
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(len(everyone))
-    ]
+    names: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    origin = min(rank_events[0][2] for rank_events in everyone if rank_events)
+    for rank, rank_events in enumerate(everyone):
+        names.append(
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
+        for name, kind, start, end in rank_events:
+            rows.append(
+                {
+                    "name": name,
+                    "cat": kind,
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": (start - origin) * MICROSECONDS,
+                    "dur": (end - start) * MICROSECONDS,
+                }
+            )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"traceEvents": names + rows}))

@@ -120,5 +120,5 @@ class EvaluationResult:
 
     @property
     def loss(self) -> float | None:
-        """None when the batch has no labels."""
+        """Loss of the whole batch; None when it has no labels."""
         return self.totals.values()[0] if self.totals is not None else None

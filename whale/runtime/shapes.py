@@ -96,8 +96,8 @@ class _Channels:
 
 
 class Shapes:
-    """Finds or makes the lowered graph for a batch. A new shape is captured once and kept; the one
-    unused for longest goes first.
+    """Finds or makes the lowered graph for a batch. A new shape is captured once; of more than
+    `max_captures` the one unused for longest is dropped.
     """
 
     def __init__(self, job: Job) -> None:
@@ -168,19 +168,19 @@ class Shapes:
         return self._find(self._evaluation, layout.key, capture)
 
     def _find(
-        self, kept: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]
+        self, known: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]
     ) -> Lowered:
-        if key not in kept:
-            while len(kept) >= self._job.config.max_captures:
-                _, old = kept.popitem(last=False)
+        if key not in known:
+            while len(known) >= self._job.config.max_captures:
+                _, old = known.popitem(last=False)
                 self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
-            kept[key] = capture()
-        kept.move_to_end(key)
-        return kept[key]
+            known[key] = capture()
+        known.move_to_end(key)
+        return known[key]
 
     def follow(self, plan: Plan) -> None:
-        """Takes the shares of this plan, which is otherwise the same, from now on: who holds what has
-        not changed.
+        """Takes the shares of this plan, which is otherwise the same, from now on: who holds what
+        has not changed.
         """
         for lowered in (*self._training.values(), *self._evaluation.values()):
             lowered.plan = plan

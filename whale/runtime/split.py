@@ -35,8 +35,8 @@ Product = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Deferred:
-    """The list where the layers of one chunk put their weight products: that of the micro-batch whose
-    backward runs now.
+    """The list where the layers of one chunk put their weight products: that of the micro-batch
+    whose backward runs now.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class StageUpdates:
         self._forget()
 
     def close_stage(self, stage: int) -> None:
-        """All gradients of the stage are final on this rank."""
+        """Marks a stage whose gradients are final on this rank as ready for its update."""
         if stage in self._of_stage and stage not in self._lending:
             self.ready.append(stage)
 
@@ -85,10 +85,11 @@ class StageUpdates:
         self._done |= chosen
 
     def finish(self) -> None:
-        """The end of a step: all that is left."""
-        self._step(
-            {id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._done
-        )
+        """Updates all that is left, at the end of a step."""
+        everything: set[int] = set()
+        for group in self._optimizer.param_groups:
+            everything.update(map(id, group["params"]))
+        self._step(everything - self._done)
         self._forget()
 
     def _forget(self) -> None:

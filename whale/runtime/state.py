@@ -168,7 +168,9 @@ def _gather_parts(
 
 
 def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
-    """A tensor of rank `owner` on the CPU of rank 0, as `_fetch` gives it, for a tensor whose shape only its owner knows."""
+    """A tensor of rank `owner` on the CPU of rank 0, as `_fetch` gives it, for a tensor whose shape
+    only its owner knows.
+    """
     if ranks.rank == owner:
         assert tensor is not None
         if owner == 0:

@@ -285,9 +285,9 @@ class _Pass:
             self.live[device] += problem.saved[stage]
             if micro_batch == self.admitted[device]:
                 self.admitted[device] += 1
-            self.tell(size + place, stage, end)
+            self.deliver(size + place, stage, end)
             for consumer, time in problem.consumers[stage]:
-                self.tell(consumer * count + micro_batch, consumer, end + time)
+                self.deliver(consumer * count + micro_batch, consumer, end + time)
         elif lane == 1:
             self.next_backward[stage] += 1
             self.live[device] -= problem.saved[stage]
@@ -297,7 +297,7 @@ class _Pass:
                 self.live[device] += problem.weight_gradient[stage]
                 self.waiting_weights[stage].append(micro_batch)
             for producer, time in problem.gradient_producers[stage]:
-                self.tell(size + producer * count + micro_batch, producer, end + time)
+                self.deliver(size + producer * count + micro_batch, producer, end + time)
         else:
             self.waiting_weights[stage].pop(0)
             self.live[device] -= problem.weight_gradient[stage]
@@ -309,7 +309,7 @@ class _Pass:
             if self.finished[device][micro_batch] == len(self.problem.chunks[device]):
                 self.num_finished[device] += 1
 
-    def tell(self, job: int, stage: int, time: float) -> None:
+    def deliver(self, job: int, stage: int, time: float) -> None:
         """One of the things that this job needs will be there at this time."""
         if time > self.arrival[job]:
             self.arrival[job] = time

@@ -24,6 +24,7 @@ import torch
 from torch.fx import Node
 
 from whale.capture.sample_states import PerSample, Shared, Size, Whole
+from whale.dtypes import is_differentiable
 from whale.operations.elementwise import keeps_precision
 from whale.operations.operation import Operation
 from whale.operations.row import PARTIAL, SAME, Dims, Row
@@ -77,9 +78,9 @@ def options_of(op: Operation, states: Mapping[Node, Any]) -> tuple[Option, ...]:
 
 
 def summa_options(op: Operation) -> list[Option]:
-    """A linear layer whose output stays where it is computed (`lowering/sharded_linear.py`): columns of x
-    and of the result, and rows of the weight, along x; rows of x and of the result, and columns of
-    the weight, along y. These two go together, and with nothing else."""
+    """A linear layer whose output stays where it is computed (`lowering/sharded_linear.py`):
+    columns of x and of the result, and rows of the weight, along x; rows of x and of the result,
+    and columns of the weight, along y. These two go together, and with nothing else."""
     if op.name != "linear" or len(op.shapes[1]) != 2 or len(op.shapes[0]) < 2:
         return []
     last = len(op.shapes[0]) - 1
@@ -146,6 +147,11 @@ def _partial_options(op: Operation, row: Row) -> list[Option]:
     """Options in which some inputs are partial sums, and so are the results."""
     if row.kind == "cast" and not keeps_precision(op):
         return []
+    values = op.node.meta["val"]
+    results = values if isinstance(values, list | tuple) else [values]
+    sources = [source.meta["val"] for source in op.inputs]
+    if any(map(is_differentiable, sources)) and not all(map(is_differentiable, results)):
+        return []  # `x.sum(dtype=torch.int64)` rounds
     options = []
     for number, group in enumerate(row.linear(op)):
         inputs = tuple(PARTIAL if place in group else SAME for place in range(len(op.inputs)))

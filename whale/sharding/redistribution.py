@@ -51,20 +51,20 @@ def plan_redistribution(
     grid: Grid,
     place: int,
     *,
-    backend: str = "gloo",
+    even_collectives: bool = False,
     backward: bool = True,
 ) -> Redistribution:
     """What the device at `place` does to turn one layout into another, and its gradient back.
-    `backend`: gloo or nccl.
+    `even_collectives`: the backend has fast ones (`Backend.has_even_collectives`).
     """
     if source.shape != target.shape:
         raise ValueError(
             f"a redistribution keeps the tensor: its shape is {source.shape} before and "
             f"{target.shape} after"
         )
-    key = (source, target, *_of_grid(grid), place, backend, backward, TWO_STEPS_FROM)
+    key = (source, target, *_of_grid(grid), place, even_collectives, backward, TWO_STEPS_FROM)
     if key not in _plan_cache:
-        _plan_cache[key] = _plan(source, target, grid, place, backend, backward)
+        _plan_cache[key] = _plan(source, target, grid, place, even_collectives, backward)
     return _plan_cache[key]
 
 
@@ -79,14 +79,14 @@ def _of_grid(grid: Grid) -> tuple[object, ...]:
 
 
 def _plan(
-    source: Layout, target: Layout, grid: Grid, place: int, backend: str, backward: bool
+    source: Layout, target: Layout, grid: Grid, place: int, even_collectives: bool, backward: bool
 ) -> Redistribution:
     gradient = target.conjugate(grid), source.conjugate(grid)
     return Redistribution(
         source,
         target,
-        forward=_steps(source, target, grid, place, backend),
-        backward=_steps(*gradient, grid, place, backend) if backward else (),
+        forward=_steps(source, target, grid, place, even_collectives),
+        backward=_steps(*gradient, grid, place, even_collectives) if backward else (),
         sends=bool(_moving_axes(source, target, grid)),
         sends_back=backward and bool(_moving_axes(*gradient, grid)),
     )
@@ -97,12 +97,12 @@ def plan_nothing() -> Redistribution:
     return Redistribution(whole(()), whole(()), (), ())
 
 
-def route(source: Layout, target: Layout, grid: Grid, backend: str) -> tuple[Layout, ...]:
+def route(source: Layout, target: Layout, grid: Grid, even_collectives: bool) -> tuple[Layout, ...]:
     """The layouts that the tensor goes through: `source`, one in between where that sends less, as
     in line (3), `target`. The same on every device.
     """
     summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
-    if not summed or (backend == "nccl" and _is_plain_all_reduce(source, target, grid)):
+    if not summed or (even_collectives and _is_plain_all_reduce(source, target, grid)):
         return source, target
     if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
         return source, target
@@ -140,9 +140,9 @@ def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str,
 
 
 def _steps(
-    source: Layout, target: Layout, grid: Grid, place: int, backend: str
+    source: Layout, target: Layout, grid: Grid, place: int, even_collectives: bool
 ) -> tuple[Step, ...]:
-    hops = route(source, target, grid, backend)
+    hops = route(source, target, grid, even_collectives)
     steps = [_Hop(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
     return tuple(step for step in steps if not step.is_identity)
 
