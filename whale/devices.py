@@ -165,6 +165,12 @@ class LocalDevice:
         """
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """A tensor of the user on this device. The host does not wait for the copy, and the user
+        may change his tensor at once.
+        """
+        return tensor.to(self.name)
+
     def gpu_properties(self) -> GpuProperties | None:
         """What the driver says about it; None for a CPU."""
         return None
@@ -219,6 +225,12 @@ class Accelerator(LocalDevice):
     def wait_for(self, moment: Moment) -> None:
         if not moment.query():
             moment.synchronize()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(self.name)
+        pinned = self.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self.name, non_blocking=True)
 
 
 class CudaDevice(Accelerator):

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import whale as wh
 from tests.device import streams
 from tests.device.collectives import BACKEND
 from tests.device.settings import settings
+from tests.device.streams import counters
 from tests.device.training import DeviceTrace, prepare_on_device, train_on_device
 from tests.exactness import compare
 from tests.integration.table import PLANS, PlanCase
@@ -29,6 +31,7 @@ from tests.integration.training import (
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
 from whale.distributed.watch import Watch
+from whale.runtime.batches import CHECKED_STEPS
 from whale.runtime.executor import DevicePosition
 from whale.runtime.result import Timing
 from whale.scheduling import Action, Kind
@@ -118,6 +121,56 @@ def test_row_6_only_ranks_that_talk_have_a_communicator(server: ModelServer) -> 
     ranks = server.run(train_on_device, plan.num_ranks, plan, 1, backend=BACKEND)
     num_pairs = sum(rank.communicator_sizes.count(2) for rank in ranks) // 2
     assert num_pairs == 8
+
+
+# ---- rows 12 and 13: the host waits for the device
+
+SPLIT = PlanCase("split over 2", 2, {"num_micro_batch": 2})
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a rank waited for in `NUM_COUNTED` steps, each with a look at its loss."""
+
+    host_waits: dict[str, int]
+    num_pageable: int
+
+
+NUM_COUNTED = 3
+
+
+def count_waits(subject: Subject, plan: PlanCase) -> Waits:
+    if plan.name == SPLIT.name:
+        wh.init(wh.Config(plan.config))
+        wh.annotate(subject.model, {"*": wh.split(2)})
+    engine = engine_on_rank(subject, plan)
+    assert bool(engine.plan.shardings) == (plan.name == SPLIT.name)
+    (batch,) = batches(subject.case, False, 1)
+    for _ in range(CHECKED_STEPS):  # in these ranks compare their batches
+        engine.step(batch)
+    counters.clear()
+    for _ in range(NUM_COUNTED):
+        assert engine.step(batch).loss > 0
+    return Waits(dict(counters.host_waits), counters.pageable_copies)
+
+
+@pytest.mark.parametrize(
+    ("row", "most_pageable"),
+    [(PLAN_NAMED["DP 2"], 0), (PLAN_NAMED["2 stages"], 0), (SPLIT, 4)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_rows_12_and_13_host_waits_of_a_step(
+    server: ModelServer, row: PlanCase, most_pageable: int
+) -> None:
+    """One wait a step, for loss and norm. Before: 2 (norm of this rank, then loss and norm of all).
+
+    Nothing of the mini-batch comes from pageable memory. Before: 3 copies a step, and 7 with a
+    split, of which 4 small ones are left: 2 in every micro-batch of a sharded chunk.
+    """
+    ranks = server.run(count_waits, row.num_ranks, row, backend=BACKEND)
+    for rank in ranks:
+        assert sum(rank.host_waits.values()) <= NUM_COUNTED, rank.host_waits
+        assert rank.num_pageable <= most_pageable * NUM_COUNTED
 
 
 # ---- row 5: receives wait on hardware queues that compute needs

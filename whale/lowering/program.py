@@ -116,13 +116,20 @@ class Lowered:
         )
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's placeholders: the whole mini-batch on this device, and the values that need
-        all of it.
+        """The graph's placeholders: tensors of the whole mini-batch on this device, and the values
+        that need all of it. Tensors that this rank does not read stay where they are.
         """
-        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
+        device = self.ranks.device
         whole = self.prepared.loss.whole_graph
         if whole is None or not self._stages_with_whole_values():
-            return here
+            read: set[int] = set()
+            for chunk in self.chunks.values():
+                read.update(chunk.inputs)
+            return [
+                device.from_host(tensor) if place in read else tensor
+                for place, tensor in enumerate(tensors)
+            ]
+        here = [device.from_host(tensor) for tensor in tensors]
         with torch.no_grad():
             return [*here, *whole(*here)]
 
@@ -143,7 +150,7 @@ class Lowered:
         """The same when this rank has only the rows of `intervals`: what whole-mini-batch values
         read is put together by all devices.
         """
-        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
+        here = [self.ranks.device.from_host(tensor) for tensor in tensors]
         whole = self.prepared.loss.whole_graph
         wanted = self._stages_with_whole_values()
         if whole is None or not wanted:

@@ -196,10 +196,12 @@ class Engine:
 
     def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way."""
-        norm = squared_norm(self._held, self._job.ranks.rank) / loss_scale**2
+        ranks = self._job.ranks
+        # stays on the device: one wait for both, when somebody looks
+        norm = squared_norm(self._held, ranks.rank, ranks.device.name) / loss_scale**2
         return Totals(
             torch.stack([outcome.loss, norm.to(outcome.loss)]),
-            self._job.ranks.is_distributed,
+            ranks.is_distributed,
             self._shapes.transport,
         )
 
