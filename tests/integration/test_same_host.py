@@ -318,11 +318,11 @@ def conjugated() -> list[complex]:
     return found.view(-1).tolist()
 
 
-def test_a_conjugate_that_is_only_noted_is_told_as_it_is() -> None:
+def test_a_conjugate_that_is_only_noted_is_gathered_as_it_is() -> None:
     assert run_ranks(conjugated, 2) == [[1 - 1j, 1 - 2j]] * 2
 
 
-def dies_before_a_sum() -> None:
+def dies_before_an_all_reduce() -> None:
     ranks = Ranks("cpu")
     transport = Transport(ranks, [])
     if ranks.rank == 1:
@@ -330,12 +330,12 @@ def dies_before_a_sum() -> None:
     transport.collectives.all_reduce(torch.zeros(10), (0, 1))
 
 
-def test_a_peer_that_dies_before_a_sum_is_named() -> None:
+def test_a_peer_that_dies_before_an_all_reduce_is_named() -> None:
     with pytest.raises(RankError) as error:
-        run_ranks(dies_before_a_sum, 2)
-    assert "Rank 1" in str(
-        error.value
-    ) or "its part of a sum from rank 1: that rank is gone or stuck" in str(error.value)
+        run_ranks(dies_before_an_all_reduce, 2)
+    message = str(error.value)  # of whichever rank was seen first
+    waited = "its part of an all-reduce from rank 1: that rank is gone or stuck"
+    assert "Rank 1" in message or waited in message
 
 
 def told(sizes: list[int]) -> list[bool]:

@@ -28,7 +28,7 @@ from whale.scheduling import (
 from whale.scheduling.event_loop import Jobs, Needs, run_in_order
 from whale.scheduling.list_pass import NEVER
 from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, Search
-from whale.scheduling.placement import Placement, loop, wave
+from whale.scheduling.placement import DeviceOfStage, loop, wave
 from whale.scheduling.problem import Problem
 
 MOST_NODES = 60_000
@@ -363,7 +363,7 @@ def test_unlike_devices_wave_beats_1f1b_and_interleaved_on_the_same_cut() -> Non
     """
     num_devices = num_micro_batch = 8
 
-    def cut(placement: Placement) -> tuple[StageGraph, Costs]:
+    def cut(placement: DeviceOfStage) -> tuple[StageGraph, Costs]:
         graph = StageGraph.chain(len(placement), placement)
         chunks = len(placement) // num_devices
         forward_s = tuple(

@@ -124,6 +124,22 @@ def mutate(data: Any, choose: random.Random) -> None:
         parent[last] = choose.choice(REPLACEMENTS)(parent[last])
 
 
+def test_times_below_zero_are_refused_and_rounded_bytes_are_not(
+    contents: list[str], tmp_path: Path
+) -> None:
+    """Schedules for other numbers of micro-batches are made of the times of the stages."""
+    file = tmp_path / "plan.json"
+    data = json.loads(contents[0])
+    data["devices"][0]["memory"]["sample_bytes"] = -1e-9
+    data["figures"]["stages"][0]["memory"]["saved"]["sample_bytes"] = -1e-9
+    file.write_text(json.dumps(data))
+    Plan.load(file)
+    data["templates"][0]["stages"][0]["forward_s"] = -1e-9
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"stages\[0\].forward_s is -1e-09, which is negative"):
+        Plan.load(file)
+
+
 def use(plan: Plan) -> None:
     console = Console(width=120, file=io.StringIO())
     print_plan(plan, console)

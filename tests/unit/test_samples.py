@@ -210,6 +210,18 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
         "view",
         lambda m, h, b: h.index_select(0, rows(b).repeat(2)).view(-1, 2, 6, 4).prod(1),
     ),
+    "fourier transform over everything": ("fft_fftn", lambda m, h, b: torch.fft.fftn(h).real),
+    "shifted along every dim": ("fft_fftshift", lambda m, h, b: h * torch.fft.fftshift(h)),
+    "upside down": ("flipud", lambda m, h, b: h * torch.flipud(h)),
+    "left to right": (
+        "fliplr",
+        lambda m, h, b: h.transpose(0, 1) * torch.fliplr(h.transpose(0, 1)),
+    ),
+    "turned": ("rot90", lambda m, h, b: torch.rot90(h[:, :, None].transpose(1, 2), 2) * h[:, None]),
+    "samples as a matrix, in two factors": (
+        "linalg_lu_factor",
+        lambda m, h, b: torch.linalg.lu_factor(h[:, 0])[0],
+    ),
     "mean given back": ("expand", lambda m, h, b: h[:, 0, 0].mean().expand(b["x"].shape[0])),
     "scaled by position": ("mul", lambda m, h, b: h * rows(b)[:, None, None]),
     "inputs softmax": ("softmax", lambda m, h, b: h * b["mask"].softmax(0)[..., None]),

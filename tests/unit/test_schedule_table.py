@@ -23,7 +23,7 @@ from whale.scheduling import (
     zero_bubble_orders,
 )
 from whale.scheduling.compare import Question, chimera
-from whale.scheduling.placement import Placement, loop, wave
+from whale.scheduling.placement import DeviceOfStage, loop, wave
 
 CASES = ((4, 4), (4, 8), (8, 8), (8, 16))
 """devices and micro-batches: the columns of the table"""
@@ -31,7 +31,7 @@ ROUNDING = 0.05 + 1e-6
 """the table has one digit behind the point"""
 
 
-def chain(placement: Placement) -> StageGraph:
+def chain(placement: DeviceOfStage) -> StageGraph:
     return StageGraph.chain(len(placement), placement)
 
 

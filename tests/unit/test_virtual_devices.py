@@ -1,4 +1,4 @@
-"""Placement of TaskGraphs: the vectors of the Whale paper, and what must hold for any counts."""
+"""DevicePlacement of TaskGraphs: the vectors of the Whale paper, and what must hold for any counts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale.plans.virtual_devices import Placement, place
+from whale.plans.virtual_devices import DevicePlacement, place
 
 counts = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-def ranks(placement: Placement) -> list[tuple[tuple[int, ...], ...]]:
+def ranks(placement: DevicePlacement) -> list[tuple[tuple[int, ...], ...]]:
     return [virtual_device.ranks for virtual_device in placement.virtual_devices]
 
 

@@ -79,6 +79,8 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
     op = Operation(node, flow.shapes)
     dims = row.dims(op) if row.dims is not None else None
     if dims is None:
+        if row.dims is None and _works_along_all_dims(op):
+            return Mixed(node, row.mixes.format(name=op.name))
         is_spatial = any(part in op.name for part in SPATIAL)
         return (spatial_state if is_spatial else unknown_state)(flow, node, args)
     mixed = Mixed(node, row.mixes.format(name=op.name, equation=op.argument("equation")))
@@ -106,6 +108,14 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
         positions.add(None)  # a tensor without samples stands beside the others
     position = joined_position(positions) if row.moves else None
     return _results(flow, node, dims, replace(found[0], position=position)) or mixed
+
+
+def _works_along_all_dims(op: Operation) -> bool:
+    """Whether an operation without a row was given no dims, which means all of them (`fft.fftn`).
+    `cross` takes the first dim of size 3 then, which is never the batch.
+    """
+    named = [name for name in ("dim", "dims") if name in op.defaults]
+    return op.name != "cross" and any(op.argument(name) is None for name in named)
 
 
 def joined_position(positions: set[Position | None]) -> Position | None:
@@ -290,7 +300,22 @@ def recurrent_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule("linalg_solve", "linalg_lstsq")
+@rule(
+    "linalg_solve",
+    "linalg_lstsq",
+    "linalg_solve_triangular",
+    "triangular_solve",
+    "cholesky_solve",
+    "cholesky_inverse",
+    "lu_solve",
+    "linalg_lu",
+    "linalg_lu_factor",
+    "linalg_lu_solve",
+    "linalg_eigvals",
+    "linalg_matrix_exp",
+    "linalg_matrix_rank",
+    "linalg_cond",
+)
 def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Operations on matrices, the last two dims; the dims before them are independent."""
     for source in tensor_nodes(node.all_input_nodes):
@@ -298,6 +323,12 @@ def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | 
         if isinstance(state, PerSample) and state.dim >= rank_of(source) - 2:
             return Mixed(node, f"`{op_name(node)}` takes the samples as rows of one matrix")
     return unknown_state(flow, node, args | {"dim": None})
+
+
+@rule("flipud", "fliplr")
+def flipped_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
+    """The order of the first or the second dim is reversed."""
+    return unknown_state(flow, node, args | {"dim": 0 if op_name(node) == "flipud" else 1})
 
 
 @rule("repeat", "tile")

@@ -292,7 +292,9 @@ class Draw:
 
 @contextlib.contextmanager
 def drawing(draw: Draw, device: torch.device) -> Iterator[None]:
-    """Operations inside draw from the seed of `draw`. `torch.manual_seed` has set the chunk's seed."""
+    """Operations inside draw from the seed of `draw`. `torch.manual_seed` has set the chunk's
+    seed.
+    """
     with device_of(device).fork_random():
         torch.manual_seed(draw.seed(torch.initial_seed()))
         yield

@@ -111,8 +111,8 @@ class Pending:
 
 
 def start(x: Tensor, step: Step, groups: Groups) -> Pending:
-    """Sends what this place has to send and makes room for what comes. All places of `step.places`
-    call it in the same order.
+    """Begins to send what this place has to send and to receive what comes, into buffers that are
+    allocated here. All places of `step.places` call it in the same order.
     """
     if not step.places:
         return Pending(step, x, [], {}, result=_local(x, step))
@@ -146,12 +146,14 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
         work = dist.reduce_scatter_single(into, what, group=group, async_op=True)
         return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
     flat = x.contiguous().view(-1)
-    room = x.new_empty(flat.numel() * len(step.places))
-    work = _must(dist.all_gather_single(as_bytes(room), as_bytes(flat), group=group, async_op=True))
+    received = x.new_empty(flat.numel() * len(step.places))
+    work = _must(
+        dist.all_gather_single(as_bytes(received), as_bytes(flat), group=group, async_op=True)
+    )
     if step.is_in_order:
-        return Pending(step, x, [work], {}, result=room.view(step.shape), outgoing=[flat])
+        return Pending(step, x, [work], {}, result=received.view(step.shape), outgoing=[flat])
     return Pending(
-        step, x, [work], dict(zip(step.places, room.split(flat.numel()))), outgoing=[flat]
+        step, x, [work], dict(zip(step.places, received.split(flat.numel()))), outgoing=[flat]
     )
 
 
@@ -160,13 +162,13 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
     outgoing = _packed(x, step.leaving, step.leaves_in_order)
     arriving, leaving = step.sizes
     result = x.new_empty(step.shape) if step.arrives_in_place else None
-    room = x.new_empty(sum(arriving)) if result is None else _room_in(result, step)
+    received = x.new_empty(sum(arriving)) if result is None else _received_part(result, step)
     to_me, to_others = (
         [number * x.element_size() for number in numbers] for numbers in (arriving, leaving)
     )
     work = _must(
         dist.all_to_all_single(
-            as_bytes(room), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
+            as_bytes(received), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
         )
     )
     pending = Pending(step, x, [work], {}, outgoing=[outgoing])
@@ -174,11 +176,11 @@ def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) ->
         _keep_own(x, step, result)
         pending.result = result
     elif step.is_in_order:
-        pending.result = room.view(step.shape)
+        pending.result = received.view(step.shape)
     elif step.own_travels:
-        pending.stacked = room.view(len(step.terms), *step.shape)
+        pending.stacked = received.view(len(step.terms), *step.shape)
     else:
-        pending.parts = dict(zip(step.places, room.split(arriving)))
+        pending.parts = dict(zip(step.places, received.split(arriving)))
     return pending
 
 
@@ -193,14 +195,16 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
     for term in step.terms:
         for block in term:
             if block.place != step.place:
-                room = (
+                received = (
                     x.new_empty(block.count)
                     if result is None
                     else _part(result, block.ranges).view(-1)
                 )
-                pending.parts[block.place] = room
+                pending.parts[block.place] = received
                 pending.work.append(
-                    _must(dist.irecv(room, group=group, group_src=position[block.place], tag=_TAG))
+                    _must(
+                        dist.irecv(received, group=group, group_src=position[block.place], tag=_TAG)
+                    )
                 )
     outgoing = []
     mine = position[step.place]
@@ -221,8 +225,8 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
     return pending
 
 
-def _room_in(result: Tensor, step: Step) -> Tensor:
-    """Of two places: where in the result the other one's part goes, flat."""
+def _received_part(result: Tensor, step: Step) -> Tensor:
+    """The part of the result that the other one of two places sends, flat."""
     others = [block for block in step.terms[0] if block.place != step.place]
     return _part(result, others[0].ranges).view(-1) if others else result.new_empty(0)
 

@@ -6,7 +6,7 @@ An exchange is taken apart into its beginning and its end:
                    under the product before it                                                   (1)
     activations    begin where they are, end in front of their first reader
     linear layers  whose input is gathered for them alone become one function: the reduce-scatter
-                   of dX travels under the product of dW (`sharded_linear`)                       (2)
+                   of dX travels under the product of dW (`sharded_linear`)                    (2)
     gathers        whose results the plan does not save for backward are watched, and gathered
                    again there                                                                   (3)
 
@@ -52,7 +52,7 @@ class Underway:
         self.token: Tensor | None = None
         """carries the history from one half to the other"""
         self.gathered: Gathered | None = None
-        """where the result is not to be kept for backward"""
+        """where the result is not to be saved for backward"""
 
 
 class Begin(nn.Module):
@@ -131,12 +131,12 @@ class ShardedLinear(nn.Module):
 
 # ---- gathered tensors that are gathered again in backward: less memory for more messages
 #
-# Between `begin_watching` and `end_watching` autograd asks about every tensor that it wants to keep.
-# One that lies in the memory of a gathered tensor is not kept; a note of its place in it is. The
-# first backward that reads such a note sends the messages of the gather once more, and all who read
-# the same tensor share the result, which goes with the last of them.
+# Between `begin_watching` and `end_watching` autograd asks about every tensor that it wants to
+# save. One that lies in the memory of a gathered tensor is not saved; a note of its place in it is.
+# The first backward that reads such a note sends the messages of the gather once more, and all who
+# read the same tensor share the result, which goes with the last of them.
 #
-# All devices run the same operations in the same order, so they also gather again in the same order.
+# All devices run the same operations in the same order, so they also gather again in that order.
 
 
 class Gathered:
@@ -254,7 +254,7 @@ def overlap(module: GraphModule, keep: bool = True) -> None:
 
 
 def _plan(module: GraphModule, node: Any) -> Redistribution | None:
-    """Of a node that calls an exchange."""
+    """The plan of the exchange that a node calls; None for any other node."""
     if not isinstance(node, Node) or node.op != "call_module":
         return None
     plan: Any = getattr(module.get_submodule(str(node.target)), "plan", None)

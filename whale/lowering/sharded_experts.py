@@ -4,8 +4,8 @@ tokens go where is known only now.
     tokens cut over the subgroup:  rows -> the device of their expert -> product -> back     (two all-to-alls)            (1)
     the same tokens everywhere: each device does its experts' rows, 0 elsewhere           (a partial sum)              (2)
 
-Both at once on a grid: along some axes tokens travel, along others they are the same. Then a subgroup
-holds only some of the experts, and the rows of all others give 0 there.
+Both at once on a grid: along some axes tokens travel, along others they are the same. Then a
+subgroup holds only some of the experts, and the rows of all others give 0 there.
 
 A pass over the graph of one device, after `sharding/emit.py`, keeps tokens that travel at their
 experts until they are done:
@@ -52,7 +52,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Route:
-    """Of one set of tokens: where its rows go, and what comes."""
+    """Where the rows of one set of tokens go, and which rows come."""
 
     num_rows: int
     """of this device"""
@@ -111,7 +111,7 @@ def grouped_mm_of_same_tokens(x: Tensor, weight: Tensor, ends: Tensor, around: E
 
 
 def product(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    """On one device: rows of experts that are not here give 0."""
+    """The product on one device; rows of experts that are not here give 0."""
     result: Tensor = torch.ops.whale.expert_mm(x, weight, experts, transposed)
     return result
 
@@ -163,11 +163,13 @@ class _Travel(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], subgroup: Subgroup) -> Tensor:
-    room = x.new_empty((sum(arriving), *x.shape[1:]))
+    received = x.new_empty((sum(arriving), *x.shape[1:]))
     sent.num_bytes += (len(x) - leaving[subgroup.index]) * x[0:1].numel() * x.element_size()
     sent.num_messages += 1
-    dist.all_to_all_single(room, in_memory(x).contiguous(), arriving, leaving, group=subgroup.group)
-    return room
+    dist.all_to_all_single(
+        received, in_memory(x).contiguous(), arriving, leaving, group=subgroup.group
+    )
+    return received
 
 
 # ---- the pass over a graph

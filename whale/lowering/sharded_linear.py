@@ -1,13 +1,14 @@
 """A linear layer on a grid as one function, so that messages travel under the products
 (research/tensor3d.md 0 and 4.6).
 
-    forward:   x and w -> gathered, both at once;   Y = X W^T;   Y -> its layout (a reduce-scatter where K is cut)
+    forward:   x and w -> gathered, both at once;   Y = X W^T;
+               Y -> its layout (a reduce-scatter where K is cut)
     backward:  dY <- gathered;   dX = dY W -> on its way while dW = dY^T X is computed;   dW -> on its way            (1)
                (X and W conjugated where they are complex)
 
 A gather of rows may go in chunks, each chunk's product computed while the next one travels:
 
-    Y[rows of chunk c] = gather(X[rows of chunk c]) W^T                                                               (2)
+    Y[rows of chunk c] = gather(X[rows of chunk c]) W^T                                        (2)
 
 Which layouts these are is the plans' business: 1-D, 2-D, 3-D and ZeRO-3 are the same function.
 """
@@ -39,7 +40,7 @@ class LinearPlan:
     y: Redistribution
     """the product's layout, a partial sum where K is cut, -> the layout of the result"""
     keep: bool = True
-    """gathered x and w are kept for backward; otherwise they are gathered again there, which saves
+    """gathered x and w are saved for backward; otherwise they are gathered again there, which saves
     memory
     """
     num_chunks: int = 1
@@ -147,20 +148,20 @@ class _Chunks:
         sent.num_bytes += step.num_sent * x.element_size()
         self.arriving: list[tuple[Tensor, dist.Work | None]] = []
         for chunk in in_memory(x).contiguous().tensor_split(min(num_chunks, max(1, len(x)))):
-            room = chunk.new_empty(self.num_devices, *chunk.shape)
+            received = chunk.new_empty(self.num_devices, *chunk.shape)
             sent.num_messages += 1
             if backend_of(group).has_even_collectives:
                 work = dist.all_gather_single(
-                    room.view(-1), chunk.reshape(-1), group=group, async_op=True
+                    received.view(-1), chunk.reshape(-1), group=group, async_op=True
                 )
             else:
                 work = dist.all_to_all_single(
-                    room.view(-1),
+                    received.view(-1),
                     chunk.reshape(-1).repeat(self.num_devices),
                     group=group,
                     async_op=True,
                 )
-            self.arriving.append((room, work))
+            self.arriving.append((received, work))
 
     def products(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(x gathered, its product with the weight)"""
@@ -170,12 +171,12 @@ class _Chunks:
             self.num_devices, *self.x.shape[:-1], weight.shape[0], dtype=dtype
         )
         first = 0
-        for room, work in self.arriving:
+        for received, work in self.arriving:
             if work is not None:
                 work.wait()
-            stop = first + room.shape[1]
-            whole[:, first:stop] = room
-            result[:, first:stop] = F.linear(room, weight)
+            stop = first + received.shape[1]
+            whole[:, first:stop] = received
+            result[:, first:stop] = F.linear(received, weight)
             first = stop
         return whole.view(self.shape), result.view(*self.shape[:-1], -1)
 
@@ -193,12 +194,14 @@ def _rows(x: Tensor) -> Tensor:
 # On a q x q plane of axes x and y (2-D), or d such planes along z (2.5-D: each with its own rows of
 # X, the weight the same on all):
 #
-#     X [M, K]: rows (z, y), columns x        W [N, K]: rows x, columns y        Y [M, N]: rows (z, y), columns x
+#     X [M, K]: rows (z, y), columns x
+#     W [N, K]: rows x, columns y
+#     Y [M, N]: rows (z, y), columns x
 #     Y = sum over t of X_t W_t^T,   X_t from coordinate t of axis x,  W_t from coordinate t of axis y                    (1)
 #     dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t   (X, W conjugated where complex)            (2)
 #
-# Only a panel of X and one of W are there at a time. The next pair travels under the product of this
-# one. The gradient of W is a partial sum along z, as that of everything that is the same there.
+# Only a panel of X and one of W are there at a time. The next pair travels under the product of
+# this one. The gradient of W is a partial sum along z, as that of everything that is the same there.
 
 
 @dataclass(frozen=True)
@@ -298,13 +301,13 @@ def _reduced(value: Tensor, root: int, subgroup: Subgroup) -> Tensor:
     if subgroup.size == 1 or not value.numel():
         return value
     mine = root == subgroup.index
-    room = value.new_empty(subgroup.size * value.numel() if mine else 0)
+    received = value.new_empty(subgroup.size * value.numel() if mine else 0)
     arriving = [value.numel() if mine else 0] * subgroup.size
     leaving = [value.numel() if place == root else 0 for place in range(subgroup.size)]
     if not mine:
         sent.num_bytes += value.numel() * value.element_size()
         sent.num_messages += 1
     dist.all_to_all_single(
-        room, in_memory(value).contiguous().view(-1), arriving, leaving, group=subgroup.group
+        received, in_memory(value).contiguous().view(-1), arriving, leaving, group=subgroup.group
     )
-    return room.view(subgroup.size, *value.shape).sum(0) if mine else room
+    return received.view(subgroup.size, *value.shape).sum(0) if mine else received

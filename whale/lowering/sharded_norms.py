@@ -3,12 +3,12 @@ numbers per row, or per channel.
 
 With n_i entries, mean m_i and sum of squared distances M_i on device i, and n = sum n_i:
 
-    mean = sum n_i m_i / n          n variance = sum M_i + n_i (m_i - mean)^2                                           (1)
+    mean = sum n_i m_i / n          n variance = sum M_i + n_i (m_i - mean)^2                  (1)
 
 so nothing cancels, as it would in E[x^2] - E[x]^2. Backward of y = x^ w + b with x^ = (x - mean) r,
 g = w dy:
 
-    dx = r (g - sum(g) / n - x^ sum(g x^) / n)                                                                          (2)
+    dx = r (g - sum(g) / n - x^ sum(g x^) / n)                                                 (2)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def layer_norm(
     eps: float,
     subgroup: Subgroup,
 ) -> Tensor:
-    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the subgroup have a part
-    each; weight and bias are cut alike.
+    """`aten.layer_norm` over the last `num_dims` dims, of which the devices of the subgroup have a
+    part each; weight and bias are cut alike.
     """
     result: Tensor = _LayerNorm.apply(x, num_dims, weight, bias, eps, subgroup)  # type: ignore[no-untyped-call]
     return result
@@ -57,8 +57,8 @@ def batch_norm(
     eps: float,
     subgroup: Subgroup,
 ) -> Tensor:
-    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the subgroup; running
-    statistics are updated in place.
+    """`aten.batch_norm` in training mode, x [N, C, ...] with its samples cut over the subgroup;
+    running statistics are updated in place.
     """
     result: Tensor
     result, mean, variance, count = _BatchNorm.apply(x, weight, bias, eps, subgroup)  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Two rounds in forward, so that nothing cancels. Kept for backward: x and two numbers a
+    """Two rounds in forward, so that nothing cancels. Saved for backward: x and two numbers a
     channel, as torch's own batch norm does.
     """
 

@@ -4,13 +4,13 @@ classes.
 Cross entropy. With logits l, the largest one M and s = sum exp(l - M), a row's loss is, for
 coefficients a_c of the classes,
 
-    loss = sum_c a_c (log s - (l_c - M)),     a_c = (1 - e) w_t [c = t] + (e / C) w_c                                   (1)
+    loss = sum_c a_c (log s - (l_c - M)),     a_c = (1 - e) w_t [c = t] + (e / C) w_c          (1)
 
 (target t, class weights w, label smoothing e; a_c = w_c p_c for targets p that are probabilities).
 Each device gives the part of its own classes: the result is a partial sum over the subgroup, its
 gradient is therefore the same on all of it, and backward needs no message:
 
-    d l_c = (softmax_c sum a - a_c) d loss                                                                              (2)
+    d l_c = (softmax_c sum a - a_c) d loss                                                     (2)
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class _Rows:
         )
         self.probabilities: Tensor | None = None
         self.own: Tensor | None = None
-        """a sum over the classes here that the whole subgroup needs: of the target's weight, or of a"""
+        """a sum over the classes here that the whole subgroup needs: of the target's weight, or of
+        a
+        """
         if labels.is_floating_point():
             share = labels * (1 - self.smoothing) + self.smoothing / self.num_classes
             self.probabilities = share.to(values.dtype) if weight is None else share * weight

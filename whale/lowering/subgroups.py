@@ -207,5 +207,5 @@ def sum_over_subgroup(value: Tensor, subgroup: Subgroup) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -135,8 +135,8 @@ def refuse_unless_it_fits(
     batch_size: int,
     num_micro_batch: int,
     with_micro_batches: Callable[[int], DeviceLoads],
-    recompute_fits: Callable[[], bool] = lambda: False,
-    but: str = "",
+    recompute_fits: Callable[[], bool],
+    but: str,
 ) -> None:
     """Raises `DoesNotFit` with what would fit, or `NotEnoughMemory` where that is not to be seen from one
     VirtualDevice.

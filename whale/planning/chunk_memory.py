@@ -11,7 +11,7 @@ backward of one of them works:
 
 A square, so that bytes that go from a full device to the next one, which passes them on, count as a
 gain on the way. Cuts are moved by this; whether a plan fits is decided later, by what its stages
-really save (`drafter.py`).
+really save (`priced_cut.py`).
 """
 
 from __future__ import annotations

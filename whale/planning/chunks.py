@@ -28,7 +28,7 @@ from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import state_behind
 from whale.planning.task_graphs import CutMoves, TaskGraphs, from_cuts
 from whale.planning.workload import Workload
-from whale.plans.virtual_devices import Placement, VirtualDevice
+from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
 from whale.scheduling.placement import loop, zigzag
 
 AUTO_COUNTS = (1, 2, 4)
@@ -68,7 +68,7 @@ class ChunkCuts:
 
     workload: Workload
     cluster: Cluster
-    placement: Placement
+    placement: DevicePlacement
     count: int
     config: Config
 
@@ -84,7 +84,7 @@ class ChunkCuts:
 
     def each(
         self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind]
-    ) -> Iterator[tuple[TaskGraphs, Placement]]:
+    ) -> Iterator[tuple[TaskGraphs, DevicePlacement]]:
         """Gives different cuts, to be tried while memory is short: moved for the shortest step;
         moved so that no device is over-full, then for the shortest step; not moved. Each chunk is a
         TaskGraph of its own. Raises ValueError where the model has too few points.
@@ -108,7 +108,7 @@ class ChunkCuts:
 
     def _cut(
         self, operations: Sequence[Node], kinds: Mapping[Node, ValueKind], moves: CutMoves | None
-    ) -> tuple[TaskGraphs, Placement]:
+    ) -> tuple[TaskGraphs, DevicePlacement]:
         config = self.config
         placement = self.placement
         count = self.count
@@ -133,7 +133,7 @@ class ChunkCuts:
             cut.labels,
             f"{count} chunks on each VirtualDevice; {cut.reason}",
         )
-        return task_graphs, Placement(
+        return task_graphs, DevicePlacement(
             placement.virtual_devices,
             devices,
             placement.num_replicas,

@@ -14,13 +14,13 @@ from whale.costs.costs import NodeCost, value_bytes
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.plans.plan import Crossing, Decision, Stage, TaskGraph
-from whale.plans.virtual_devices import Placement
+from whale.plans.virtual_devices import DevicePlacement
 
 
 def crossings(
     captured: CapturedGraph,
     assignment: Assignment,
-    placement: Placement,
+    placement: DevicePlacement,
     device_of_stage: Sequence[int],
     cluster: Cluster,
     micro_batch_size: float,
@@ -76,7 +76,7 @@ def holders(captured: CapturedGraph, assignment: Assignment) -> dict[str, tuple[
 def describe_task_graphs(
     captured: CapturedGraph,
     task_graphs: TaskGraphs,
-    placement: Placement,
+    placement: DevicePlacement,
     costs: Mapping[Node, NodeCost],
 ) -> tuple[TaskGraph, ...]:
     described = []

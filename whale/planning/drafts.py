@@ -41,7 +41,7 @@ from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, Stage
 from whale.plans.shares import DoesNotFit, check_batch, those_that_fit
-from whale.plans.virtual_devices import Placement, place
+from whale.plans.virtual_devices import DevicePlacement, place
 from whale.units import human_seconds
 
 CHUNKED_CUTS = 2
@@ -81,7 +81,7 @@ class Draft:
         return scheduling.simulate(self.schedule, self.costs).step_s + self.lost_s
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> DevicePlacement:
         return self.split.placement
 
     @property
@@ -104,7 +104,7 @@ class Cut:
 
     task_graphs: TaskGraphs
     why: str
-    placement: Placement
+    placement: DevicePlacement
     is_chunked: bool
     """every TaskGraph is a stage of its own"""
 
@@ -154,7 +154,7 @@ class OrderDrafts:
         return PipelineCuts(self.problem, self.workload, self._operations, self.order)
 
     @cached_property
-    def _placement(self) -> Placement:
+    def _placement(self) -> DevicePlacement:
         """VirtualDevices with the ranks of this order; refuses a batch that they cannot share."""
         problem = self.problem
         config = problem.config
@@ -282,7 +282,7 @@ class OrderDrafts:
 def _refuse_cut_sums(
     problem: Problem,
     assignment: Assignment,
-    placement: Placement,
+    placement: DevicePlacement,
     device_of_stage: Sequence[int],
 ) -> None:
     """Refuses a cut behind a sum over samples next to a stage of several devices: each has the sum

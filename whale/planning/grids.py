@@ -35,7 +35,7 @@ from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
 from whale.plans.plan import Decision
 from whale.plans.sharding import Sharding
-from whale.plans.virtual_devices import Placement, VirtualDevice
+from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
 from whale.sharding.reasons import with_reasons
 from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import predict_seconds, solve
@@ -55,7 +55,7 @@ SOLVED = 3
 """grids that are solved in full, of all shapes of so many devices"""
 
 
-def with_grids(placement: Placement, task_graphs: TaskGraphs) -> Placement:
+def with_grids(placement: DevicePlacement, task_graphs: TaskGraphs) -> DevicePlacement:
     """The placement with a grid for the VirtualDevices of `split` TaskGraphs: the one that was
     asked for, else (1, n, 1) until a better one is chosen.
     """
@@ -124,7 +124,7 @@ class GridProblem:
     kinds: Mapping[Node, ValueKind]
     assignment: Assignment
     device_of_stage: Sequence[int]
-    placement: Placement
+    placement: DevicePlacement
     task_graphs: TaskGraphs
     cluster: Cluster
     dtype: str

@@ -35,7 +35,7 @@ from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.plans.plan import Crossing, DeviceMemory, Stage
 from whale.plans.shares import Load
-from whale.plans.virtual_devices import Placement, VirtualDevice
+from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
 
 FEW_TRIES = 1
 """the least that a search does: known orders and a handful of passes"""
@@ -69,7 +69,7 @@ class PricedCut:
     device_of_stage: tuple[int, ...]
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> DevicePlacement:
         return self.split.placement
 
     @cached_property

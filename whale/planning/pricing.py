@@ -111,12 +111,11 @@ def figures_of(
     ranks: Sequence[Sequence[int]],
     choice: Choice,
     wanted: Recompute,
-    on_grids: OnGrids | None = None,
+    on_grids: OnGrids,
 ) -> Figures:
     """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is recomputed in
     backward; `on_grids`: what grids change.
     """
-    on_grids = on_grids or OnGrids()
     stages = []
     described = Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):

@@ -21,7 +21,7 @@ from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.plan import Decision
 from whale.plans.sharding import Sharding, StageSharding
-from whale.plans.virtual_devices import Placement
+from whale.plans.virtual_devices import DevicePlacement
 from whale.sharding.space import Space, StageProgram
 from whale.units import human_bytes, human_seconds
 
@@ -88,7 +88,7 @@ class HeldBytes(NamedTuple):
 class Split:
     """The stages on grids of one draft."""
 
-    placement: Placement
+    placement: DevicePlacement
     """with the grids that were chosen"""
     shardings: Mapping[int, Sharding]
     """by stage"""

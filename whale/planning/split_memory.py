@@ -37,12 +37,11 @@ def grid_memory(
     stages: Sequence[int],
     whole: DeviceMemory,
     in_flight: Sequence[int],
-    regions: Mapping[int, Regions] | None = None,
+    recomputed: Mapping[int, Regions],
 ) -> list[DeviceMemory]:
     """Memory of each device of the grid. `whole`: the same stages on one device; `in_flight`: most
-    micro-batches of each stage at once; `regions`: what each stage recomputes.
+    micro-batches of each stage at once; `recomputed`: by stage, what it recomputes.
     """
-    recomputed = regions or {}
     saved = NOTHING
     saved_whole = NOTHING
     for stage, number in zip(stages, in_flight, strict=True):

@@ -25,7 +25,9 @@ LARGEST_INTEGER = 2**62
 LARGEST_NUMBER = 1e60
 """far more than any count, byte, FLOP or second; products of a few such numbers stay finite"""
 ROUNDING = 1e-3
-"""sums of bytes that go up and down again may end this far below 0"""
+"""sums of bytes that go up and down again, and times in the figures, which are differences of what
+was measured, may end this far below 0. Other times may not: schedules and shares are made of them
+"""
 MOST_SEGMENTS = 4096
 """of a fused dim: a range is stored for each, on every device"""
 MAY_BE_NEGATIVE = frozenset(("stage_of_operation", "boxes", "workspace"))
@@ -36,23 +38,30 @@ def number_problem(data: Any) -> str | None:
     """What is wrong with a number somewhere in the JSON data of a plan, if anything: not finite,
     negative, or so large that nobody could compute with it.
     """
-    waiting: list[tuple[str, Any, bool]] = [("", data, False)]
+    waiting: list[tuple[str, Any, float]] = [("", data, 0.0)]
     while waiting:
-        path, value, may_be_negative = waiting.pop()
+        path, value, least = waiting.pop()
         if isinstance(value, dict):
             for key, item in value.items():
                 name = f"{path}.{key}" if path else str(key)
-                waiting.append((name, item, may_be_negative or key in MAY_BE_NEGATIVE))
+                waiting.append((name, item, min(least, _least(key))))
         elif isinstance(value, list):
             for place, item in enumerate(value):
-                waiting.append((f"{path}[{place}]", item, may_be_negative))
+                waiting.append((f"{path}[{place}]", item, least))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             largest = LARGEST_INTEGER if isinstance(value, int) else LARGEST_NUMBER
             if not -largest <= value <= largest:
                 return f"{path} is {str(value)[:20]}, which is no sensible number"
-            if value < (-ROUNDING if isinstance(value, float) else 0) and not may_be_negative:
+            if value < least:
                 return f"{path} is {value}, which is negative"
     return None
+
+
+def _least(key: str) -> float:
+    """Least number that may stand in a field of this name, or below it."""
+    if key in MAY_BE_NEGATIVE:
+        return -math.inf
+    return -ROUNDING if key == "figures" or key.endswith("_bytes") else 0.0
 
 
 def contradiction(plan: Plan) -> str | None:

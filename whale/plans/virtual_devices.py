@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from whale.plans.grid import Grid
@@ -40,7 +41,7 @@ class VirtualDevice:
         """Devices in one model replica."""
         return len(self.ranks[0])
 
-    @property
+    @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """The ranks of all model replicas, one replica after the other."""
         return tuple(rank for members in self.ranks for rank in members)
@@ -54,7 +55,7 @@ class VirtualDevice:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """Where every TaskGraph runs, and why."""
 
     virtual_devices: tuple[VirtualDevice, ...]
@@ -64,7 +65,7 @@ class Placement:
     reason: str
 
 
-def place(wanted: Sequence[int], num_devices: int, *, colocate: bool = False) -> Placement:
+def place(wanted: Sequence[int], num_devices: int, *, colocate: bool = False) -> DevicePlacement:
     """Give every TaskGraph its VirtualDevice; `wanted[i]` is the number of devices that TaskGraph i
     asks for.
     """
@@ -91,7 +92,7 @@ def place(wanted: Sequence[int], num_devices: int, *, colocate: bool = False) ->
     return _place_in_order(wanted, num_devices)
 
 
-def _place_in_order(wanted: Sequence[int], num_devices: int) -> Placement:
+def _place_in_order(wanted: Sequence[int], num_devices: int) -> DevicePlacement:
     """Line (4): the TaskGraphs of a replica on consecutive devices, the replicas one after the
     other.
     """
@@ -113,10 +114,10 @@ def _place_in_order(wanted: Sequence[int], num_devices: int) -> Placement:
         "all; "
         f"{num_devices} device{'s' * (num_devices > 1)} / {total} = {_replicas(num_replicas)}"
     )
-    return Placement(virtual_devices, tuple(range(len(wanted))), num_replicas, reason)
+    return DevicePlacement(virtual_devices, tuple(range(len(wanted))), num_replicas, reason)
 
 
-def _place_colocated(wanted: Sequence[int], num_devices: int) -> Placement:
+def _place_colocated(wanted: Sequence[int], num_devices: int) -> DevicePlacement:
     """Line (2): all TaskGraphs on the same devices, as many replicas as fit."""
     if len(set(wanted)) > 1:
         raise ValueError(
@@ -136,10 +137,10 @@ def _place_colocated(wanted: Sequence[int], num_devices: int) -> Placement:
     return _shared(wanted, count, num_devices, reason)
 
 
-def _shared(wanted: Sequence[int], count: int, num_devices: int, reason: str) -> Placement:
+def _shared(wanted: Sequence[int], count: int, num_devices: int, reason: str) -> DevicePlacement:
     """One VirtualDevice of `count` devices for everything, repeated over `num_devices`."""
     ranks = tuple(_consecutive(first, count) for first in range(0, num_devices, count))
-    return Placement((VirtualDevice(0, ranks),), (0,) * len(wanted), len(ranks), reason)
+    return DevicePlacement((VirtualDevice(0, ranks),), (0,) * len(wanted), len(ranks), reason)
 
 
 def _check(wanted: Sequence[int], num_devices: int) -> None:

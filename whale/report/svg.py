@@ -104,10 +104,8 @@ class Drawing:
         self.shapes.append(Shape("text", attributes, text=text))
         self.height = max(self.height, y + 0.3 * size)
 
-    def line(
-        self, x1: float, y1: float, x2: float, y2: float, colour: str = "#c3ccd5", width: float = 1
-    ) -> None:
-        look = {"stroke": colour, "stroke-width": f"{width:g}"}
+    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = "#c3ccd5") -> None:
+        look = {"stroke": colour, "stroke-width": "1"}
         self.shapes.append(Shape("line", _numbers(x1=x1, y1=y1, x2=x2, y2=y2) | look))
         self.height = max(self.height, y1, y2)
 

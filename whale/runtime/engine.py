@@ -22,7 +22,7 @@ from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
-from whale.runtime.metrics import Metrics, Shares, write_trace
+from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
@@ -64,8 +64,7 @@ class Engine:
         self._clock = DeviceClock(device) if device.is_accelerator else None
         """None where the clock of the host says when an action is done"""
         self._last_timing: Callable[[], Timing] | None = None
-        self._metrics = self._open_metrics()
-        self._unwritten: tuple[int, StepResult, Shares] | None = None
+        self._metrics = open_metrics(job.config, self.plan, job.ranks)
         self._adapting = Adapting(job)
         self._next_plan: Plan | None = None
         """with other shares, to be followed when the loader begins its next epoch: samples of this
@@ -140,7 +139,9 @@ class Engine:
         read_timing = self._timed(outcome, moments, update, bubble_s)
         result = StepResult(totals, read_timing, self._updater.learning_rate, update.skipped)
         own_samples = sum(stop - start for start, stop in executor.program.samples)
-        self._note(result, Shares(batch_size, own_samples, self._adapting.num_rebalanced))
+        if self._metrics is not None:
+            shares = Shares(batch_size, own_samples, self._adapting.num_rebalanced)
+            self._metrics.note(self.step_count - 1, result, shares)
         self._next_plan = (
             self._adapting.after_step(
                 executor, self._compute_seconds(outcome), batch_size, self.step_count - 1
@@ -401,41 +402,8 @@ class Engine:
         self._checkpoints.wait()
         self._job.platform.close()
         if self._metrics is not None:
-            self._flush_metrics()
             self._metrics.close()
             self._metrics = None
-
-    def _open_metrics(self) -> Metrics | None:
-        folder = self._job.config.folder
-        if folder is None:
-            if self._job.config.tensorboard:
-                raise ValueError(
-                    '"tensorboard": true needs a place to write to. Try: set "run_folder", or '
-                    "start the script with whale run"
-                )
-            return None
-        peak = (
-            sum(self.plan.devices[index].flop_per_s for index in self.plan.device_of_rank)
-            or math.inf
-        )
-        return Metrics(
-            Path(folder),
-            self._job.ranks.rank,
-            self.plan,
-            peak,
-            self._job.ranks.device,
-            self._job.config.tensorboard,
-        )
-
-    def _note(self, result: StepResult, shares: Shares) -> None:
-        if self._metrics is not None:
-            self._flush_metrics()  # a step late: its loss has arrived
-            self._unwritten = (self.step_count - 1, result, shares)
-
-    def _flush_metrics(self) -> None:
-        if self._unwritten is not None and self._metrics is not None:
-            self._metrics.write(*self._unwritten)
-            self._unwritten = None
 
     # ---- inside
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from whale.config import Config
 from whale.devices import LocalDevice
 from whale.distributed.ranks import Ranks
 from whale.metric_files import metrics_file
@@ -53,7 +55,7 @@ class Metrics:
     tensorboard: bool = False
     _file: IO[str] | None = None
     _board: Any = None
-    _started: float = field(default_factory=time.time)
+    _unwritten: tuple[int, StepResult, Shares] | None = None
 
     def __post_init__(self) -> None:
         # on every rank, so that all refuse alike
@@ -70,8 +72,19 @@ class Metrics:
         if self.tensorboard and self.rank == 0:
             self._board = _open_board(self.run_folder / "tensorboard")
 
-    def write(self, step: int, result: StepResult, shares: Shares) -> None:
-        """One step. Called a step late, so that the loss has arrived and nothing is waited for."""
+    def note(self, step: int, result: StepResult, shares: Shares) -> None:
+        """Takes what there is to say of a step, and writes the line of the one before: its loss has
+        arrived, so that nothing is waited for.
+        """
+        self._flush()
+        self._unwritten = (step, result, shares)
+
+    def _flush(self) -> None:
+        if self._unwritten is not None:
+            self._write(*self._unwritten)
+            self._unwritten = None
+
+    def _write(self, step: int, result: StepResult, shares: Shares) -> None:
         timing = result.timing
         num_samples = shares.num_samples
         flop = (
@@ -110,10 +123,32 @@ class Metrics:
                 self._board.add_scalar(name, line[name], step)
 
     def close(self) -> None:
+        """Writes the last line, and closes the files."""
+        self._flush()
         if self._file is not None:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def open_metrics(config: Config, plan: Plan, ranks: Ranks) -> Metrics | None:
+    """The metrics of a job on this rank; None without a run folder."""
+    if config.folder is None:
+        if config.tensorboard:
+            raise ValueError(
+                '"tensorboard": true needs a place to write to. Try: set "run_folder", or '
+                "start the script with whale run"
+            )
+        return None
+    peak_flop_per_s = sum(plan.devices[index].flop_per_s for index in plan.device_of_rank)
+    return Metrics(
+        Path(config.folder),
+        ranks.rank,
+        plan,
+        peak_flop_per_s or math.inf,
+        ranks.device,
+        config.tensorboard,
+    )
 
 
 def _ends_with_line(path: Path) -> bool:

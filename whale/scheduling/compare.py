@@ -22,7 +22,7 @@ from whale.scheduling.orders import (
     wave_orders,
     zero_bubble_orders,
 )
-from whale.scheduling.placement import Placement, loop, two_pipelines, wave
+from whale.scheduling.placement import DeviceOfStage, loop, two_pipelines, wave
 from whale.scheduling.simulate import Timeline, simulate
 
 CHIMERA = "chimera"
@@ -133,7 +133,7 @@ def _rows(question: Question) -> Iterator[Row]:
         yield chimera(question)
 
 
-def _chain(placement: Placement) -> StageGraph:
+def _chain(placement: DeviceOfStage) -> StageGraph:
     return StageGraph.chain(len(placement), placement)
 
 

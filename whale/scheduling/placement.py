@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from whale.scheduling.action import StageGraph
 
-Placement = tuple[int, ...]
+DeviceOfStage = tuple[int, ...]
 """the device of each stage"""
 
 
-def loop(num_devices: int, num_chunks: int = 1) -> Placement:
+def loop(num_devices: int, num_chunks: int = 1) -> DeviceOfStage:
     """Each chunk starts again at device 0."""
     _require(num_devices, num_chunks, "chunk")
     return tuple(range(num_devices)) * num_chunks
 
 
-def zigzag(num_devices: int, num_chunks: int) -> Placement:
+def zigzag(num_devices: int, num_chunks: int) -> DeviceOfStage:
     """Even chunks go down the devices, odd ones come back up."""
     _require(num_devices, num_chunks, "chunk")
     down = tuple(range(num_devices))
@@ -38,7 +38,7 @@ def zigzag(num_devices: int, num_chunks: int) -> Placement:
     )
 
 
-def wave(num_devices: int, num_waves: int) -> Placement:
+def wave(num_devices: int, num_waves: int) -> DeviceOfStage:
     """Down and up again, `num_waves` times."""
     _require(num_devices, num_waves, "wave")
     return zigzag(num_devices, 2 * num_waves)
@@ -58,7 +58,7 @@ def two_pipelines(num_devices: int) -> StageGraph:
     return StageGraph(zigzag(num_devices, 2), edges, edges)
 
 
-def num_waves_of(placement: Placement) -> int | None:
+def num_waves_of(placement: DeviceOfStage) -> int | None:
     """How many waves this placement has; None when it is no wave."""
     num_devices = max(placement) + 1
     num_waves, rest = divmod(len(placement), 2 * num_devices)
@@ -67,7 +67,7 @@ def num_waves_of(placement: Placement) -> int | None:
     )
 
 
-def num_loops_of(placement: Placement) -> int | None:
+def num_loops_of(placement: DeviceOfStage) -> int | None:
     """How many chunks each device has in this loop; None when it is no loop."""
     num_devices = max(placement) + 1
     num_chunks, rest = divmod(len(placement), num_devices)

@@ -277,31 +277,24 @@ class _Emitter:
             return  # results are taken apart where they are made
         if self._is_known(node.meta.get("val")):
             return  # a size: a constant here
-        chosen = self.chosen.get(node)
-        inputs = (
-            self.space.operations[node].inputs
-            if node in self.space.operations
-            else tensor_nodes((node.args, node.kwargs))
-        )
-        sources = [
-            self.bring(
-                source,
-                {axis: option.inputs[slot] for axis, option in chosen.items()} if chosen else {},
-            )
-            for slot, source in enumerate(inputs)
-        ]
+        chosen = self.chosen.get(node, {})
+        if node in self.space.operations:
+            inputs = self.space.operations[node].inputs
+        else:
+            inputs = tensor_nodes((node.args, node.kwargs))
+        sources = []
+        for slot, source in enumerate(inputs):
+            wanted = {axis: option.inputs[slot] for axis, option in chosen.items()}
+            sources.append(self.bring(source, wanted))
         self._autocast(node.meta.get("autocast"))
-        results = self._local(node, chosen or {}, sources)
+        results = self._local(node, chosen, sources)
         if "all_reduce" in node.meta:
-            results = self._over_replicas(node, chosen or {}, results)
+            results = self._over_replicas(node, chosen, results)
         results.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
         held = node.meta.get("val")
         if not isinstance(held, list | tuple):
-            placements = (
-                {axis: option.outputs[0] for axis, option in chosen.items()} if chosen else {}
-            )
             if isinstance(held, torch.Tensor):
-                self._set((node, 0), results, placements)
+                self._set((node, 0), results, _output_placements(chosen, 0))
             else:
                 self.copies[node, 0] = results
             return
@@ -309,13 +302,7 @@ class _Emitter:
         for number in sorted(used):
             if isinstance(held[number], torch.Tensor):
                 part = self.graph.call_function(operator.getitem, (results, number))
-                self._set(
-                    (node, number),
-                    part,
-                    {axis: option.outputs[number] for axis, option in chosen.items()}
-                    if chosen
-                    else {},
-                )
+                self._set((node, number), part, _output_placements(chosen, number))
 
     def _is_known(self, value: Any) -> bool:
         """Whether a value is a number that follows from the number of samples."""
@@ -330,23 +317,17 @@ class _Emitter:
         for axis in self.grid.axes:
             if axis in chosen and chosen[axis].local:
                 kinds.setdefault(chosen[axis].local, []).append(axis)
-        values = (
-            [value_of(source) for source in self.space.operations[node].inputs] if chosen else []
-        )
-        outputs = (
-            [
-                self.layout(value, {a: o.outputs[value[1]] for a, o in chosen.items()})
-                for value in self.space.outputs_of(node)
-            ]
-            if chosen
-            else []
-        )
+        values = []
+        outputs = []
+        if chosen:
+            values = [value_of(source) for source in self.space.operations[node].inputs]
+            for value in self.space.outputs_of(node):
+                outputs.append(self.layout(value, _output_placements(chosen, value[1])))
         if is_random(node):
             kinds.setdefault("random", [])
         if chosen and trains_batch_norm(node):
-            kinds.setdefault(
-                "batch norm", []
-            )  # also where every device has all samples: other replicas have more
+            # also where every device has all samples: other replicas have more
+            kinds.setdefault("batch norm", [])
         for kind in SPECIAL:
             if kind in kinds:
                 inputs = [
@@ -373,9 +354,7 @@ class _Emitter:
 
     def _over_replicas(self, node: Node, chosen: Mapping[str, Option], result: Node) -> Node:
         """A loss that is not additive: its batch sums are taken over all model replicas."""
-        layout = self.layout(
-            (node, 0), {axis: option.outputs[0] for axis, option in chosen.items()}
-        )
+        layout = self.layout((node, 0), _output_placements(chosen, 0))
         special = Special("replicas", node, (), (layout,), (layout,), self.place)
         call = self._call(self.communication.operation(special), "replicas", (result,))
         call.meta["special"] = special
@@ -423,6 +402,11 @@ def _number(value: Any, shapes: Shapes) -> Any:
         return shapes.size(value)
     found = value.node.expr.subs({shapes.symbol: shapes.num_samples})
     return bool(found) if isinstance(value, torch.SymBool) else float(found)
+
+
+def _output_placements(chosen: Mapping[str, Option], number: int) -> dict[str, Placement]:
+    """Placement of one output of an operation on each axis on which an option was chosen."""
+    return {axis: option.outputs[number] for axis, option in chosen.items()}
 
 
 def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -117,7 +117,7 @@ def ring_s(
 
 
 def all_reduces_of(
-    plan: Plan, figures: Figures, bucket_bytes: int, factor: float = 1.0
+    plan: Plan, figures: Figures, bucket_bytes: int, factor: float
 ) -> list[AllReduce]:
     """All all-reduces of gradients in a step, their times stretched by `factor`."""
     found = []
