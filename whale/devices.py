@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,18 @@ from torch import Tensor
 
 TRANSFERS_PER_CLOCK = 2
 """memory moves data twice in a clock"""
+MILLISECONDS = 1e3
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""
 FIRST_WITH_TF32 = (8, 0)
 """compute capability of the first GPUs that have it (Ampere)"""
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""environment variable with the number of hardware queues that streams are spread over"""
+NUM_CONNECTIONS = 8
+"""hardware queues of a GPU where that is not set"""
+Moment = Any
+"""a point in the work of a device: seconds of the host on a CPU, an event of an accelerator"""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """environment variable that hides accelerators from processes that are started later"""
 
@@ -108,9 +116,35 @@ class LocalDevice:
         """Returns when the device has done all work that it was given."""
 
     @property
+    def num_queues(self) -> int | None:
+        """Hardware queues that streams share: one that waits blocks what was launched later into
+        its queue. None: nothing is shared.
+        """
+        return None
+
+    @property
     def bound_device(self) -> torch.device | None:
         """The device that process groups are tied to at their start; None where they need none."""
         return None
+
+    # ---- time
+
+    @property
+    def event(self) -> Callable[[], Moment]:
+        """Gives the moment at which the device has done all that it was given so far."""
+        return time.perf_counter  # itself: the executor calls it twice for each action
+
+    def elapsed_s(self, start: Moment, end: Moment) -> float:
+        """Seconds from one moment to another; both are over."""
+        return float(end - start)
+
+    @staticmethod
+    def is_over(moment: Moment) -> bool:
+        """Whether the device has come there."""
+        return True
+
+    def wait_for(self, moment: Moment) -> None:
+        """Returns when the device has come there."""
 
     # ---- memory
 
@@ -136,6 +170,12 @@ class LocalDevice:
         the copy need not wait.
         """
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """A tensor of the user on this device. The host does not wait for the copy, and the user
+        may change his tensor at once.
+        """
+        return tensor.to(self.name)
 
     def gpu_properties(self) -> GpuProperties | None:
         """What the driver says about it; None for a CPU."""
@@ -185,12 +225,45 @@ class LocalDevice:
         yield
 
 
-class CudaDevice(LocalDevice):
+class Accelerator(LocalDevice):
+    """A device with streams and events, behind the module of torch that has its name."""
+
+    is_accelerator = True
+
+    @property
+    def event(self) -> Callable[[], Moment]:
+        new_event = torch.get_device_module(self.type).Event
+
+        def record() -> Moment:
+            moment = new_event(enable_timing=True)
+            moment.record()
+            return moment
+
+        return record
+
+    def elapsed_s(self, start: Moment, end: Moment) -> float:
+        return float(start.elapsed_time(end)) / MILLISECONDS
+
+    @staticmethod
+    def is_over(moment: Moment) -> bool:
+        return bool(moment.query())
+
+    def wait_for(self, moment: Moment) -> None:
+        if not moment.query():
+            moment.synchronize()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(self.name)
+        pinned = self.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self.name, non_blocking=True)
+
+
+class CudaDevice(Accelerator):
     """A GPU behind torch's `cuda` module, with NCCL between processes."""
 
     type = "cuda"
     backend = NCCL
-    is_accelerator = True
 
     @staticmethod
     def count() -> int:
@@ -201,6 +274,10 @@ class CudaDevice(LocalDevice):
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self.name)
+
+    @property
+    def num_queues(self) -> int | None:
+        return int(os.environ.get(MAX_CONNECTIONS, NUM_CONNECTIONS))
 
     @property
     def bound_device(self) -> torch.device | None:

@@ -12,18 +12,17 @@ from tests.device.collectives import BACKEND, install_collectives
 from tests.device.memory import NAME
 from tests.device.settings import settings
 from whale import devices
-from whale.devices import Backend, GpuProperties, LocalDevice
+from whale.devices import Accelerator, Backend, GpuProperties
 
 TESTCCL = Backend(BACKEND, has_tags=False, has_even_collectives=True, runs_beside_compute=True)
 
 
-class TestGpu(LocalDevice):
+class TestGpu(Accelerator):
     """The test device, as a rank uses it."""
 
     __test__ = False
     type = NAME
     backend = TESTCCL
-    is_accelerator = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(0)  # a process has one
@@ -34,6 +33,10 @@ class TestGpu(LocalDevice):
 
     def synchronise(self) -> None:
         torch.get_device_module(NAME).synchronize()
+
+    @property
+    def num_queues(self) -> int | None:
+        return settings.num_queues or None
 
     def free_memory_bytes(self) -> int:
         return int(torch.get_device_module(NAME).mem_get_info()[0])

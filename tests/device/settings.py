@@ -16,6 +16,8 @@ class Settings:
     """longest random pause before an operation: shakes the order in which streams run"""
     cold_s: float = 0.0
     """seconds that the first call of each operation takes longer, as kernels are loaded lazily"""
+    kernel_s: float = 0.0
+    """seconds that every operation takes longer, other than copies and messages"""
     num_queues: int = 0
     """hardware queues that streams share (CUDA_DEVICE_MAX_CONNECTIONS); 0: one for each stream"""
     num_multiprocessors: int = 80

@@ -271,6 +271,8 @@ def _merge(clock: Clock, other: Clock) -> None:
 def _delay(name: str) -> None:
     if settings.jitter_s:
         time.sleep(random.random() * settings.jitter_s)
+    if settings.kernel_s and name.startswith("aten."):
+        time.sleep(settings.kernel_s)
     if settings.cold_s and name not in _loaded:
         _loaded.add(name)
         time.sleep(settings.cold_s)

@@ -176,7 +176,7 @@ def _message_of_another_edge(_: None) -> tuple[float, float]:
     """
     ranks = Ranks()
     transport = Transport(ranks, {(0, 1)})
-    transport.open({(0, 2)})
+    transport.connect({(0, 2)})
     transport.begin()
     total = torch.ones(2, device=NAME)
     value = torch.full((3,), 7.0 if ranks.rank == 0 else 0.0, device=NAME)

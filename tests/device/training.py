@@ -21,7 +21,8 @@ class DeviceTrace:
     host_waits: dict[str, int]
     """by what was waited for and the line that asked"""
     num_launches: int
-    num_communicators: int
+    communicator_sizes: list[int]
+    """number of ranks in each communicator that this one is a member of"""
 
 
 def prepare_on_device(name: str) -> Subject:
@@ -44,7 +45,8 @@ def train_on_device(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS
     """One rank of the distributed run; raises what went wrong on its streams."""
     trace = train_on_rank(subject, plan, num_steps)
     host_waits = dict(counters.host_waits)
+    sizes = [group.size() for group in communicators]
     num_launches = sum(counters.launches.values())
     streams.synchronize()  # raises races and early frees that nobody has noticed yet
     trace.gradients = {name: gradient.cpu() for name, gradient in trace.gradients.items()}
-    return DeviceTrace(trace, host_waits, num_launches, len(communicators))
+    return DeviceTrace(trace, host_waits, num_launches, sizes)

@@ -101,30 +101,33 @@ class RankTrace:
     held: list[str]
 
 
+def engine_on_rank(subject: Subject, plan: PlanCase, **settings: Any) -> Any:
+    """The engine of one rank; `settings` are added to the config of the plan."""
+    case = subject.case
+    model = subject.model
+    wh.init(wh.Config(plan.config | settings))
+    if plan.stages:
+        globs = case.cuts(len(plan.stages))
+        wh.annotate(
+            model,
+            {"|".join(glob): wh.replicate(d) for glob, d in zip(globs, plan.stages, strict=True)},
+        )
+    return wh.parallelize(
+        model,
+        batches(case, plan.one_tensor, 1)[0],
+        optimizer=make_optimizer,
+        loss=case.loss,
+        prepared=subject.prepared,
+        cluster=cluster_of(plan),
+    )
+
+
 def train_on_rank(subject: Subject, plan: PlanCase, num_steps: int = NUM_STEPS) -> RankTrace:
     """One rank of the distributed run."""
     case = subject.case
-    model = subject.model
     with Float64Mode():
-        wh.init(wh.Config(plan.config))
-        if plan.stages:
-            globs = case.cuts(len(plan.stages))
-            wh.annotate(
-                model,
-                {
-                    "|".join(glob): wh.replicate(d)
-                    for glob, d in zip(globs, plan.stages, strict=True)
-                },
-            )
         data = batches(case, plan.one_tensor, num_steps)
-        engine = wh.parallelize(
-            model,
-            data[0],
-            optimizer=make_optimizer,
-            loss=case.loss,
-            prepared=subject.prepared,
-            cluster=cluster_of(plan),
-        )
+        engine = engine_on_rank(subject, plan)
         losses = []
         gradients = {}
         for batch in data:

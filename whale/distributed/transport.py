@@ -57,8 +57,8 @@ class Transport:
     def __init__(
         self, ranks: Ranks, pairs: Iterable[tuple[int, int]], share_memory: bool = True
     ) -> None:
-        """`pairs`: all (source, destination) ranks of the plan, the same list on every rank.
-        `share_memory`: where it is possible.
+        """`pairs`: (source, destination) ranks that may talk, the same list on every rank; more of
+        them can be connected later. `share_memory`: where it is possible.
         """
         self.ranks = ranks
         pairs = sorted(set(pairs))
@@ -71,7 +71,6 @@ class Transport:
         self._to: dict[int, tuple[dist.ProcessGroup, int]] = {}
         """for each peer: the group that carries messages to it, and its rank in there"""
         self._from: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._opened: set[tuple[int, int]] = set()
         self._num_passes = 0
         self._exchange: Callable[[], Tensor] | None = None
         everyone = (
@@ -81,17 +80,17 @@ class Transport:
         )
         self._rings_to, self._rings_from = connect(ranks, [*pairs, *everyone], share_memory)
         self.collectives = SameHostCollectives(self)
-        self.open(pairs)
+        self._connected: set[tuple[int, int]] = set()
+        self.connect(pairs)
         if ranks.backend.has_tags:
             _let_compute_go_first()
 
-    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Channels for messages between these (source, destination) ranks, as far as there are none
-        yet: a batch of another shape, or an evaluation, may have edges that the plan does not have.
-        All ranks call it with the same pairs.
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Makes the channels of these (source, destination) ranks that are not there yet. All ranks
+        call it with the same pairs, and make them in one order.
         """
-        for source, destination in sorted(set(pairs) - self._opened):
-            self._opened.add((source, destination))
+        for source, destination in sorted(set(pairs) - self._connected):
+            self._connected.add((source, destination))
             group = self._channel(source, destination)
             if self.ranks.rank == source:
                 self._to[destination] = (group, dist.get_group_rank(group, destination))

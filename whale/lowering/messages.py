@@ -19,6 +19,8 @@ from whale.planning.planner import Assignment
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.slices import bridge, whole
+from whale.scheduling import Action, Kind, Schedule
+from whale.scheduling.queues import Transfer
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,31 @@ def build_bridges(
             device_of_stage,
         ),
     )
+
+
+def parts_of_action(bridges: Bridges, action: Action) -> tuple[Part, ...]:
+    """What a send or receive of this rank carries, to or from all its peers."""
+    is_receive = action.kind is Kind.RECEIVE
+    if action.gradient:  # the gradient takes the way of its value backwards
+        parts = (bridges.sending if is_receive else bridges.receiving).get(
+            (action.destination, action.source, action.micro_batch), ()
+        )
+        return tuple(part for part in parts if part.value.gradient)
+    return tuple(
+        (bridges.receiving if is_receive else bridges.sending).get(
+            (action.source, action.destination, action.micro_batch), ()
+        )
+    )
+
+
+def transfers_of(bridges: Bridges, schedule: Schedule, device: int) -> list[Transfer]:
+    """The sends and receives of a rank of this VirtualDevice, in its order."""
+    found = []
+    for action in schedule.orders[device]:
+        if action.is_message:
+            peers = {part.peer for part in parts_of_action(bridges, action)}
+            found.append(Transfer(action.kind is Kind.SEND, tuple(sorted(peers))))
+    return found
 
 
 def _numbers(

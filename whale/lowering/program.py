@@ -4,7 +4,7 @@ number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from whale.devices import LocalDevice
 from whale.dtypes import as_bytes
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
-from whale.lowering.messages import Bridges, build_bridges
+from whale.lowering.messages import Bridges, build_bridges, transfers_of
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import op_name
@@ -31,6 +31,7 @@ from whale.planning.recompute import Regions, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
+from whale.scheduling.queues import Transfer
 
 if TYPE_CHECKING:
     from whale.distributed.ranks import Ranks
@@ -115,13 +116,20 @@ class Lowered:
         )
 
     def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's placeholders: the whole mini-batch on this device, and the values that need
-        all of it.
+        """The graph's placeholders: tensors of the whole mini-batch on this device, and the values
+        that need all of it. Tensors that this rank does not read stay where they are.
         """
-        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
+        device = self.ranks.device
         whole = self.prepared.loss.whole_graph
         if whole is None or not self._stages_with_whole_values():
-            return here
+            read: set[int] = set()
+            for chunk in self.chunks.values():
+                read.update(chunk.inputs)
+            return [
+                device.from_host(tensor) if place in read else tensor
+                for place, tensor in enumerate(tensors)
+            ]
+        here = [device.from_host(tensor) for tensor in tensors]
         with torch.no_grad():
             return [*here, *whole(*here)]
 
@@ -142,7 +150,7 @@ class Lowered:
         """The same when this rank has only the rows of `intervals`: what whole-mini-batch values
         read is put together by all devices.
         """
-        here = [tensor.to(self.ranks.device.name) for tensor in tensors]
+        here = [self.ranks.device.from_host(tensor) for tensor in tensors]
         whole = self.prepared.loss.whole_graph
         wanted = self._stages_with_whole_values()
         if whole is None or not wanted:
@@ -211,6 +219,19 @@ class Lowered:
         if training:
             return schedule_of_plan(self.plan, graph, batch_size, num_micro_batch)
         return scheduling.build_forward_only(graph, num_micro_batch)
+
+    def transfers(
+        self, schedule: scheduling.Schedule, batch_size: int, replicas: Iterable[int]
+    ) -> dict[int, list[Transfer]]:
+        """The sends and receives of every rank of these replicas of the model, in its order."""
+        samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
+        found = {}
+        for replica in replicas:
+            for index, device in enumerate(self.plan.virtual_devices):
+                for rank in device.ranks[replica]:
+                    bridges = build_bridges(self.plan, self.assignment, self.values, samples, rank)
+                    found[rank] = transfers_of(bridges, schedule, index)
+        return found
 
     def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:
         """What this rank does for one mini-batch of that size."""

@@ -28,6 +28,7 @@ from whale.runtime.messages import Receive
 from whale.runtime.split import Deferred, Product, run_products
 from whale.runtime.stage_updates import StageUpdates
 from whale.scheduling import Action
+from whale.scheduling.queues import last_posted
 from whale.scheduling.slots import Slots
 
 if TYPE_CHECKING:
@@ -72,12 +73,8 @@ class Pass:
     """by stage: micro-batches between their forward and their backward"""
 
     def post_receives(self, num_received: int = 0) -> None:
-        """Posts several receives at a time, whenever less than half of the window is posted: each
-        wakes up a thread of the sender.
-        """
-        if self.num_posted - num_received > self.window // 2:
-            return
-        stop = min(len(self.receives), num_received + self.window)
+        """As far ahead as the window says (`scheduling/queues.py`)."""
+        stop = last_posted(self.num_posted, num_received, self.window, len(self.receives))
         while self.num_posted < stop:
             self.receives[self.num_posted].post(self)
             self.num_posted += 1

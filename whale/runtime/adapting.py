@@ -9,12 +9,13 @@ program was just made is left out: it takes longer for other reasons.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from weakref import WeakSet
 
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
 from whale.plans.plan import Plan
-from whale.runtime.executor import Executor, StepOutcome
+from whale.runtime.executor import Executor
 from whale.runtime.shapes import Job
 
 logger = logging.getLogger("whale")
@@ -28,8 +29,10 @@ class Adapting:
         self._config = job.config
         self._ranks = job.ranks
         self.num_rebalanced = 0
-        self._own: list[tuple[int, float]] = []
-        """(samples of the mini-batch, seconds of this rank) of the steps since the last exchange"""
+        self._own: list[tuple[int, Callable[[], float]]] = []
+        """(samples of the mini-batch, what gives the seconds of this rank) of the steps since the
+        last exchange
+        """
         self._known_executors: WeakSet[Executor] = WeakSet()
         """those that ran before; not by `id`, which a later executor may get again, on one rank and
         not on the other
@@ -41,12 +44,7 @@ class Adapting:
 
     def _can_measure(self) -> bool:
         reason = None
-        if self._ranks.device.is_accelerator:
-            reason = (
-                "times are taken on the clock of the host, which says nothing about what an "
-                "accelerator is doing"
-            )
-        elif self._job.plan.shardings:
+        if self._job.plan.shardings:
             reason = (
                 "devices of a sharded part wait for each other inside a forward, so all seem as "
                 "slow as the slowest"
@@ -64,20 +62,21 @@ class Adapting:
         return reason is None
 
     def after_step(
-        self, executor: Executor, outcome: StepOutcome, batch_size: int, step: int
+        self, executor: Executor, compute_s: Callable[[], float], batch_size: int, step: int
     ) -> Plan | None:
         """The plan to follow from the next step on, when it is a new one; the same on all ranks.
-        `step`: the one that is over.
+        `compute_s` gives the seconds of forward and backward on this rank, and is called only when
+        ranks exchange them. `step`: the one that is over.
         """
         if not self.is_on:
             return None
         if executor not in self._known_executors:
             self._known_executors.add(executor)
             return None
-        self._own.append((batch_size, outcome.compute_s))
+        self._own.append((batch_size, compute_s))
         if len(self._own) < self._config.adapt_steps:
             return None
-        everyone = self._ranks.gather(self._own)
+        everyone = self._ranks.gather([(size, seconds()) for size, seconds in self._own])
         self._own = []
         found: Rebalanced | None = None
         if self._ranks.rank == 0:

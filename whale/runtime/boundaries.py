@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from whale.lowering.messages import Part
+from whale.lowering.messages import Part, parts_of_action
 from whale.lowering.program import Program
 from whale.scheduling import Action, Kind
 from whale.scheduling.slots import Slots, assign_slots
@@ -74,15 +74,4 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
 
 def parts_of(program: Program, action: Action) -> tuple[Part, ...]:
     """What a send or receive of this rank carries, to or from all its peers."""
-    bridges = program.bridges
-    is_receive = action.kind is Kind.RECEIVE
-    if action.gradient:  # the gradient takes the way of its value backwards
-        parts = (bridges.sending if is_receive else bridges.receiving).get(
-            (action.destination, action.source, action.micro_batch), ()
-        )
-        return tuple(part for part in parts if part.value.gradient)
-    return tuple(
-        (bridges.receiving if is_receive else bridges.sending).get(
-            (action.source, action.destination, action.micro_batch), ()
-        )
-    )
+    return parts_of_action(program.bridges, action)

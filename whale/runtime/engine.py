@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
-from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
+from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
+from whale.runtime.update import OptimizerFactory, SchedulerFactory, Update, Updater
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")
@@ -67,6 +67,10 @@ class Engine:
         last step
         """
         self._last_outcome: StepOutcome | None = None
+        device = job.ranks.device
+        self._clock = DeviceClock(device) if device.is_accelerator else None
+        """None where the clock of the host says when an action is done"""
+        self._last_timing: Callable[[], Timing] | None = None
         self._metrics = open_metrics(job.config, self.plan, job.ranks)
         self._adapting = Adapting(job)
         self._next_plan: Plan | None = None
@@ -107,7 +111,8 @@ class Engine:
         platform = self._job.platform
         batch = platform.read_batch(batch)
         platform.begin_step()
-        start = time.perf_counter()
+        now = self._job.ranks.device.event
+        start = now()
         scale = self._updater.loss_scale.scale if self._updater.loss_scale is not None else 1.0
         lowered, given, batch_size = self._batches.for_training(
             batch, self.step_count, scale, self.num_rebalanced
@@ -124,39 +129,49 @@ class Engine:
             updates = self._updater.begin(self._held, lowered.lending)
         outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
-        waiting = time.perf_counter()
+        waiting = now()
         self._gradients.finish()
-        communication_s = time.perf_counter() - waiting
+        waited = now()
         totals = self._totals(outcome, given.loss_scale)
-        updating = time.perf_counter()
+        updating = now()
         update = self._updater.apply(
             self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors)
         )
-        platform.end_step(outcome.events, (waiting, waiting + communication_s), self.optimizer)
-        outcome.events.append((Action(Kind.UPDATE), updating, time.perf_counter()))
+        platform.end_step(outcome.events, (waiting, waited), self.optimizer)
+        end = now()
         self.step_count += 1
         self._replicas.after_step(self.step_count)
         self._trained = lowered.trained
         self.peak_in_flight = outcome.peak_in_flight
         self._last_outcome = outcome
-        timing = Timing(
-            time.perf_counter() - start,
-            outcome.compute_s + update.seconds,
-            communication_s + update.waited_s,
-            bubble_s,
-        )
-        result = StepResult(totals, timing, self._updater.learning_rate, update.skipped)
+        moments = StepMoments(start, waiting, waited, updating, end)
+        read_timing = self._timed(outcome, moments, update, bubble_s)
+        result = StepResult(totals, read_timing, self._updater.learning_rate, update.skipped)
         own_samples = sum(stop - start for start, stop in executor.program.samples)
         if self._metrics is not None:
             shares = Shares(batch_size, own_samples, self._adapting.num_rebalanced)
             self._metrics.note(self.step_count - 1, result, shares)
         self._next_plan = (
-            self._adapting.after_step(executor, outcome, batch_size, self.step_count - 1)
+            self._adapting.after_step(
+                executor, self._compute_seconds(outcome), batch_size, self.step_count - 1
+            )
             or self._next_plan
         )
         if not self._reads_shards:
             self.take_new_shares()
         return result
+
+    def _timed(
+        self, outcome: StepOutcome, moments: StepMoments, update: Update, bubble_s: float
+    ) -> Callable[[], Timing]:
+        """What reads where the time of a step went."""
+        if self._clock is not None:
+            device = self._job.ranks.device
+            self._last_timing = StepTiming(self._clock, outcome, moments, device).read
+            return self._last_timing
+        timing = timing_on_host(outcome, moments, update, bubble_s)
+        outcome.events.append((Action(Kind.UPDATE), moments.updating, moments.end))
+        return lambda: timing
 
     def take_new_shares(self) -> None:
         """Follows the plan that `"adapt": "on"` has made, if there is one: between steps, on all
@@ -169,6 +184,17 @@ class Engine:
         self._next_plan = None
         self._reads_shards = False
 
+    def _compute_seconds(self, outcome: StepOutcome) -> Callable[[], float]:
+        """What gives the seconds of forward and backward of a step."""
+        read = self._last_timing
+
+        def seconds() -> float:
+            if read is not None:
+                read()
+            return outcome.compute_s
+
+        return seconds
+
     @property
     def num_rebalanced(self) -> int:
         """How often the samples were shared again since the start."""
@@ -180,10 +206,12 @@ class Engine:
 
     def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way."""
-        norm = squared_norm(self._held, self._job.ranks.rank) / loss_scale**2
+        ranks = self._job.ranks
+        # stays on the device: one wait for both, when somebody looks
+        norm = squared_norm(self._held, ranks.rank, ranks.device.name) / loss_scale**2
         return Totals(
             torch.stack([outcome.loss, norm.to(outcome.loss)]),
-            self._job.ranks.is_distributed,
+            ranks.is_distributed,
             self._shapes.transport,
         )
 
@@ -373,6 +401,8 @@ class Engine:
         """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All
         ranks must call it.
         """
+        if self._last_timing is not None:
+            self._last_timing()  # gives the outcome its events
         write_trace(path, self._last_outcome, self._job.ranks)
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ tags) is looked up once, when the executor is made: every action becomes a prepa
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from whale.devices import Moment
 from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport
 from whale.distributed.watch import Watch
@@ -51,6 +51,8 @@ class StepOutcome:
     outputs: dict[Visit, tuple[Tensor, ...]]
     events: list[Event] = field(default_factory=list)
     """in the order in which they began"""
+    moments: list[tuple[Action, Moment, Moment]] = field(default_factory=list)
+    """the same on an accelerator, until they are read (`runtime/timing.py`)"""
     peak_in_flight: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -86,6 +88,8 @@ class Executor:
         self.window = window
         self.watch = watch
         self.with_torch_compile = with_torch_compile
+        self.unconnected: Collection[tuple[int, int]] = ()
+        """(source, destination) ranks of all messages of the job, until their channels are made"""
         self.pace = pace
         """how long compute actions take; None: as long as they do"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -166,12 +170,19 @@ class Executor:
         device = self.program.device
         random_states = device.random_states() if self._has_random else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=device.name), {})
-        events = outcome.events
-        now = time.perf_counter
-        watch = self.watch
+        now = device.event
+        events: list[tuple[Action, Moment, Moment]] = outcome.events
+        watch: Watch | DevicePosition | None = self.watch
+        if device.is_accelerator:
+            events = outcome.moments
+            if self.watch is not None:
+                watch = DevicePosition(self.watch, events, device.is_over)
         transport = self.transport
         pace = self.pace
         if transport is not None:
+            if self.unconnected:
+                transport.connect(self.unconnected)
+                self.unconnected = ()
             transport.begin()
         held: list[Tensor | None] = [None] * self.slots.count
         state = Pass(
@@ -207,6 +218,39 @@ class Executor:
             if random_states is not None:
                 device.set_random_states(random_states)
         return outcome
+
+
+class DevicePosition:
+    """Where the device of this rank stands, which may be far behind the host: the first action that
+    is launched and not over.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        moments: Sequence[tuple[Action, Moment, Moment]],
+        is_over: Callable[[Moment], bool],
+    ) -> None:
+        self._moments = moments
+        self._is_over = is_over
+        self._launched: list[str] = ["the start"]
+        watch.position = self
+
+    @property
+    def position(self) -> str:
+        launched = list(self._launched)
+        own = [moment for moment in list(self._moments) if moment[0].kind is not Kind.UPDATE]
+        for (_, _, end), position in zip(own, launched[1:], strict=False):
+            if not self._is_over(end):
+                return position
+        return launched[-1]
+
+    @position.setter
+    def position(self, position: str) -> None:
+        self._launched.append(position)
+
+    def __str__(self) -> str:
+        return self.position
 
 
 def _position(place: int, action: Action, run: Callable[[Pass], None], num_actions: int) -> str:

@@ -226,7 +226,7 @@ def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
     return pieces
 
 
-def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
+def squared_norm(held: Sequence[Held], rank: int, device: str) -> Tensor:
     """Sum of squares of the gradients that this rank answers for: each parameter counts on one of
     its holders, which share the work.
 
@@ -244,11 +244,11 @@ def squared_norm(held: Sequence[Held], rank: int) -> Tensor:
         if parameter.ranks[place] == rank and parameter.tensor.grad is not None:
             gradients.append(parameter.tensor.grad)
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     dense = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
     ]
-    return torch.nn.utils.get_total_norm(dense).double().square().cpu()
+    return torch.nn.utils.get_total_norm(dense).double().square()
 
 
 def scale_gradients(held: Sequence[Held], factor: float) -> None:

@@ -79,7 +79,7 @@ class StepResult:
     """Outcome of one training step, the same on every rank except for `timing`."""
 
     totals: Totals
-    timing: Timing
+    read_timing: Callable[[], Timing]
     learning_rate: float
     skipped: bool = False
     """the update was left out on all ranks: an overflow in fp16, or a number that is not finite
@@ -90,6 +90,13 @@ class StepResult:
     def loss(self) -> float:
         """What local training on the whole mini-batch would give."""
         return self.totals.values()[0]
+
+    @property
+    def timing(self) -> Timing:
+        """Where the time went on this rank. On an accelerator, reading it waits for the end of the
+        step there.
+        """
+        return self.read_timing()
 
     @property
     def grad_norm(self) -> float:

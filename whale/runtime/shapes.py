@@ -4,9 +4,10 @@ with their executors.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale import scheduling
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.clean import tied_names
@@ -21,6 +23,7 @@ from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
+from whale.devices import MAX_CONNECTIONS
 from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
@@ -32,6 +35,7 @@ from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 from whale.runtime.executor import Executor
+from whale.scheduling.queues import Transfer, safe_window
 
 logger = logging.getLogger("whale")
 
@@ -81,6 +85,16 @@ class Job:
         return Task(self.loss, self.ranks.device.type, self.config.autocast)
 
 
+@dataclass(frozen=True)
+class _Channels:
+    """What a program needs of the transport."""
+
+    window: int
+    """receives that are posted ahead"""
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    """(source, destination) ranks that are to be connected before it runs"""
+
+
 class Shapes:
     """Finds or makes the lowered graph for a batch. A new shape is captured once; of more than
     `max_captures` the one unused for longest is dropped.
@@ -90,10 +104,10 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            edges = [(crossing.source, crossing.destination) for crossing in job.plan.crossings]
-            self.transport = job.platform.transport(
-                _pairs(job.plan, edges), job.config.share_memory
-            )
+            edges = {(crossing.source, crossing.destination) for crossing in job.plan.crossings}
+            # a communicator for each pair is dear: made for those that talk, by `executor`
+            pairs = _pairs(job.plan, edges) if job.ranks.backend.has_tags else ()
+            self.transport = job.platform.transport(pairs, job.config.share_memory)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
@@ -162,10 +176,11 @@ class Shapes:
                 _, old = known.popitem(last=False)
                 self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
             known[key] = capture()
-            if self.transport is not None:
+            if self.transport is not None and self._job.ranks.backend.has_tags:
+                # an evaluation, or a batch of another shape, may have edges that the plan has not
                 crossings = known[key].assignment.crossings
                 edges = [(source, destination) for _, source, destination in crossings]
-                self.transport.open(_pairs(self._job.plan, edges))
+                self.transport.connect(_pairs(self._job.plan, edges))
         known.move_to_end(key)
         return known[key]
 
@@ -200,15 +215,53 @@ class Shapes:
                 _warn_of_memory(job.plan, batch_size)
             compiles = job.config.compile and is_training
             num_samples = [stop - start for start, stop in program.samples]
+            channels = self._channels(lowered, schedule, batch_size)
             self._executors[key] = Executor(
                 program,
                 self.transport,
-                job.config.num_posted_receives,
+                channels.window,
                 job.ranks.watch,
                 compiles,
                 job.platform.pace(program.actions, num_samples, is_training),
             )
+            self._executors[key].unconnected = channels.pairs
         return self._executors[key]
+
+    def _channels(
+        self, lowered: Lowered, schedule: scheduling.Schedule, batch_size: int
+    ) -> _Channels:
+        """What a program needs of the transport; the same pairs on every rank."""
+        job = self._job
+        window = job.config.num_posted_receives
+        if self.transport is None or job.ranks.backend.has_tags:
+            return _Channels(window)
+        transfers = lowered.transfers(schedule, batch_size, range(job.plan.num_replicas))
+        pairs = set()
+        for rank, own in transfers.items():
+            for transfer in own:
+                for peer in transfer.peers:
+                    pairs.add((rank, peer) if transfer.is_send else (peer, rank))
+        if job.ranks.device.num_queues is not None:
+            _, replica, _ = job.plan.place_of_rank(job.ranks.rank)
+            members = {
+                rank for device in job.plan.virtual_devices for rank in device.ranks[replica]
+            }  # replicas send each other no messages
+            own_replica = {rank: transfers[rank] for rank in members}
+            window = self._safe_window(own_replica, window)
+        return _Channels(window, frozenset(pairs))
+
+    def _safe_window(self, transfers: Mapping[int, Sequence[Transfer]], most: int) -> int:
+        """Receives that may be posted ahead, so that none blocks what its message waits for."""
+        window = safe_window(transfers, most)
+        if window is None:
+            logger.warning(
+                "with %s hardware queues for its streams, a device may hang in this schedule: a "
+                "message that waits for its receive blocks what comes behind it. Try: %s=32",
+                self._job.ranks.device.num_queues,
+                MAX_CONNECTIONS,
+            )
+            return most
+        return window
 
 
 def _warn_of_memory(plan: Plan, batch_size: int) -> None:
@@ -248,13 +301,15 @@ def widest(plan: Plan) -> int:
 
 
 def _pairs(plan: Plan, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """All (source, destination) ranks between which messages of these edges between stages go,
-    gradients included.
+    """All (source, destination) ranks between which messages of these edges between stages may go,
+    gradients included: those of one replica of the model, whatever the batch size.
     """
     pairs = set()
     for from_stage, to_stage in edges:
-        for source in plan.ranks_of_stage(from_stage):
-            for destination in plan.ranks_of_stage(to_stage):
+        here = plan.virtual_devices[plan.stages[from_stage].virtual_device]
+        there = plan.virtual_devices[plan.stages[to_stage].virtual_device]
+        for sources, destinations in zip(here.ranks, there.ranks, strict=True):
+            for source, destination in itertools.product(sources, destinations):
                 if source != destination:
                     pairs |= {(source, destination), (destination, source)}
     return pairs

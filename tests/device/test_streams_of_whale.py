@@ -1,0 +1,195 @@
+"""How Whale uses streams, communicators and the host, on the test device.
+
+The rows are those of the table of findings on the accelerator path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import whale as wh
+from tests.device import streams
+from tests.device.collectives import BACKEND
+from tests.device.settings import settings
+from tests.device.streams import counters
+from tests.device.training import DeviceTrace, prepare_on_device, train_on_device
+from tests.exactness import compare
+from tests.integration.table import PLANS, PlanCase
+from tests.integration.training import (
+    Subject,
+    batches,
+    engine_on_rank,
+    merge,
+    train_locally,
+)
+from tests.ranks import ModelServer, preload
+from tests.zoo import CASES
+from whale.distributed.watch import Watch
+from whale.runtime.batches import CHECKED_STEPS
+from whale.runtime.executor import DevicePosition
+from whale.runtime.result import Timing
+from whale.scheduling import Action, Kind
+
+preload("tests.integration.training", "tests.device.training", "tests.device.test_streams_of_whale")
+
+MODEL = "chain"
+PLAN_NAMED = {plan.name: plan for plan in PLANS}
+WAVE = PlanCase("wave", 2, {"num_micro_batch": 5, "num_task_graph": 2, "schedule": "wave"})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    with ModelServer(prepare_on_device, MODEL) as found:
+        yield found
+
+
+# ---- row 7: times are those of the device
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a rank says about its last step."""
+
+    timing: Timing
+    traced_compute_s: float
+
+
+KERNEL_S = 0.005
+
+
+def measure_slow_kernels(subject: Subject, plan: PlanCase, folder: str) -> Times:
+    """Two steps in which every kernel takes `KERNEL_S`, launched within less."""
+    engine = engine_on_rank(subject, plan)
+    (batch,) = batches(subject.case, False, 1)
+    engine.step(batch)
+    streams.synchronize()
+    settings.kernel_s = KERNEL_S
+    timing = engine.step(batch).timing
+    settings.kernel_s = 0.0
+    path = Path(folder) / "trace.json"
+    engine.trace(path)
+    dist.barrier()
+    rows = json.loads(path.read_text())["traceEvents"]
+    own = [row for row in rows if row["tid"] == dist.get_rank() and row.get("cat") in ("F", "B")]
+    return Times(timing, sum(row["dur"] for row in own) / 1e6)
+
+
+def test_row_7_times_are_those_of_the_device(server: ModelServer, tmp_path: Path) -> None:
+    """Before, `compute_s` was the time of the launches and `bubble_s` nothing."""
+    plan = PLAN_NAMED["2 stages"]
+    ranks = server.run(measure_slow_kernels, plan.num_ranks, plan, str(tmp_path), backend=BACKEND)
+    # a forward and a backward of a layer are some kernels each; two of each is the least
+    least_s = 2 * 2 * plan.num_micro_batch * KERNEL_S
+    for rank in ranks:
+        timing = rank.timing
+        assert rank.traced_compute_s >= least_s
+        assert timing.compute_s >= rank.traced_compute_s
+        assert timing.bubble_s >= KERNEL_S  # the other stage's first forward or last backward
+        assert timing.compute_s + timing.bubble_s <= timing.total_s
+
+
+def test_row_7_the_watch_says_where_the_device_stands() -> None:
+    """The host has launched two actions and waits for the third; the device is at the second."""
+    watch = Watch(0, 1, 1.0)
+    over = {"end of 0"}
+    moments: list[tuple[Action, str, str]] = []
+    position = DevicePosition(watch, moments, lambda moment: moment in over)
+    for number in range(2):
+        position.position = f"action {number}"
+        moments.append((Action(Kind.FORWARD, 0, number), "", f"end of {number}"))
+    position.position = "action 2"
+    assert str(watch.position) == "action 1"
+    over.add("end of 1")
+    assert str(watch.position) == "action 2"
+
+
+# ---- row 6: communicators
+
+
+def test_row_6_only_ranks_that_talk_have_a_communicator(server: ModelServer) -> None:
+    """2 stages x DP 4: each of the 4 replicas has one for each direction, 8 in all.
+
+    Before there was one for every pair of ranks of the two stages: 32.
+    """
+    plan = PlanCase("2 stages x DP 4", 8, {"num_micro_batch": 2}, (1, 1))
+    ranks = server.run(train_on_device, plan.num_ranks, plan, 1, backend=BACKEND)
+    num_pairs = sum(rank.communicator_sizes.count(2) for rank in ranks) // 2
+    assert num_pairs == 8
+
+
+# ---- rows 12 and 13: the host waits for the device
+
+SPLIT = PlanCase("split over 2", 2, {"num_micro_batch": 2})
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a rank waited for in `NUM_COUNTED` steps, each with a look at its loss."""
+
+    host_waits: dict[str, int]
+    num_pageable: int
+
+
+NUM_COUNTED = 3
+
+
+def count_waits(subject: Subject, plan: PlanCase) -> Waits:
+    if plan.name == SPLIT.name:
+        wh.init(wh.Config(plan.config))
+        wh.annotate(subject.model, {"*": wh.split(2)})
+    engine = engine_on_rank(subject, plan)
+    assert bool(engine.plan.shardings) == (plan.name == SPLIT.name)
+    (batch,) = batches(subject.case, False, 1)
+    for _ in range(CHECKED_STEPS):  # in these ranks compare their batches
+        engine.step(batch)
+    counters.clear()
+    for _ in range(NUM_COUNTED):
+        assert engine.step(batch).loss > 0
+    return Waits(dict(counters.host_waits), counters.pageable_copies)
+
+
+@pytest.mark.parametrize(
+    ("row", "most_pageable"),
+    [(PLAN_NAMED["DP 2"], 0), (PLAN_NAMED["2 stages"], 0), (SPLIT, 4)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_rows_12_and_13_host_waits_of_a_step(
+    server: ModelServer, row: PlanCase, most_pageable: int
+) -> None:
+    """One wait a step, for loss and norm. Before: 2 (norm of this rank, then loss and norm of all).
+
+    Nothing of the mini-batch comes from pageable memory. Before: 3 copies a step, and 7 with a
+    split, of which 4 small ones are left: 2 in every micro-batch of a sharded chunk.
+    """
+    ranks = server.run(count_waits, row.num_ranks, row, backend=BACKEND)
+    for rank in ranks:
+        assert sum(rank.host_waits.values()) <= NUM_COUNTED, rank.host_waits
+        assert rank.num_pageable <= most_pageable * NUM_COUNTED
+
+
+# ---- row 5: receives wait on hardware queues that compute needs
+
+
+def train_with_queues(subject: Subject, plan: PlanCase, num_queues: int) -> DeviceTrace:
+    settings.num_queues = num_queues
+    return train_on_device(subject, plan)
+
+
+@pytest.mark.parametrize("num_queues", [1, 2, 8])
+@pytest.mark.parametrize(
+    "row",  # not `plan`: tests/conftest.py would choose which are slow
+    [PLAN_NAMED["2 stages"], PLAN_NAMED["replicate(1) -> replicate(3)"], WAVE],
+    ids=lambda plan: plan.name,
+)
+def test_row_5_few_queues_do_not_hang(server: ModelServer, row: PlanCase, num_queues: int) -> None:
+    ranks = server.run(
+        train_with_queues, row.num_ranks, row, num_queues, backend=BACKEND, timeout_s=30
+    )
+    reference = server.run_local(train_locally, row)
+    compare(reference, merge([rank.trace for rank in ranks], CASES[MODEL].build()))

@@ -1,0 +1,37 @@
+"""How many receives may be posted ahead with one hardware queue, against cases worked by hand."""
+
+from __future__ import annotations
+
+from whale.scheduling.queues import Transfer, finishes, launches, safe_window
+
+
+def _transfers(text: str, peer: int) -> list[Transfer]:
+    """`S R`: a send, then a receive."""
+    return [Transfer(letter == "S", (peer,)) for letter in text.split()]
+
+
+def test_a_second_posted_receive_blocks_the_sends_that_it_waits_for() -> None:
+    """1F1B on two stages: the second gradient needs the second activation, which is launched behind
+    the second posted receive.
+    """
+    pipeline = {0: _transfers("S S R S R S R R", 1), 1: _transfers("R S R S R S R S", 0)}
+    assert safe_window(pipeline, 8) == 1
+    assert not finishes({rank: launches(own, 2) for rank, own in pipeline.items()})
+
+
+def test_without_posting_two_sends_each_way_block_each_other() -> None:
+    crossing = {0: _transfers("S S R R", 1), 1: _transfers("S S R R", 0)}
+    assert not finishes({rank: launches(own, 0) for rank, own in crossing.items()})
+    assert safe_window(crossing, 1) == 1
+
+
+def test_no_window_helps_where_ranks_wait_for_each_other() -> None:
+    assert safe_window({0: _transfers("R S", 1), 1: _transfers("R S", 0)}, 8) is None
+
+
+def test_receives_from_several_ranks_have_channels_of_their_own() -> None:
+    one_to_three = {0: [Transfer(True, (1, 2, 3)), Transfer(False, (1, 2, 3))] * 2}
+    for rank in (1, 2, 3):
+        one_to_three[rank] = [Transfer(False, (0,)), Transfer(True, (0,))] * 2
+    # the second receive of a channel would block the second send
+    assert safe_window(one_to_three, 8) == 1
