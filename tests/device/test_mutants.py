@@ -57,7 +57,7 @@ def a_tensor_let_go_too_early() -> None:
     """Nobody keeps a tensor until its message has left."""
 
     def issue(self: transport.Transport, tensor: Tensor, peer: int, tag: int) -> None:
-        group, place = transport._route(self._to, peer)
+        group, place = self._to[peer]
         work: Any = group.send([tensor], place, tag)
         work._tensors = ()
 
