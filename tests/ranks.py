@@ -40,6 +40,8 @@ PREPARE_TIMEOUT_S = 110.0
 """a capture takes some seconds, importing transformers as well; below pytest's own limit"""
 ANSWER_S = 10.0
 """a server that does not answer this long after the time of its ranks is over is itself broken"""
+GRACE_S = 0.5
+"""how long a failure waits for the end of another rank that may be its cause"""
 STACK_S = 0.5
 """how long a hung rank gets to write its stack"""
 
@@ -295,15 +297,9 @@ def _watch(children: list[_Child], request: _Request, connection: Connection, pl
             try:
                 child.answer = item.recv_bytes()
             except EOFError:
-                _, status = os.waitpid(child.pid, 0)
-                child.ended = True
-                message = (
-                    f"Rank {child.rank} of {request.world_size} died "
-                    f"({_ending(os.waitstatus_to_exitcode(status))})."
-                )
-                return pickle.dumps((False, message, child.rank, None))
+                return _death(child, request)
             if not pickle.loads(child.answer)[0]:
-                return child.answer
+                return _killed(list(waiting.values()), request) or child.answer
     answers = []
     for child in children:
         os.waitpid(child.pid, 0)
@@ -311,6 +307,28 @@ def _watch(children: list[_Child], request: _Request, connection: Connection, pl
         assert child.answer is not None
         answers.append(pickle.loads(child.answer)[1])
     return _success(answers)
+
+
+def _killed(others: list[_Child], request: _Request) -> bytes | None:
+    """The message about a rank that died without a word, if there is one among these: it is why
+    another one failed, whose message may come first on a busy machine.
+    """
+    ready = multiprocessing.connection.wait([child.connection for child in others], GRACE_S)
+    for child in others:
+        if child.connection in ready:
+            try:
+                child.answer = child.connection.recv_bytes()
+            except EOFError:
+                return _death(child, request)
+    return None
+
+
+def _death(child: _Child, request: _Request) -> bytes:
+    _, status = os.waitpid(child.pid, 0)
+    child.ended = True
+    ending = _ending(os.waitstatus_to_exitcode(status))
+    message = f"Rank {child.rank} of {request.world_size} died ({ending})."
+    return pickle.dumps((False, message, child.rank, None))
 
 
 def _timed_out(hung: list[_Child], request: _Request, place: Path) -> bytes:

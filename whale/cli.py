@@ -299,7 +299,8 @@ def profile(
     from whale.config import DeviceType  # not at the top: pydantic takes a while
 
     if device not in get_args(DeviceType):
-        may_be = " or ".join(get_args(DeviceType))
+        *first, last = get_args(DeviceType)
+        may_be = f"{', '.join(first)} or {last}"
         _stop(f"whale profile: --device {device}: it may be {may_be}")
     if "RANK" in os.environ:  # under a launcher
         from whale.calibration.profile_command import profile_ranks

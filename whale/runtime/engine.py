@@ -51,6 +51,8 @@ class Engine:
             groups.update(shard.ranks for shard in job.shards.of(name) if len(shard.ranks) > 1)
         for ranks in sorted(groups):  # every rank makes every group, in the same order
             job.ranks.group(ranks)
+        self._replicas = ReplicaCheck(job.weights, job.shards, job.ranks, job.config.check_replicas)
+        self._replicas.check()  # before there are gradients: hashing takes workspace
         self._gradients = GradientSynchroniser(
             self._held,
             job.ranks,
@@ -60,8 +62,6 @@ class Engine:
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
-        self._replicas = ReplicaCheck(job.weights, job.shards, job.ranks, job.config.check_replicas)
-        self._replicas.check()
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the
         last step

@@ -34,9 +34,9 @@ from whale.plans.shards import Shards
 logger = logging.getLogger("whale")
 
 WORD_BYTES = 8
-TILE = 1 << 17
-"""words of a tensor that have a number of their own (1 MiB); tiles follow each other"""
-NUM_TILES = 32
+TILE = 1 << 13
+"""words of a tensor that have a number of their own (64 KiB); tiles follow each other"""
+NUM_TILES = 512
 """tiles that are multiplied at once: workspace of at most 32 MiB"""
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """odd, with bits all over: what came before counts otherwise than what follows"""
@@ -98,7 +98,6 @@ class ReplicaCheck:
         self._ranks = ranks
         self._every = every
         self._pending: tuple[int, Tensor, dist.Work] | None = None
-        self._numbers: Tensor | None = None
         holders: set[tuple[int, ...]] = set()
         names: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(shards.plan.holders):
@@ -133,8 +132,9 @@ class ReplicaCheck:
         # hash, so one maximum of both says whether all are equal
         with torch.no_grad():
             hashes = torch.full((2, len(self._holders)), ABSENT, device=self._ranks.device.name)
+            numbers = self._position_numbers()
             for shared in self._shared:
-                own = self._hash(shared)
+                own = _hash(shared, numbers)
                 column = self._holders.index(shared.ranks)
                 hashes[0, column] = own
                 hashes[1, column] = ~own
@@ -164,16 +164,13 @@ class ReplicaCheck:
                     found += self._compare(shared, process_group)
         self._judge(step, [each for part in self._ranks.gather(found) for each in part])
 
-    def _hash(self, shared: Shared) -> Tensor:
-        """One number of all bits of these weights, on the device."""
-        if self._numbers is None:
-            generator = torch.Generator().manual_seed(0)
-            numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
-            self._numbers = numbers.to(self._ranks.device.name)
-        total = self._numbers.new_zeros(())
-        for tensor in shared.tensors.values():
-            total = total * FACTOR + hash_bits(tensor.detach(), self._numbers)
-        return total
+    def _position_numbers(self) -> Tensor:
+        """The odd numbers that positions of a tile count with, the same on every rank; made anew
+        for each check, so that no memory is taken in between.
+        """
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
+        return numbers.to(self._ranks.device.name)
 
     def _compare(self, shared: Shared, group: dist.ProcessGroup | None) -> list[Difference]:
         """Parameters of this rank that differ from the first holder's, whose values they get if
@@ -216,6 +213,14 @@ class ReplicaCheck:
                 when,
                 listed([str(each) for each in found], SHOWN),
             )
+
+
+def _hash(shared: Shared, numbers: Tensor) -> Tensor:
+    """One number of all bits of these weights, on the device."""
+    total = numbers.new_zeros(())
+    for tensor in shared.tensors.values():
+        total = total * FACTOR + hash_bits(tensor.detach(), numbers)
+    return total
 
 
 def hash_bits(tensor: Tensor, numbers: Tensor) -> Tensor:
