@@ -77,25 +77,23 @@ class DeviceKind:
 
 
 # Peak figures of the makers' data sheets, for the SXM form where there is one, dense (half of a
-# figure with sparsity).
-# Half precision is with sums in float32, as torch asks for. "GB" is read as 10^9 bytes: a little
-# less than the boards really have, which
-# leaves room for the driver. TFLOPS in float32 / TF32 / bfloat16 / float16:
-# P100       "NVIDIA Tesla P100" data sheet (SXM2): 10.6 / - / - / 21.2 (ordinary cores), 16 GB
-# HBM2, 732 GB/s
-# V100       "NVIDIA V100" data sheet, January 2020 (SXM2): 15.7 / - / - / 125, 16 or 32 GB HBM2,
-# 900 GB/s
+# figure with sparsity). Half precision is with sums in float32, as torch asks for. "GB" is read as
+# 10^9 bytes: a little less than the boards really have, which leaves memory for the driver.
+# TFLOPS in float32 / TF32 / bfloat16 / float16:
+#   P100       "NVIDIA Tesla P100" data sheet (SXM2): 10.6 / - / - / 21.2 (ordinary cores),
+#              16 GB HBM2, 732 GB/s
+#   V100       "NVIDIA V100" data sheet, January 2020 (SXM2): 15.7 / - / - / 125,
+#              16 or 32 GB HBM2, 900 GB/s
 #   T4         "NVIDIA T4" data sheet: 8.1 / - / - / 65, 16 GB GDDR6; 320 GB/s (256 bit x 10 Gb/s)
 #   A10        "NVIDIA A10" data sheet: 31.2 / 62.5 / 125 / 125, 24 GB GDDR6, 600 GB/s
 #   L4         "NVIDIA L4" data sheet: 30.3 / 60 / 121 / 121, 24 GB GDDR6, 300 GB/s
-# A100       "NVIDIA A100" data sheet (SXM4): 19.5 / 156 / 312 / 312; 40 GB HBM2, 1,555 GB/s; 80 GB
-# HBM2e, 2,039 GB/s
+#   A100       "NVIDIA A100" data sheet (SXM4): 19.5 / 156 / 312 / 312;
+#              40 GB HBM2, 1,555 GB/s; 80 GB HBM2e, 2,039 GB/s
 #   H100       "NVIDIA H100" data sheet (SXM5): 67 / 494.5 / 989.5 / 989.5, 80 GB HBM3, 3.35 TB/s
 #   RTX-3090   "NVIDIA Ampere GA102" white paper: 35.6 / 35.6 / 71 / 71, 24 GB GDDR6X, 936 GB/s
 #   RTX-4090   "NVIDIA Ada" white paper: 82.6 / 82.6 / 165.2 / 165.2, 24 GB GDDR6X, 1,008 GB/s
-# CPU        not a data sheet: one core with AVX2 at 3 GHz (2 units x 8 lanes x 2 FLOP x 3 GHz = 96
-# GFLOPS) with 4 GB and
-#              10 GB/s, about what one rank has on a laptop
+#   CPU        not a data sheet: one core with AVX2 at 3 GHz (2 units x 8 lanes x 2 FLOP x 3 GHz
+#              = 96 GFLOPS) with 4 GB and 10 GB/s, about what one rank has on a laptop
 def _kind(
     name: str,
     tflop_per_s: tuple[float, float | None, float | None, float | None],
