@@ -12,7 +12,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -286,7 +286,7 @@ def profile(
         typer.Option("-n", "--num-ranks", help="How many ranks. [default: as for whale run]"),
     ] = None,
     device: Annotated[
-        str, typer.Option(help='auto, cpu or cuda: what "device" in a config may be.')
+        str, typer.Option(help='What "device" in a config may be: auto, cpu or an accelerator.')
     ] = "auto",
 ) -> None:
     """Measure the devices and links of this machine, or of all ranks of torchrun, and write a
@@ -296,10 +296,10 @@ def profile(
     """
     if not output.absolute().parent.is_dir():
         _stop(f"whale profile: -o {output}: there is no folder {output.parent}")
-    from whale.config import DeviceType  # not at the top: pydantic takes a while
+    from whale.devices import device_types  # not at the top: torch takes a while
 
-    if device not in get_args(DeviceType):
-        *first, last = get_args(DeviceType)
+    if device not in device_types():
+        *first, last = device_types()
         may_be = f"{', '.join(first)} or {last}"
         _stop(f"whale profile: --device {device}: it may be {may_be}")
     if "RANK" in os.environ:  # under a launcher

@@ -30,11 +30,6 @@ CLUSTER_VARIABLE = "WHALE_CLUSTER"
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
 
-DeviceType = Literal["auto", "cpu", "cuda"]
-"""`cuda`: one of the accelerators of `whale/devices.py`, which is not imported here because it
-needs torch; a test compares the two lists
-"""
-
 RENAMED_KEYS: dict[str, str] = {}
 """old key -> the key that replaced it; both are taken, and the old one says so once"""
 
@@ -60,6 +55,17 @@ def _keep_gathered(value: Any) -> bool | str:
     if isinstance(value, bool) or value == "auto":
         return value  # type: ignore[no-any-return]
     raise ValueError("'auto', True or False")
+
+
+def _device(value: Any) -> str:
+    if value in ("auto", "cpu"):
+        return str(value)
+    from whale.devices import device_types  # brings torch, which few commands need
+
+    known = device_types()
+    if value not in known:
+        raise ValueError(f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
+    return str(value)
 
 
 # Strict: True is no number, "8" is no number, 8.0 is not whole. Values come from scripts and JSON,
@@ -202,8 +208,10 @@ class Config(BaseModel):
     rounding is made good and logged, more ends the job. 0: never.
     """
 
-    device: DeviceType = "auto"
-    """Where to run: `cuda`, `cpu`, or `auto`, which takes an accelerator when there is one."""
+    device: Annotated[str, BeforeValidator(_device)] = "auto"
+    """Where to run: `cpu`, the name that torch has for an accelerator, or `auto`, which takes one
+    when it is there.
+    """
 
     num_posted_receives: Count = 8
     """How many messages a rank waits for ahead of time. More hide more latency and hold more

@@ -32,10 +32,15 @@ MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """environment variable with the number of hardware queues that streams are spread over"""
 NUM_CONNECTIONS = 8
 """hardware queues of a GPU where that is not set"""
+ROCM_MAX_QUEUES = "GPU_MAX_HW_QUEUES"
+ROCM_NUM_QUEUES = 4
+ROCM_ALLOWS_TF32 = "HIPBLASLT_ALLOW_TF32"
+NO_CAPABILITY = (0, 0)
+"""of GPUs that have no compute capability"""
 Moment = Any
 """a point in the work of a device: seconds of the host on a CPU, an event of an accelerator"""
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""environment variable that hides accelerators from processes that are started later"""
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""environment variables that hide accelerators from processes that are started later"""
 
 
 # ---- backends of torch.distributed
@@ -58,7 +63,8 @@ class Backend:
 
 GLOO = Backend("gloo", has_tags=True, has_even_collectives=False, runs_beside_compute=False)
 NCCL = Backend("nccl", has_tags=False, has_even_collectives=True, runs_beside_compute=True)
-BACKENDS = {backend.name: backend for backend in (GLOO, NCCL)}
+XCCL = Backend("xccl", has_tags=False, has_even_collectives=True, runs_beside_compute=True)
+BACKENDS = {backend.name: backend for backend in (GLOO, NCCL, XCCL)}
 
 
 def backend_of(group: dist.ProcessGroup | None) -> Backend:
@@ -226,13 +232,32 @@ class LocalDevice:
 
 
 class Accelerator(LocalDevice):
-    """A device with streams and events, behind the module of torch that has its name."""
+    """A device with streams and events, behind the module of torch that has its name. What torch's
+    modules have in common stands here; a vendor says what its own has not, or has differently.
+    """
 
     is_accelerator = True
 
     @property
+    def module(self) -> Any:
+        """`torch.cuda`, `torch.xpu` and so on."""
+        return torch.get_device_module(self.type)
+
+    def select(self) -> None:
+        self.module.set_device(self.name)
+
+    def synchronise(self) -> None:
+        self.module.synchronize(self.name)
+
+    @property
+    def bound_device(self) -> torch.device | None:
+        return torch.device(self.name)
+
+    # ---- time
+
+    @property
     def event(self) -> Callable[[], Moment]:
-        new_event = torch.get_device_module(self.type).Event
+        new_event = self.module.Event
 
         def record() -> Moment:
             moment = new_event(enable_timing=True)
@@ -252,48 +277,59 @@ class Accelerator(LocalDevice):
         if not moment.query():
             moment.synchronize()
 
+    # ---- memory
+
+    def free_memory_bytes(self) -> int:
+        return int(self.module.mem_get_info(self.name)[0])
+
+    def reserved_memory_bytes(self) -> int:
+        return int(self.module.memory_reserved(self.name))
+
+    def peak_memory_bytes(self) -> int:
+        return int(self.module.max_memory_allocated(self.name))
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
     def from_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
             return tensor.to(self.name)
         pinned = self.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(self.name, non_blocking=True)
 
+    # ---- random numbers
+
+    def random_states(self) -> list[Tensor]:
+        return [torch.random.get_rng_state(), self.module.get_rng_state(self.name)]
+
+    def set_random_states(self, states: Sequence[Tensor]) -> None:
+        # torch.manual_seed reseeds all devices, so both are put back
+        torch.random.set_rng_state(states[0])
+        self.module.set_rng_state(states[1], self.name)
+
+    @contextlib.contextmanager
+    def fork_random(self) -> Iterator[None]:
+        before = self.random_states()
+        try:
+            yield
+        finally:
+            self.set_random_states(before)
+
 
 class CudaDevice(Accelerator):
-    """A GPU behind torch's `cuda` module, with NCCL between processes."""
+    """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
 
     type = "cuda"
     backend = NCCL
 
     @staticmethod
     def count() -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-    def select(self) -> None:
-        torch.cuda.set_device(self.name)
-
-    def synchronise(self) -> None:
-        torch.cuda.synchronize(self.name)
+        is_there = torch.cuda.is_available() and torch.version.hip is None
+        return torch.cuda.device_count() if is_there else 0
 
     @property
     def num_queues(self) -> int | None:
         return int(os.environ.get(MAX_CONNECTIONS, NUM_CONNECTIONS))
-
-    @property
-    def bound_device(self) -> torch.device | None:
-        return torch.device(self.name)
-
-    def free_memory_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.name)[0])
-
-    def reserved_memory_bytes(self) -> int:
-        return int(torch.cuda.memory_reserved(self.name))
-
-    def peak_memory_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.name))
-
-    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def gpu_properties(self) -> GpuProperties | None:
         found = torch.cuda.get_device_properties(self.name)
@@ -310,19 +346,6 @@ class CudaDevice(Accelerator):
             memory_hz * TRANSFERS_PER_CLOCK * bus_bits / 8 or MEMORY_BYTES_PER_S,
         )
 
-    def random_states(self) -> list[Tensor]:
-        return [torch.random.get_rng_state(), torch.cuda.get_rng_state(self.name)]
-
-    def set_random_states(self, states: Sequence[Tensor]) -> None:
-        # torch.manual_seed reseeds all devices, so both are put back
-        torch.random.set_rng_state(states[0])
-        torch.cuda.set_rng_state(states[1], self.name)
-
-    @contextlib.contextmanager
-    def fork_random(self) -> Iterator[None]:
-        with torch.random.fork_rng([torch.device(self.name)], device_type=self.type):
-            yield
-
     def forbid_tf32(self) -> None:
         super().forbid_tf32()
         torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
@@ -337,16 +360,56 @@ class CudaDevice(Accelerator):
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
-ACCELERATORS: list[type[LocalDevice]] = [CudaDevice]
+class RocmDevice(CudaDevice):
+    """A GPU of AMD. torch calls it `cuda`, too, and RCCL `nccl`; what differs is around it."""
+
+    @staticmethod
+    def count() -> int:
+        is_there = torch.cuda.is_available() and torch.version.hip is not None
+        return torch.cuda.device_count() if is_there else 0
+
+    @property
+    def num_queues(self) -> int | None:
+        return int(os.environ.get(ROCM_MAX_QUEUES, ROCM_NUM_QUEUES))
+
+    @property
+    def has_tf32(self) -> bool:
+        """Capabilities count otherwise here. Its xf32 is off unless hipBLASLt is told so."""
+        return os.environ.get(ROCM_ALLOWS_TF32) == "1"
+
+
+class XpuDevice(Accelerator):
+    """A GPU of Intel behind torch's `xpu` module, with oneCCL between processes. Never tried."""
+
+    type = "xpu"
+    backend = XCCL
+
+    @staticmethod
+    def count() -> int:
+        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+
+    def gpu_properties(self) -> GpuProperties | None:
+        found = torch.xpu.get_device_properties(self.name)
+        units = int(getattr(found, "max_compute_units", 1))
+        return GpuProperties(found.name, found.total_memory, NO_CAPABILITY, units)
+
+
+ACCELERATORS: list[type[LocalDevice]] = [CudaDevice, RocmDevice, XpuDevice]
 """kinds of accelerator, in the order in which `auto` looks for them"""
+
+
+def device_types() -> list[str]:
+    """What "device" in a config may be."""
+    return list(dict.fromkeys(["auto", LocalDevice.type, *(kind.type for kind in ACCELERATORS)]))
 
 
 def device_of(device: torch.device) -> LocalDevice:
     """The interface of a tensor's device."""
-    for kind in ACCELERATORS:
-        if device.type == kind.type:
+    kinds = [kind for kind in ACCELERATORS if kind.type == device.type]
+    for kind in kinds:
+        if kind.count() > 0:
             return kind(device.index)
-    return LocalDevice()
+    return kinds[0](device.index) if kinds else LocalDevice()
 
 
 def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
@@ -357,14 +420,14 @@ def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
     of the host, or each only its own; the index counts among those that it sees. Raises where the
     wanted type is not there.
     """
-    for kind in ACCELERATORS:
-        if wanted in ("auto", kind.type) and kind.count() > 0:
+    kinds = [kind for kind in ACCELERATORS if wanted in ("auto", kind.type)]
+    for kind in kinds:
+        if kind.count() > 0:
             return kind(index % kind.count())
-        if wanted == kind.type:
-            raise ValueError(
-                f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device '
-                "here"
-            )
+    if wanted not in ("auto", LocalDevice.type):
+        raise ValueError(
+            f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device here'
+        )
     return LocalDevice()
 
 
@@ -386,7 +449,8 @@ def num_accelerators() -> int:
 
 def hide_accelerators() -> None:
     """Processes that are started from here on see only the CPU."""
-    os.environ[VISIBLE_DEVICES] = ""
+    for variable in VISIBLE_DEVICES:
+        os.environ[variable] = ""
 
 
 def host_memory_bytes() -> int:

@@ -25,7 +25,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's values as bytes, flat: a view of its memory where they lie there one after the
-    other. gloo and NCCL know few types by name (gloo no int16, uint16 nor float8), but what is only
+    other. Backends know few types by name (gloo no int16, uint16 nor float8), but what is only
     moved has none.
     """
     flat = in_memory(tensor).reshape(-1).contiguous()

@@ -83,6 +83,8 @@ class DeviceModule:
     def memory_allocated(self, device: object = None) -> int:
         return used_memory().now_bytes
 
+    memory_reserved = memory_allocated
+
     def max_memory_allocated(self, device: object = None) -> int:
         return used_memory().peak_bytes
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from whale.config import RENAMED_KEYS, Config, DeviceType, document, rows
-from whale.devices import ACCELERATORS, LocalDevice
+from whale.config import RENAMED_KEYS, Config, document, rows
+from whale.devices import device_types
 from whale.names import nearest, say_renamed
 
 
@@ -167,8 +166,12 @@ def test_a_renamed_key_still_works_and_says_so_once(
 
 
 def test_devices_are_those_of_the_device_interface() -> None:
-    types = {kind.type for kind in ACCELERATORS if kind.__module__ == LocalDevice.__module__}
-    assert set(get_args(DeviceType)) == {"auto", LocalDevice.type, *types}
+    for name in device_types():
+        assert Config(device=name).device == name
+    with pytest.raises(
+        ValueError, match="'device' must be 'auto', 'cpu', 'cuda' or 'xpu', not 'gpu'"
+    ):
+        Config(device="gpu")
 
 
 def test_every_field_is_described() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +70,42 @@ def test_an_unknown_backend_is_trusted_with_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices.dist, "get_backend", lambda group: "other")
     found = devices.backend_of(None)
     assert found == devices.Backend("other", False, False, False)
+
+
+def test_no_other_file_names_a_vendor() -> None:
+    """Comments count: what is true of one vendor only belongs behind the interface."""
+    package = Path(devices.__file__).parent
+    named = re.compile("cuda|nccl|rocm|rccl|hip|xpu|xccl", re.IGNORECASE)
+    # words of ours in which one of these stands
+    innocent = re.compile("ship|chip|hipblas|relationship", re.IGNORECASE)
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        if file == Path(devices.__file__):
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if named.search(innocent.sub("", line)):
+                found.append(f"{file.relative_to(package)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("hip", "kind"), [(None, devices.CudaDevice), ("6.4", devices.RocmDevice)])
+def test_one_name_of_torch_stands_for_two_vendors(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: type[LocalDevice]
+) -> None:
+    """`torch.cuda` is AMD's where torch was built for it."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = devices.find_device("auto", 3)
+    assert type(found) is kind
+    assert found.name == "cuda:1"
+    assert type(devices.device_of(torch.device("cuda:1"))) is kind
+    assert devices.num_accelerators() == 2
+
+
+def test_hardware_queues_by_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("GPU_MAX_HW_QUEUES", "2")
+    assert devices.CudaDevice(0).num_queues == 1
+    assert devices.RocmDevice(0).num_queues == 2
+    assert devices.XpuDevice(0).num_queues is None

@@ -167,7 +167,7 @@ def _lower_state(
 def forget_device_indices(graph: Graph) -> None:
     """Operations that name a device (`arange(..., device=x.device)`) name only its type.
 
-    Fake tensors lie on the device that is current while the model is captured, `cuda:<local rank>`;
+    Fake tensors lie on the device that is current while the model is captured, with its index;
     the same graph runs on every rank, each on its own current device.
     """
     for node in graph.nodes:

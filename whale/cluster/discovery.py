@@ -17,8 +17,8 @@ from whale.devices import GpuProperties, LocalDevice, host_memory_bytes
 logger = logging.getLogger("whale")
 
 # FLOP/s of a GPU that the table does not know: multiprocessors x float32 lanes of each x 2 x clock.
-# Lanes by compute capability, from the
-# table of arithmetic instructions in NVIDIA's CUDA programming guide.
+# Lanes by compute capability, from the table of arithmetic instructions in NVIDIA's programming
+# guide.
 LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 LANES_OF_NEWER = 128
 RESERVE = 0.05

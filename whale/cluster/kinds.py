@@ -12,7 +12,7 @@ GIGA = 10**9
 TERA = 10**12
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
-"""what a rate may be given for; tf32 is float32 with `torch.backends.cuda.matmul.allow_tf32`"""
+"""what a rate may be given for; tf32 is float32 where `allow_tf32` of torch is set"""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Point-to-point messages: posted ahead, never blocking compute, let go when a later message shows
 that they have arrived.
 
-gloo matches messages by tag. NCCL matches by order inside a communicator, so there each directed
-pair of ranks has its own, and both sides use it in the order of the sender's program (`scheduling`
+gloo matches messages by tag. Those of accelerators match by order inside a communicator, so there
+each directed pair of ranks has its own, and both sides use it in the order of the sender's program (`scheduling`
 proves that the receiver's order is the same). CPU ranks on one host hand messages over through
 memory (`distributed/same_host.py`).
 """
@@ -105,7 +105,7 @@ class Transport:
         if self.ranks.backend.has_tags:
             return dist.group.WORLD
         group = dist.new_group([source, destination], timeout=self.ranks.timeout)
-        # NCCL connects two ranks at their first message and blocks both: done here in one order,
+        # such a backend connects two ranks at their first message and blocks both: done here in one order,
         # never inside a step
         greeting = torch.zeros(1, device=self.ranks.device.name)
         if self.ranks.rank == source:
@@ -271,5 +271,5 @@ def _let_compute_go_first() -> None:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """A view: NCCL knows no complex numbers."""
+    """A view: backends of accelerators know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -137,7 +137,7 @@ def _by_name(node: Node, function: Callable[[dict[str, Any]], Any]) -> Callable[
 
 def _dtype(special: Special) -> torch.dtype:
     """What torch's own operation gave when the model was captured, on the type of device that runs:
-    autocast has a list for each (on CUDA norms and softmax run in float32, on the CPU in the type
+    autocast has a list for each (on GPUs norms and softmax run in float32, on the CPU in the type
     of their input)."""
     dtype: torch.dtype = special.node.meta["val"].dtype
     return dtype

@@ -6,7 +6,7 @@ when the chunk is lowered; here nothing is decided but the way that fits the siz
 
 gloo: one `all_to_all_single` for small messages; a message to each peer for large ones, which needs
 no copy where a part of the tensor is contiguous. Its own reduce-scatter is an all-reduce inside,
-and its rings are slow for small tensors (research/tensor3d.md 4.3). NCCL: the collective that the
+and its rings are slow for small tensors (research/tensor3d.md 4.3). Elsewhere: the collective that the
 plan's pattern names.
 """
 

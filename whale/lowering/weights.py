@@ -268,8 +268,8 @@ def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """The tensor on `device`, which has its index: a model built on `cuda` before `wh.init` lies on
-    the first GPU, whatever the rank.
+    """The tensor on `device`, which has its index: a model that was put on a GPU before `wh.init`
+    lies on the first one, whatever the rank.
     """
     if tensor.device == torch.device(device):
         return tensor

@@ -1,6 +1,6 @@
 """How far ahead receives may be posted where streams share the queues of a device.
 
-A GPU has few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) and many streams. A receive that was
+A GPU has few hardware queues (`LocalDevice.num_queues`) and many streams. A receive that was
 posted is a kernel that spins until its message comes. It blocks nobody by itself, but whatever must
 wait for it does, with all that was launched later into the same queue on whatever stream: compute,
 and the very sends that the other rank needs before it sends this message.
