@@ -26,6 +26,7 @@ ORDER = (
     ("sharding",),
     ("simulation",),
     ("planning",),
+    ("search",),
     ("checkpoint",),
     ("distributed",),
     ("lowering",),

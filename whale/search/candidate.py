@@ -1,0 +1,149 @@
+"""What the search chooses, as typed data: one `Candidate` is one way to train the model on the
+cluster. Everything in it is decided; a plan follows from it without further choice but the shares
+of samples (`planning/balance.py`) and the order of actions (`scheduling`).
+
+    Candidate          model replicas, alike or not; devices that none of them names take no part
+      ReplicaChoice    groups of devices in pipeline order, cuts, micro-batches, schedule
+        DeviceGroup    the devices of one stage: they share its samples, or split its operations
+      MemoryChoice     what is not simply held: recomputed, sharded (ZeRO), offloaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from whale.names import count
+from whale.units import ranges
+
+GridShape = tuple[int, int, int]
+"""devices along the three axes of a grid, as in `split(grid=...)`"""
+Recompute = bool | str | tuple[str, ...]
+"""as the setting `recompute`: "auto", True, False, or names of modules"""
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """The devices that run one stage of one model replica (or its chunks) together."""
+
+    ranks: tuple[int, ...]
+    grid: GridShape | None = None
+    """None: they share the samples of a micro-batch by their speed (`replicate`); else operations
+    are split over a grid of this shape
+    """
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        split = f" split {'x'.join(map(str, self.grid))}" if self.grid is not None else ""
+        return f"{ranges(self.ranks)}{split}"
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """What lies not simply on its device from start to end."""
+
+    recompute: Recompute = "auto"
+    """"auto": as little as memory asks for"""
+    zero: int = 0
+    """what ranks that hold the same parameter share instead of each holding all of it: 0 nothing,
+    1 optimizer state, 2 gradients too, 3 weights too
+    """
+    offload: tuple[str, ...] = ()
+    """what has its home in the memory of the host: "weights", "optimizer", "activations" """
+
+
+@dataclass(frozen=True)
+class ReplicaChoice:
+    """One copy of the model."""
+
+    groups: tuple[DeviceGroup, ...]
+    """in pipeline order"""
+    num_micro_batch: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    """chunks of the model on each group; a wave has two"""
+    starts: tuple[int, ...] | None = None
+    """first operation of every chunk, as places among the activations of the captured graph in
+    their order; the first is 0. None: cut by the dynamic programme of `planning/cuts.py`
+    """
+    num_samples: int | None = None
+    """of the mini-batch. None: by speed, under memory (`planning/balance.py`)"""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.groups) * self.num_chunks
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(group.num_devices for group in self.groups)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for group in self.groups for rank in group.ranks)
+
+    def is_like(self, other: ReplicaChoice) -> bool:
+        """Whether both run the same stages in the same order, on groups of the same shape."""
+        return (
+            self.widths == other.widths
+            and [group.grid for group in self.groups] == [group.grid for group in other.groups]
+            and replace(self, groups=(), num_samples=None)
+            == replace(other, groups=(), num_samples=None)
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train the model on the cluster."""
+
+    replicas: tuple[ReplicaChoice, ...]
+    memory: MemoryChoice = field(default_factory=MemoryChoice)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that take part, in rank order."""
+        return tuple(sorted(rank for replica in self.replicas for rank in replica.ranks))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all replicas run the same stages: then one template of a plan serves them all."""
+        return all(self.replicas[0].is_like(replica) for replica in self.replicas)
+
+    def left_out(self, num_devices: int) -> tuple[int, ...]:
+        """Ranks of the cluster that no replica names."""
+        return tuple(sorted(set(range(num_devices)) - set(self.ranks)))
+
+    def with_all(self, **changes: object) -> Candidate:
+        """The candidate with these fields of every replica changed."""
+        changed = tuple(replace(each, **changes) for each in self.replicas)  # type: ignore[arg-type]
+        return replace(self, replicas=changed)
+
+    def describe(self) -> str:
+        """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
+        if not self.are_alike:
+            parts = [_describe_replica(replica) for replica in self.replicas]
+            return f"{count(len(parts), 'model replica')} that are not alike: {'; '.join(parts)}"
+        first = _describe_replica(self.replicas[0])
+        if len(self.replicas) == 1:
+            return first
+        return f"{len(self.replicas)} model replicas, each {first}"
+
+
+def _describe_replica(replica: ReplicaChoice) -> str:
+    stages = count(len(replica.groups), "stage")
+    chunks = f" x {replica.num_chunks} chunks" if replica.num_chunks > 1 else ""
+    devices = _widths(replica.widths)
+    split = " split" if any(group.grid is not None for group in replica.groups) else ""
+    pipeline = "" if len(replica.groups) == 1 else f", {replica.schedule}"
+    micro_batches = count(replica.num_micro_batch, "micro-batch")
+    return f"{stages}{chunks} on {devices}{split}, {micro_batches}{pipeline}"
+
+
+def _widths(widths: Sequence[int]) -> str:
+    """`3 + 4 devices`, or `8 x 4 devices` where many stages are equally wide."""
+    if len(widths) > 2 and len(set(widths)) == 1:
+        return f"{len(widths)} x {count(widths[0], 'device')}"
+    return f"{' + '.join(map(str, widths))} device{'s' * (sum(widths) > 1)}"
