@@ -13,6 +13,8 @@ however that ended.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import json
 import logging
@@ -27,7 +29,7 @@ import traceback
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.config import RUN_FOLDER_VARIABLE
 
@@ -149,17 +151,26 @@ def _time_ns(failure: ProcessFailure) -> int:
     return int(failure.error_file_data.get("time_ns", failure.timestamp * 10**9))
 
 
-def run_as_rank() -> None:
+def run_as_rank() -> NoReturn:
     """The program of each rank: `sys.argv[1:]` is the script and its arguments."""
     script, *arguments = sys.argv[1:]
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()  # a crash in C++ shows where Python was
+    _end_process(_exit_code(script, arguments))
+
+
+def _exit_code(script: str, arguments: list[str]) -> int:
+    """Runs the script and returns the exit code that `python script.py` would give."""
     try:
         run_script(Path(script), arguments)
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            _write_down(f"sys.exit({stop.code!r})")
-        raise
+        if stop.code in (None, 0):
+            return 0
+        _write_down(f"sys.exit({stop.code!r})")
+        if isinstance(stop.code, int):
+            return stop.code
+        print(stop.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         _report_to_watch(error)
         _write_down(_last_line(error))
@@ -167,7 +178,24 @@ def run_as_rank() -> None:
         sys.stderr.write(
             f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}"
         )
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def _end_process(code: int) -> NoReturn:
+    """Ends this rank as Python does, threads and exit functions first, but for one thing: the
+    interpreter is not taken apart.
+
+    Threads of torch's process groups live until their last reference goes. One of them can meet a
+    half-destroyed interpreter, and C++ then aborts the process: a job that had finished and saved
+    everything was reported as failed by signal 6.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe; a stream that was closed
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def run_script(script: Path, arguments: list[str]) -> None:

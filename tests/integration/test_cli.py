@@ -400,6 +400,32 @@ def test_run_starts_again(tmp_path: Path) -> None:
     assert once.stderr.splitlines()[-1] == "whale run: rank 0 failed: sys.exit(5)"
 
 
+AT_THE_END = """
+import atexit, os, sys, threading, time
+
+class CrashesWhenTornDown:
+    def __del__(self):
+        os.abort()
+
+crashes = CrashesWhenTornDown()
+atexit.register(print, "exit function", end=" ")
+threading.Thread(target=lambda: (time.sleep(0.5), print("thread", end=" "))).start()
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("", 0), ("3", 3), ("'of my own'", 1)])
+def test_a_finished_rank_ends_without_taking_the_interpreter_apart(
+    tmp_path: Path, code: str, exit_code: int
+) -> None:
+    """Threads are waited for, then exit functions run and output is flushed; what would crash the
+    interpreter's end does not make a finished job a failed one.
+    """
+    done = shell("whale", "run", "-n", "1", script(tmp_path, AT_THE_END.format(code=code)))
+    assert (done.returncode, done.stdout) == (exit_code, "thread exit function ")
+    assert ("of my own" in done.stderr) == (exit_code == 1)
+
+
 @pytest.mark.parametrize(("how", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals, exit_code: int) -> None:
     text = f"""

@@ -172,6 +172,9 @@ class Watch:
         if self.hub is not None:
             self.hub.close()
         atexit.unregister(self.leave)
+        if self._thread is not threading.current_thread():
+            # it wakes up within a beat; Python may not be torn down beneath a running thread
+            self._thread.join(LONGEST_BEAT_S)
         if threading.current_thread() is threading.main_thread():
             self._give_back_sigterm()
 
