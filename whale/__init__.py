@@ -69,3 +69,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not: what tab completion shows."""
+    return sorted([*__all__, "__version__"])
