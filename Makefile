@@ -1,6 +1,8 @@
 # make train     the main job: a small M6 captions drawings, 4 processes on this machine; a second run resumes
 # make test      style, types and the fast tests
 # make test-all  the same with the slow tests
+# make docs      the documentation site; make docs-serve shows it while you write
+# make results   runs the benchmarks and writes the page of results
 # PYTHON=python3.12 make setup   takes another Python
 
 PYTHON ?= python3
@@ -10,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
 PYTEST_OPTIONS ?= -n 2
 
-.PHONY: train test test-all setup browser lint clean
+.PHONY: train test test-all setup browser lint docs docs-serve results clean
 
 train: setup
 	$(VENV)/bin/whale run -n 4 examples/train_m6.py
@@ -42,6 +44,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
 	@touch $@
 	@echo "setup: ready"
+
+# the documentation site, in build/site; its pages of config, commands and results are made from the code
+docs: $(VENV)/.whale-docs
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=true $(VENV)/bin/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.whale-docs
+	$(VENV)/bin/python -m mkdocs serve
+
+$(VENV)/.whale-docs: $(STAMP)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' -c constraints.txt
+	@touch $@
+
+# runs every benchmark of benchmarks/results.py, one after the other, on an otherwise idle machine: about an hour
+results: setup
+	$(VENV)/bin/python benchmarks/results.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -326,7 +326,12 @@ def report(name: str, claims: Sequence[Claim]) -> None:
         )
     worst = min(claims, key=lambda claim: claim.margin)
     details = {
-        claim.name: {"ratio": round(claim.ratio, 4), "target": claim.target, **claim.details}
+        claim.name: {
+            "ratio": round(claim.ratio, 4),
+            "target": claim.target,
+            "at_most": claim.at_most,
+            **claim.details,
+        }
         for claim in claims
     }
     line = {
