@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,34 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.checkpoint import Handle, nothing_to_save
+from whale.devices import Moment
 from whale.distributed.watch import reporting
 from whale.lowering.program import Lowered
 from whale.plans.plan import Plan
+from whale.runtime.accumulation import BatchPass, PassResult, StepInParts
 from whale.runtime.adapting import Adapting
 from whale.runtime.batches import Batches
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
-from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order, squared_norm
+from whale.runtime.gradients import (
+    GradientSynchroniser,
+    Held,
+    by_backward_order,
+    squared_norm,
+)
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
-from whale.runtime.update import OptimizerFactory, SchedulerFactory, Update, Updater
+from whale.runtime.update import (
+    OptimizerFactory,
+    SchedulerFactory,
+    Update,
+    Updater,
+)
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")
@@ -66,6 +79,7 @@ class Engine:
         """largest number of micro-batches whose activations each stage of this rank held in the
         last step
         """
+        self._parts = StepInParts(self)
         self._last_outcome: StepOutcome | None = None
         device = job.ranks.device
         self._clock = DeviceClock(device) if device.is_accelerator else None
@@ -102,12 +116,33 @@ class Engine:
             return self._step(batch)
 
     def _step(self, batch: Any) -> StepResult:
+        self._need_optimizer("engine.step")
+        self._parts.refuse_unfinished()
+        now = self._job.ranks.device.event
+        done = self._run(batch, self.step_count, updates_by_stage=True)
+        totals = self._totals(done.outcome.loss, done.given.loss_scale)
+        updating = now()
+        update = self._updater.apply(
+            self._held,
+            totals,
+            self.step_count,
+            lambda: done.lowered.counts_nothing(done.given.tensors),
+        )
+        return self._end_step(done, totals, update, updating)
+
+    def _need_optimizer(self, caller: str) -> None:
         if not self._updater.is_given and self._held:
             raise ValueError(
-                "engine.step needs an optimizer: pass optimizer=lambda params: "
+                f"{caller} needs an optimizer: pass optimizer=lambda params: "
                 "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
-        self._job.ranks.device.select()  # the graph names no device index: it means the current one
+
+    def _run(self, batch: Any, draw: int, updates_by_stage: bool) -> BatchPass:
+        """Forward, backward and all-reduce of gradients of one batch. `draw`: what random numbers
+        are drawn from.
+        """
+        # the graph names no device index: it means the current one
+        self._job.ranks.device.select()
         platform = self._job.platform
         batch = platform.read_batch(batch)
         platform.begin_step()
@@ -117,6 +152,8 @@ class Engine:
         lowered, given, batch_size = self._batches.for_training(
             batch, self.step_count, scale, self.num_rebalanced
         )
+        if draw != given.step:
+            given = replace(given, step=draw)
         if isinstance(batch, ShardedBatch):
             self._reads_shards = True
         executor = self._shapes.executor(
@@ -125,41 +162,79 @@ class Engine:
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
         updates = None
-        if platform.updates_during_step:
+        if updates_by_stage and platform.updates_during_step:
             updates = self._updater.begin(self._held, lowered.lending)
         outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
         waiting = now()
         self._gradients.finish()
-        waited = now()
-        totals = self._totals(outcome, given.loss_scale)
-        updating = now()
-        update = self._updater.apply(
-            self._held, totals, self.step_count, lambda: lowered.counts_nothing(given.tensors)
+        return BatchPass(
+            lowered, given, batch_size, executor, outcome, bubble_s, (start, waiting, now())
         )
-        platform.end_step(outcome.events, (waiting, waited), self.optimizer)
-        end = now()
+
+    def _end_step(
+        self, done: BatchPass, totals: Totals, update: Update, updating: Moment
+    ) -> StepResult:
+        """What follows an update: counts, times, checks, metrics."""
+        start, waiting, waited = done.moments
+        self._job.platform.end_step(done.outcome.events, (waiting, waited), self.optimizer)
+        end = self._job.ranks.device.event()
         self.step_count += 1
         self._replicas.after_step(self.step_count)
-        self._trained = lowered.trained
-        self.peak_in_flight = outcome.peak_in_flight
-        self._last_outcome = outcome
+        self._trained = done.lowered.trained
+        self.peak_in_flight = done.outcome.peak_in_flight
+        self._last_outcome = done.outcome
         moments = StepMoments(start, waiting, waited, updating, end)
-        read_timing = self._timed(outcome, moments, update, bubble_s)
+        read_timing = self._timed(done.outcome, moments, update, done.bubble_s)
         result = StepResult(totals, read_timing, self._updater.learning_rate, update.skipped)
-        own_samples = sum(stop - start for start, stop in executor.program.samples)
+        own_samples = sum(stop - start for start, stop in done.executor.program.samples)
         if self._metrics is not None:
-            shares = Shares(batch_size, own_samples, self._adapting.num_rebalanced)
+            shares = Shares(done.batch_size, own_samples, self._adapting.num_rebalanced)
             self._metrics.note(self.step_count - 1, result, shares)
         self._next_plan = (
             self._adapting.after_step(
-                executor, self._compute_seconds(outcome), batch_size, self.step_count - 1
+                done.executor,
+                self._compute_seconds(done.outcome),
+                done.batch_size,
+                self.step_count - 1,
             )
             or self._next_plan
         )
         if not self._reads_shards:
             self.take_new_shares()
         return result
+
+    # ---- a step in parts
+
+    def forward_backward(self, batch: Any) -> PassResult:
+        """Forward, backward and all-reduce of gradients of one batch, without an update. The
+        gradient counts when `accumulate` is called, until then it is only the latest one.
+        """
+        with reporting(self._job.ranks.watch, f"step {self.step_count}"):
+            return self._parts.forward_backward(batch)
+
+    def accumulate(self, factor: float = 1.0) -> None:
+        """Adds the gradient of the latest `forward_backward`, times `factor`, to those that the
+        next `update` uses.
+        """
+        self._parts.accumulate(factor)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scales the gradients that the next `update` uses down to this norm where it is larger;
+        gives their norm over the whole model before. All ranks must call it.
+        """
+        return self._parts.clip(max_norm)
+
+    def update(self) -> StepResult:
+        """Updates the weights by the gradients that were accumulated, which are gone then. All
+        ranks must call it.
+        """
+        with reporting(self._job.ranks.watch, f"step {self.step_count}"):
+            return self._parts.update()
+
+    def zero_gradients(self) -> None:
+        """Forgets all gradients that were accumulated since the last update."""
+        self._parts.clear()
 
     def _timed(
         self, outcome: StepOutcome, moments: StepMoments, update: Update, bubble_s: float
@@ -204,13 +279,13 @@ class Engine:
     def _waited_s(self) -> float:
         return self._shapes.transport.waited_s if self._shapes.transport is not None else 0.0
 
-    def _totals(self, outcome: StepOutcome, loss_scale: float) -> Totals:
+    def _totals(self, loss: Tensor, loss_scale: float = 1.0) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way."""
         ranks = self._job.ranks
         # stays on the device: one wait for both, when somebody looks
         norm = squared_norm(self._held, ranks.rank, ranks.device.name) / loss_scale**2
         return Totals(
-            torch.stack([outcome.loss, norm.to(outcome.loss)]),
+            torch.stack([loss, norm.to(loss)]),
             ranks.is_distributed,
             self._shapes.transport,
         )

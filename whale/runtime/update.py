@@ -182,9 +182,10 @@ class Updater:
         totals: Totals,
         step: int,
         counts_nothing: Callable[[], bool] = lambda: False,
+        is_scaled: bool = True,
     ) -> Update:
         """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a
-        denominator of the loss is zero.
+        denominator of the loss is zero. `is_scaled`: gradients still have the loss scale in them.
         """
         config = self._config
         factor = 1.0
@@ -195,7 +196,7 @@ class Updater:
             norm = totals.values()[1] ** 0.5
             waited_s = time.perf_counter() - start
             if self.loss_scale is not None:
-                factor = 1.0 / self.loss_scale.scale
+                factor = 1.0 / self.loss_scale.scale if is_scaled else 1.0
                 self.loss_scale.update(math.isfinite(norm))
                 if not math.isfinite(norm) and math.isfinite(loss):
                     return Update(
