@@ -49,6 +49,7 @@ from whale.plans.plan import Plan
 from whale.plans.shards import Shards
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.engine import Engine
+from whale.runtime.local_model import refuse_use
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
 
@@ -226,6 +227,7 @@ def parallelize(
     if weights is not None:
         source = weights if isinstance(weights, Pretrained) else Pretrained(weights)
         load_pretrained(held, names, source, ranks, Shards(chosen))
+    refuse_use(built)
     job = Job(built, loss, config, chosen, layout, prepared, held, names, platform)
     return Engine(job, optimizer, scheduler)
 

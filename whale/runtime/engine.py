@@ -30,6 +30,7 @@ from whale.runtime.gradients import (
     by_backward_order,
     squared_norm,
 )
+from whale.runtime.local_model import local_model, save_pretrained
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
@@ -428,6 +429,24 @@ class Engine:
         """
         if not self._leaves_out("engine.export writes nothing"):
             self._checkpoints.export(Path(path), self.full_state_dict())
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
+        """Writes the model for `from_pretrained`: config, safetensors in shards with their index,
+        and the tokenizer if there is one; of a PEFT model the adapter files only.
+
+        `options` go to the model's own `save_pretrained` (`max_shard_size`, say). All ranks must
+        call it.
+        """
+        if not self._leaves_out("engine.save_pretrained writes nothing"):
+            save_pretrained(self._job, Path(folder), tokenizer, options)
+
+    def module(self, everywhere: bool = False) -> torch.nn.Module | None:
+        """A real local copy of the model with the weights of now, on the CPU of rank 0 (None
+        elsewhere) or with `everywhere` of every rank: for `generate`, say. All ranks must call it.
+        """
+        if self._leaves_out("engine.module gives None"):
+            return None
+        return local_model(self._job, everywhere)
 
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:

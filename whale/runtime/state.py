@@ -34,12 +34,23 @@ def gather_state(
     holds each.
     """
     shapes = model.state_dict(keep_vars=True)
+    first = {first_name[key]: tensor for key, tensor in shapes.items()}
+    collected = gather_tensors(first, weights, shards, ranks)
+    return {key: collected[first_name[key]] for key in shapes} if ranks.rank == 0 else {}
+
+
+def gather_tensors(
+    shapes: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards: Shards, ranks: Ranks
+) -> dict[str, Tensor]:
+    """These tensors of the model, whole, on the CPU of rank 0, part by part from the first rank
+    that holds each; none elsewhere. `shapes`: first name -> what has the whole shape and dtype.
+    """
     collected: dict[str, Tensor] = {}
-    for name in sorted({first_name[key] for key in shapes}):
+    for name in sorted(shapes):
         tensor = _gather(weights.get(name), shapes[name], shards.of(name), ranks)
         if tensor is not None:
             collected[name] = tensor
-    return {key: collected[first_name[key]] for key in shapes} if ranks.rank == 0 else {}
+    return collected
 
 
 def gather_gradients(
