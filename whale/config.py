@@ -51,6 +51,12 @@ def _recompute(value: Any) -> bool | str | list[str]:
     raise ValueError("'auto', True, False or a list of module names")
 
 
+def _zero(value: Any) -> int | str:
+    if value == "auto" or (type(value) is int and value in (0, 1, 2, 3)):
+        return value  # type: ignore[no-any-return]
+    raise ValueError("0, 1, 2, 3 or 'auto'")
+
+
 def _keep_gathered(value: Any) -> bool | str:
     if isinstance(value, bool) or value == "auto":
         return value  # type: ignore[no-any-return]
@@ -124,6 +130,17 @@ class Config(BaseModel):
     """On grids (`split`): whether weights and activations that are gathered in forward are saved
     for backward (True), or gathered again there (False), which takes more messages and less memory.
     `auto`: saved, where memory does not ask for the other."""
+
+    zero: Annotated[int | str, BeforeValidator(_zero)] = 0
+    """What ranks that would hold the same parameters share instead, each a part as large as its
+    memory allows: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too, which are then
+    gathered layer by layer before they are used. `auto`: the least that fits. Results are the
+    same."""
+
+    optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How optimizer states of the size of their parameter are held between steps. `fp32`: as the
+    optimizer makes them. `bf16` and `int8` (with a scale for each block of 256 numbers) take a half
+    and a quarter of that, and round: results are not those of local training."""
 
     adapt: Literal["off", "suggest", "on"] = "off"
     """Whether samples move between devices when a device is steadily faster or slower than planned:

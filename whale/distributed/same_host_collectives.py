@@ -62,6 +62,8 @@ class SameHostCollectives:
         """by rank"""
         self._members: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
         """of groups whose members all reach each other through memory, in their order; else none"""
+        self._gathers: list[Gather] = []
+        """those that began and were not waited for"""
 
     def begin(self, pass_number: int) -> None:
         """Tags are counted in each pass anew, so that a part that a failed step left behind is
@@ -70,6 +72,7 @@ class SameHostCollectives:
         self._first_tag = FIRST_TAG + pass_number * TAGS_OF_A_PASS
         self._num_sent.clear()
         self._num_taken.clear()
+        self._gathers.clear()
 
     def is_old(self, tag: int) -> bool:
         """Whether a part with this tag belongs to a pass before."""
@@ -139,6 +142,59 @@ class SameHostCollectives:
                     self._take(blocks[number - 1][peer], peer, "its part of an all-reduce")
         self._transport.push_rings(peers)
 
+    # ---- tensors of which every rank holds one interval (ZeRO)
+
+    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> Gather:
+        """Sends the interval of this rank to all others, as far as the rings have free bytes; the
+        rest goes when it is waited for. `ends[i]`: where the interval of `ranks[i]` ends.
+        """
+        gather = Gather(self, buffer, ends, ranks)
+        gather.offer()
+        self._gathers.append(gather)
+        return gather
+
+    def reduce_scatter(self, tensor: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> None:
+        """Turns the interval of this rank into the sum of all ranks' values of it: its own, then
+        the others in the order of their ranks. The rest of the tensor stays as it is.
+        """
+        self.finish_gathers()
+        own_rank = self._transport.ranks.rank
+        parts = dict(zip(ranks, _parts(tensor, ends), strict=True))
+        peers = [rank for rank in ranks if rank != own_rank]
+        blocks = {rank: _blocks(part) for rank, part in parts.items()}
+        enough_bytes = NUM_AHEAD * BLOCK_BYTES
+        own = blocks[own_rank]
+        arrived = torch.empty_like(own[0]) if own else None
+        for number in range(max(map(len, blocks.values()))):
+            for peer in peers:
+                if number < len(blocks[peer]):
+                    self._send(blocks[peer][number], peer, enough_bytes)
+            if number < len(own) and arrived is not None:
+                for peer in peers:
+                    own[number].add_(
+                        self._take(
+                            arrived[: own[number].numel()], peer, "its part of a reduce-scatter"
+                        )
+                    )
+        self._transport.push_rings(peers)
+
+    def finish_gathers(self) -> None:
+        """Waits for all gathers that began. What others sent for them stands in the rings before
+        everything that comes now.
+        """
+        for gather in tuple(self._gathers):
+            gather.wait()
+
+    def reserve(self, peer: int, num_sent: int, num_taken: int) -> tuple[int, int]:
+        """Tags of so many parts to and from a rank, which go later: (first sent, first taken)."""
+        tags = (
+            self._first_tag + self._num_sent[peer],
+            self._first_tag + self._num_taken[peer],
+        )
+        self._num_sent[peer] += num_sent
+        self._num_taken[peer] += num_taken
+        return tags
+
     def _send(self, part: Tensor, peer: int, enough_bytes: int) -> None:
         self._transport.send_through_memory(
             part, peer, self._first_tag + self._num_sent[peer], enough_bytes
@@ -151,3 +207,72 @@ class SameHostCollectives:
         )
         self._num_taken[peer] += 1
         return part
+
+
+class Gather:
+    """An all-gather under way."""
+
+    def __init__(
+        self,
+        collectives: SameHostCollectives,
+        buffer: Tensor,
+        ends: Sequence[int],
+        ranks: Sequence[int],
+    ) -> None:
+        self._collectives = collectives
+        self._transport = collectives._transport
+        own_rank = self._transport.ranks.rank
+        blocks = {
+            rank: _blocks(part) for rank, part in zip(ranks, _parts(buffer, ends), strict=True)
+        }
+        self._own = blocks.pop(own_rank)
+        self._theirs = blocks
+        self._sent = dict.fromkeys(blocks, 0)
+        """by rank: blocks that were sent to it"""
+        self._tags = {
+            peer: collectives.reserve(peer, len(self._own), len(parts))
+            for peer, parts in blocks.items()
+        }
+        self._is_over = False
+
+    def offer(self) -> None:
+        """Sends what the rings take now."""
+        for peer, (tag, _) in self._tags.items():
+            while self._sent[peer] < len(self._own):
+                number = self._sent[peer]
+                ring = self._transport.ring_to(peer)
+                if not ring.send_if_free(self._own[number], tag + number, RING_BYTES):
+                    break
+                self._sent[peer] += 1
+
+    def wait(self) -> None:
+        """Returns when the buffer is whole."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._collectives._gathers.remove(self)
+        longest = max(len(self._own), *map(len, self._theirs.values()))
+        for number in range(longest):
+            for peer, (tag, _) in self._tags.items():
+                if self._sent[peer] <= number < len(self._own):
+                    self._transport.send_through_memory(
+                        self._own[number], peer, tag + number, RING_BYTES
+                    )
+                    self._sent[peer] += 1
+            for peer, (_, tag) in self._tags.items():
+                if number < len(self._theirs[peer]):
+                    self._transport.take_through_memory(
+                        self._theirs[peer][number], peer, tag + number, "its part of a gather"
+                    )
+        self._transport.push_rings(self._tags)
+
+
+def _parts(tensor: Tensor, ends: Sequence[int]) -> list[Tensor]:
+    """The intervals of a flat tensor that end there."""
+    return [tensor[start:stop] for start, stop in zip((0, *ends), ends, strict=False)]
+
+
+def _blocks(part: Tensor) -> list[Tensor]:
+    if not part.numel():
+        return []
+    return list(part.split(max(1, BLOCK_BYTES // part.element_size())))

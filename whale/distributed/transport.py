@@ -22,7 +22,7 @@ from torch import Tensor
 
 from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
-from whale.distributed.same_host import connect
+from whale.distributed.same_host import Outgoing, connect
 from whale.distributed.same_host_collectives import SameHostCollectives
 
 MOST_EXCHANGING = 16
@@ -208,6 +208,10 @@ class Transport:
             and others <= self._rings_to.keys()
             and others <= self._rings_from.keys()
         )
+
+    def ring_to(self, peer: int) -> Outgoing:
+        """The ring to a rank that is reached through memory."""
+        return self._rings_to[peer]
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
         """Sends with a tag that no message has. Where the ring is full it waits, and takes in what others

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from whale.capture.graph import CapturedGraph, Recomputed, cut_region
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast
+from whale.lowering.blocks import BlockWeights, Readers, Use, from_weights_alone, readers_of
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup, sum_over_subgroup
 from whale.operations.sizes import shape_at, size_at
@@ -25,6 +26,7 @@ from whale.planning.recompute import Regions
 
 aten = torch.ops.aten
 _GROUP = "devices_of_stage"  # attribute of the chunk that holds its subgroup
+_RESIDENCE = "residence"  # attribute of the chunk that brings weights which are not always here
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Chunk:
     updates: tuple[torch.Tensor, ...]
     """then new values of these buffers"""
     is_random: bool
+    uses: tuple[Use, ...] = ()
+    """places in its forward at which blocks of weights must be here, in order"""
     is_sharded: bool = False
     """runs together with the other devices of a grid, and has a module of its own for each number
     of samples
@@ -85,6 +89,29 @@ class Surroundings:
     """all devices that run this stage; None: only this one"""
     regions: Regions = field(default_factory=dict)
     """operations that are recomputed in backward"""
+    blocks: BlockWeights | None = None
+    """weights that are not always here; None: all are"""
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """Nodes of a graph that stand for what is no tensor."""
+
+    group: Node | None
+    residence: Node | None
+    readers: Readers | None
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for node in (self.group, self.residence) if node is not None]
+
+    def inside(self, body: Graph) -> _Objects:
+        """The same in the graph of a region, which gets them behind its other arguments."""
+        return _Objects(
+            body.placeholder(_GROUP) if self.group is not None else None,
+            body.placeholder(_RESIDENCE) if self.residence is not None else None,
+            self.readers,
+        )
 
 
 def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, Value]:
@@ -133,10 +160,20 @@ def build_chunk(
     _copy_state(graph, part.state, set(updates), copies)
     for name in sorted(set(updates) - {str(node.target) for node in part.state}):
         graph.create_node("get_attr", name)  # written and never read
-    group_node = graph.create_node("get_attr", _GROUP) if around.subgroup is not None else None
+    readers = readers_of(part.state, part.operations, around.blocks)
+    objects = _Objects(
+        graph.create_node("get_attr", _GROUP) if around.subgroup is not None else None,
+        graph.create_node("get_attr", _RESIDENCE) if readers is not None else None,
+        readers,
+    )
     wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
-    regions = _copy_operations(graph, part.operations, around.regions, copies, group_node, wanted)
-    results = [copies[node] for node in (*sent, *outputs)]
+    regions = _copy_operations(graph, part.operations, around.regions, copies, objects, wanted)
+    results = []
+    for node in (*sent, *outputs):
+        copy = copies[node]
+        if from_weights_alone(node, readers, part.state):  # its memory will hold other weights
+            copy = graph.call_function(aten.clone.default, (copy,))
+        results.append(copy)
     if terms:
         results.append(
             reduce(
@@ -151,7 +188,7 @@ def build_chunk(
         _relax_views([graph, *(region.body.graph for region in regions.values())])
     names = dict.fromkeys([*(str(node.target) for node in part.state), *updates])
     attributes = {name: _tensor(name, captured, around) for name in names}
-    module = GraphModule(_root(attributes, regions, around.subgroup), graph)
+    module = GraphModule(_root(attributes, regions, around), graph)
     return Chunk(
         stage=stage,
         module_for=lambda num_samples: module,  # a symbolic batch: the same for all
@@ -162,6 +199,7 @@ def build_chunk(
         has_loss=bool(terms),
         updates=tuple(attributes[name] for name in updates),
         is_random=any(is_random(node) for node in part.operations),
+        uses=tuple(readers.uses) if readers is not None else (),
     )
 
 
@@ -176,7 +214,7 @@ def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.T
 def _root(
     attributes: Mapping[str, Any],
     regions: Mapping[str, Recomputed],
-    subgroup: Subgroup | None,
+    around: Surroundings,
 ) -> torch.nn.Module:
     """Nested modules that hold the tensors under their original names, and the recomputed
     regions.
@@ -195,8 +233,10 @@ def _root(
             owner.register_parameter(leaf, tensor)
         else:
             owner.register_buffer(leaf, tensor)
-    if subgroup is not None:
-        setattr(root, _GROUP, subgroup)
+    if around.subgroup is not None:
+        setattr(root, _GROUP, around.subgroup)
+    if around.blocks is not None:
+        setattr(root, _RESIDENCE, around.blocks.residence)
     return root
 
 
@@ -215,7 +255,7 @@ def _copy_operations(
     operations: Sequence[Node],
     regions: Regions,
     copies: dict[Node, Node],
-    group: Node | None,
+    objects: _Objects,
     results: set[Node],
 ) -> dict[str, Recomputed]:
     """Copies operations, regions that are recomputed as one call each; gives the modules of
@@ -232,11 +272,15 @@ def _copy_operations(
         if region is None:
             run.append(node)
         elif node is members[region][-1]:  # what stands between its operations needs none of them
-            _copy_run(graph, run, copies, group)
+            _copy_run(graph, run, copies, objects)
             run = []
             name = f"recomputed_{len(modules)}"
-            modules[name] = _copy_region(graph, members[region], name, copies, group, results)
-    _copy_run(graph, run, copies, group)
+            if objects.readers is not None:
+                objects.readers.enter(len(modules))
+            modules[name] = _copy_region(graph, members[region], name, copies, objects, results)
+            if objects.readers is not None:
+                objects.readers.enter(None)
+    _copy_run(graph, run, copies, objects)
     return modules
 
 
@@ -245,7 +289,7 @@ def _copy_region(
     nodes: list[Node],
     name: str,
     copies: dict[Node, Node],
-    group: Node | None,
+    objects: _Objects,
     results: set[Node],
 ) -> Recomputed:
     """One checkpointed region: its own graph, called with what enters it, and its results taken
@@ -253,10 +297,9 @@ def _copy_region(
     """
     body, entering, leaving = cut_region(nodes, results)
     inner = dict(zip(entering, body.nodes, strict=True))
-    inner_group = body.placeholder(_GROUP) if group is not None else None
-    _copy_run(body, nodes, inner, inner_group)
+    _copy_run(body, nodes, inner, objects.inside(body))
     body.output(tuple(inner[node] for node in leaving))
-    arguments = [copies[source] for source in entering] + ([group] if group is not None else [])
+    arguments = [copies[source] for source in entering] + objects.nodes
     call = graph.call_module(name, tuple(arguments))
     for place, node in enumerate(leaving):
         copies[node] = graph.call_function(operator.getitem, (call, place))
@@ -264,7 +307,7 @@ def _copy_region(
 
 
 def _copy_run(
-    graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], group: Node | None
+    graph: Graph, operations: Sequence[Node], copies: dict[Node, Node], objects: _Objects
 ) -> None:
     """Copies operations one by one, with autocast regions around runs of nodes."""
     open_region: Any = None
@@ -278,10 +321,14 @@ def _copy_run(
                 graph.call_function(enter_autocast, tuple(region)) if region is not None else None
             )
             open_region = region
-        copies[node] = _copy_operation(graph, node, copies, group)
+        if objects.readers is not None:
+            objects.readers.before(graph, node, objects.residence)
+        copies[node] = _copy_operation(graph, node, copies, objects.group)
         copies[node].meta = {
             key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta
         }
+        if objects.readers is not None:
+            objects.readers.behind(graph, node, copies[node], objects.residence)
     if region_node is not None:
         graph.call_function(exit_autocast, (region_node,))
 

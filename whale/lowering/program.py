@@ -19,6 +19,7 @@ from whale.capture.graph import user_line
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.dtypes import as_bytes
+from whale.lowering.blocks import BlockWeights
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.messages import Bridges, build_bridges, transfers_of
@@ -300,8 +301,9 @@ def lower(
     weights: Mapping[str, Tensor],
     ranks: Ranks,
     groups: StageGroups,
+    blocks: BlockWeights | None = None,
 ) -> Lowered:
-    """Builds the chunks of this rank."""
+    """Builds the chunks of this rank. `blocks`: weights that are not always here."""
     _refuse_rows_out_of_order(plan, assignment, prepared)
     _fill_whole_buffers(prepared, weights)
     outputs: dict[int, list[Node]] = {}
@@ -328,7 +330,7 @@ def lower(
                 prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid
             )
             continue
-        around = Surroundings(weights, groups.stage(stage), regions)
+        around = Surroundings(weights, groups.stage(stage), regions, blocks)
         chunks[stage] = build_chunk(
             prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around
         )

@@ -35,6 +35,7 @@ from whale.planning.stages import (
 from whale.planning.suggestions import suggestions
 from whale.planning.task_graphs import from_marks
 from whale.planning.workload import Workload
+from whale.planning.zero import with_zero
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, NotEnoughMemory
 from whale.simulation.simulate import simulate
@@ -49,6 +50,7 @@ the slowest device
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The plan, and where every operation of the graph runs."""
     plan, assignment = _best_plan(problem)
+    plan = with_zero(problem, plan)
     idle = idle_decision(plan)
     return _after_samples(plan, idle) if idle is not None else plan, assignment
 

@@ -8,14 +8,17 @@ holds some rows, which is a box (`plans/shards.py`). docs/memory.md says what th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 Memory = Literal["device", "host", "disk"]
 """where a tensor is at home"""
 Shape = tuple[int, ...]
+STATES, GRADIENTS_TOO, WEIGHTS_TOO = 1, 2, 3
+"""levels of ZeRO: what is cut"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Block:
 
     parameters: tuple[str, ...]
     """one behind the other, in the order of their first use"""
+    shapes: tuple[Shape, ...]
+    """of these parameters, whole"""
     ranks: tuple[int, ...]
     """that hold it together; they use it at the same places of the same order of actions"""
     ends: tuple[int, ...]
@@ -38,18 +43,23 @@ class Block:
         place = self.ranks.index(rank)
         return (self.ends[place - 1] if place else 0, self.ends[place])
 
-    def rows(self, shapes: Mapping[str, Shape], rank: int) -> dict[str, tuple[int, int]]:
-        """Rows [start, stop) of every parameter that the rank holds; a parameter without dims has
-        one.
-        """
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    @cached_property
+    def intervals(self) -> dict[str, tuple[int, int]]:
+        """Elements [start, stop) of the block at which each of its parameters lies."""
+        return intervals(self.parameters, dict(zip(self.parameters, self.shapes, strict=True)))
+
+    def rows(self, name: str, rank: int) -> tuple[int, int]:
+        """Rows [start, stop) of a parameter that the rank holds."""
         start, stop = self.interval(rank)
-        found = {}
-        for name, (first, last) in intervals(self.parameters, shapes).items():
-            width = row_size(shapes[name])
-            low = min(max(start, first), last)
-            high = min(max(stop, low), last)
-            found[name] = ((low - first) // width, (high - first) // width)
-        return found
+        first, last = self.intervals[name]
+        width = row_size(self.shapes[self.parameters.index(name)])
+        low = min(max(start, first), last)
+        high = min(max(stop, low), last)
+        return (low - first) // width, (high - first) // width
 
 
 def intervals(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
@@ -94,3 +104,27 @@ def _nearest_row(
             width = row_size(shapes[name])
             return start + round((target - start) / width) * width
     return max((stop for _, stop in places.values()), default=0)
+
+
+LARGE = 1.5
+"""a block so many times larger than the usual one has a slot apart, with others like it"""
+
+
+def slots_of(sizes: Sequence[int], kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """The slot of every block of a rank, by sizes and kinds (dtype, trained or not): those of a
+    kind alternate between two, so that one can come while the one before it is used; large ones
+    (embeddings) share a third.
+    """
+    number_of: dict[Hashable, int] = {}
+    count: dict[Hashable, int] = {}
+    found = []
+    for size, kind in zip(sizes, kinds, strict=True):
+        alike = sorted(other for other, also in zip(sizes, kinds, strict=True) if also == kind)
+        key: Hashable
+        if size > LARGE * alike[(len(alike) - 1) // 2]:
+            key = (kind, "large")
+        else:
+            place = count[kind] = count.get(kind, -1) + 1
+            key = (kind, place % 2)
+        found.append(number_of.setdefault(key, len(number_of)))
+    return tuple(found)

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from whale.names import count
+from whale.plans.blocks import Block, Memory
 from whale.plans.check import contradiction, number_problem
 from whale.plans.figures import Figures
 from whale.plans.grid import Grid
@@ -221,9 +222,6 @@ class PlannedDevice:
         return Load(self.sample_s, self.fixed_s, most)
 
 
-Memory = Literal["device"]
-"""where a tensor is at home. Host memory and disk will be further values"""
-
 Ranges = tuple[tuple[tuple[int, int], ...], ...]
 """for each dim of a tensor, the index ranges [start, stop) that are held, in order"""
 
@@ -327,6 +325,12 @@ class Plan:
     """
     figures: Figures | None = None
     """what the simulation needs; None: a plan made by hand"""
+    zero: int = 0
+    """what the ranks of a block share instead of each holding all of it: 1 optimizer state, 2 and
+    gradients, 3 and weights (docs/memory.md)
+    """
+    blocks: tuple[Block, ...] = ()
+    """parameters that are cut over ranks which would hold the same, in the order of their use"""
 
     # What follows reads the fields above for plans whose replicas all have the same template. Today
     # these are all plans (`check.py`).

@@ -5,18 +5,22 @@ A device of a grid holds of each dim some index ranges (several for a fused dim:
 segment). So a shard is a product of ranges, and in the whole tensor a few boxes. Its holders are
 all ranks with the very same ranges: the same place of other replicas, the places along axes that do
 not cut it, and the devices of other stages that use it.
+
+Under ZeRO the ranks of a block hold some rows each of its parameters (`plans/blocks.py`): of the
+optimizer state and of gradients at every level, of weights at level 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from whale.plans.blocks import WEIGHTS_TOO, Block
 from whale.plans.plan import WHOLE, Holding, Plan, Ranges
 
 Range = tuple[int, int]
@@ -83,16 +87,17 @@ class Shard:
 
 
 class Shards:
-    """All shards of a plan."""
+    """All shards of a plan: of its weights, or of the state that its ranks update."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, of: Literal["weights", "states"] = "weights") -> None:
         self.plan = plan
         self._of_name: dict[str, tuple[Shard, ...]] = {}
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Nothing is cut anywhere."""
-        return not self.plan.template.boxes
+        self._blocks_of: dict[str, list[Block]] = {}
+        """blocks in which a tensor is cut by rows, one for each group that holds it"""
+        if of == "states" or plan.zero == WEIGHTS_TOO:
+            for block in plan.blocks:
+                for name in block.parameters:
+                    self._blocks_of.setdefault(name, []).append(block)
 
     def of(self, name: str) -> tuple[Shard, ...]:
         """The different parts of a tensor, those of lower ranks first. What the graph does not use
@@ -115,6 +120,8 @@ class Shards:
         return next(shard for shard in self.of(name) if rank in shard.ranks)
 
     def _find(self, name: str) -> tuple[Shard, ...]:
+        if name in self._blocks_of:
+            return self._in_rows(name)
         found: dict[Ranges | None, set[int]] = {}
         empty: list[Shard] = []
         shape: tuple[int, ...] = ()
@@ -144,6 +151,24 @@ class Shards:
             for ranges, ranks in found.items()
         ]
         return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
+
+    def _in_rows(self, name: str) -> tuple[Shard, ...]:
+        """Parts of a parameter that blocks cut."""
+        found: dict[Ranges, list[int]] = {}
+        empty: list[Shard] = []
+        for block in self._blocks_of[name]:
+            shape = block.shapes[block.parameters.index(name)]
+            for rank in block.ranks:
+                rows = block.rows(name, rank)
+                ranges = ((rows,), *(((0, size),) for size in shape[1:]))
+                if rows[0] == rows[1]:
+                    empty.append(Shard(name, ranges, (rank,), shape))
+                else:
+                    found.setdefault(ranges, []).append(rank)
+        shards = [
+            Shard(name, ranges, tuple(sorted(ranks)), shape) for ranges, ranks in found.items()
+        ]
+        return tuple(sorted([*shards, *empty], key=lambda shard: shard.ranks))
 
 
 def _is_empty(ranges: Ranges) -> bool:

@@ -267,12 +267,14 @@ class Backward:
                 roots.append(loss)
                 seeds.append(torch.full_like(loss, state.given.loss_scale))
         assert state.gradients is not None
-        if self.is_last:
-            state.gradients.last_backward(self.stage)
         if self.deferred is not None:
             state.products[self.visit] = self.deferred.begin()
+        else:
+            state.gradients.begin_backward(self.stage, self.is_last)
         if roots:
             run_backward(roots, seeds)
+        if self.deferred is None:
+            state.gradients.end_backward(self.stage)
         for slot, target, local in self.returned:
             tensor = state.held[slot]
             assert tensor is not None
@@ -289,11 +291,14 @@ class WeightBackward:
     """The weight products that the input gradient of a backward put off."""
 
     def __init__(self, action: Action) -> None:
+        self.stage = action.stage
         self.visit = (action.stage, action.micro_batch)
 
     def run(self, state: Pass) -> None:
         # none where this device has no samples of the micro-batch
         run_products(state.products.pop(self.visit, []))
+        if state.gradients is not None:
+            state.gradients.end_backward(self.stage, is_second_half=True)
 
 
 class Synchronise:

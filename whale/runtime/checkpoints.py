@@ -67,6 +67,10 @@ class Checkpoints:
         self._savers: dict[Path, AsyncSaver] = {}
         self._whole = _whole_tensors(job.model, job.names)
         self._own = _own_shards(self._whole, job.shards, job.ranks.rank)
+        self._own_states = self._own
+        """parts of parameters whose optimizer state this rank writes"""
+        if job.state_shards is not job.shards:
+            self._own_states = _own_shards(self._whole, job.state_shards, job.ranks.rank)
 
     def save(self, folder: Path, step: int, data: Any) -> Handle:
         """Copies this rank's part and writes it in the background. All ranks call it at the same
@@ -93,15 +97,16 @@ class Checkpoints:
         rank_values: dict[str, Any] = {}
         if updater.optimizer is not None:
             state, rank_values["optimizer"] = pack_optimizer(
-                updater.optimizer, self._names_of(), only=set(self._own)
+                updater.optimizer, self._names_of(), only=set(self._own_states)
             )
             for key, tensor in state.items():
                 name = parameter_name(key)
-                is_first = self._own[name] is self._job.shards.first(name)
+                shard = self._own_states[name]
+                is_first = shard is self._job.state_shards.first(name)
                 _add(
                     tensors,
                     parts,
-                    state_pieces(key, tensor, self._own[name], self._whole[name].shape, is_first),
+                    state_pieces(key, tensor, shard, self._whole[name].shape, is_first),
                 )
         if updater.scheduler is not None:
             rank_values["scheduler"] = pack_scheduler(updater.scheduler)
@@ -169,11 +174,12 @@ class Checkpoints:
                 )
             merged = merge_values(values.get("optimizer") for values in reader.rank_values)
             state = {}
+            states = self._job.state_shards
             for name in self._names_of().values() if self._updater.optimizer is not None else ():
                 for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
                     stored = state_name(name, key)
                     state[stored] = read_state(
-                        reader.read, shapes, stored, shards[name], self._whole[name].shape
+                        reader.read, shapes, stored, states.on(name, rank), self._whole[name].shape
                     )
             rng = {name: reader.read(name) for name in reader.names(RNG)}
             scheduler = next(
@@ -231,7 +237,7 @@ class Checkpoints:
     def _names_of(self) -> dict[torch.nn.Parameter | Tensor, str]:
         return {
             tensor: name
-            for name, tensor in self._job.weights.items()
+            for name, tensor in self._job.updated.items()
             if isinstance(tensor, torch.nn.Parameter)
         }
 

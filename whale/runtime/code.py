@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import Recomputed
+from whale.lowering.blocks import need, need_in_backward
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import sum_over_subgroup
 from whale.runtime.split import Deferred, replacements
@@ -87,7 +88,7 @@ def compile_chunk(
         }
         instead |= {
             function: torch.compiler.disable(function)
-            for function in (batch_norm, sum_over_subgroup)
+            for function in (batch_norm, sum_over_subgroup, need, need_in_backward)
         }
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -21,6 +21,7 @@ from whale.plans.plan import Plan
 from whale.runtime.accumulation import BatchPass, PassResult, StepInParts
 from whale.runtime.adapting import Adapting
 from whale.runtime.batches import Batches
+from whale.runtime.block_gradients import BlockGradients
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
@@ -62,7 +63,9 @@ class Engine:
         self._held = self._held_parameters(self._shapes.first)
         groups: set[tuple[int, ...]] = set()
         for name in self.plan.holders:
-            groups.update(shard.ranks for shard in job.shards.of(name) if len(shard.ranks) > 1)
+            for shards in (job.shards, job.state_shards):
+                groups.update(shard.ranks for shard in shards.of(name) if len(shard.ranks) > 1)
+        groups.update(block.ranks for block in self.plan.blocks)
         for ranks in sorted(groups):  # every rank makes every group, in the same order
             job.ranks.group(ranks)
         self._replicas = ReplicaCheck(job.weights, job.shards, job.ranks, job.config.check_replicas)
@@ -73,6 +76,7 @@ class Engine:
             job.plan.settings.bucket_bytes,
             self._shapes.transport,
             job.platform,
+            self._block_gradients(),
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
         self._checkpoints = Checkpoints(job, self._updater)
@@ -163,7 +167,7 @@ class Engine:
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
         updates = None
-        if updates_by_stage and platform.updates_during_step:
+        if updates_by_stage and platform.updates_during_step and self._job.zero is None:
             updates = self._updater.begin(self._held, lowered.lending)
         outcome = executor.run(given, self._gradients, updates)
         bubble_s = self._waited_s - waited_before
@@ -178,6 +182,8 @@ class Engine:
     ) -> StepResult:
         """What follows an update: counts, times, checks, metrics."""
         start, waiting, waited = done.moments
+        if self._job.zero is not None and not update.skipped:
+            self._job.zero.after_update()
         self._job.platform.end_step(done.outcome.events, (waiting, waited), self.optimizer)
         end = self._job.ranks.device.event()
         self.step_count += 1
@@ -419,6 +425,8 @@ class Engine:
         step = self._checkpoints.load(self._checkpoint_folder(folder), data)
         if step is not None:
             self.step_count = step
+            if self._job.zero is not None:
+                self._job.zero.loaded()
         return step
 
     def export(self, path: str | Path) -> None:
@@ -470,7 +478,11 @@ class Engine:
         All ranks must call it.
         """
         return gather_gradients(
-            self._job.model, self.gradients(), self._trained, self._job.shards, self._job.ranks
+            self._job.model,
+            self.gradients(),
+            self._trained,
+            self._job.state_shards,
+            self._job.ranks,
         )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -531,8 +543,9 @@ class Engine:
         shape of the batch may train others.
         """
         own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        shards = self._job.shards
+        shards = self._job.state_shards
         rank = self._job.ranks.rank
+        updated = self._job.updated
         trainable = {name for name, _ in self._trainable()}
         names = [
             name
@@ -541,7 +554,7 @@ class Engine:
         ]
         held = []
         for name in by_backward_order(names, lowered.first_use):
-            tensor = self._job.weights[name]
+            tensor = updated[name]
             assert isinstance(tensor, torch.nn.Parameter)
             held.append(
                 Held(
@@ -553,12 +566,21 @@ class Engine:
             )
         return held
 
+    def _block_gradients(self) -> BlockGradients | None:
+        """What sums the gradients of parameters that are cut; None where there are none."""
+        zero = self._job.zero
+        if zero is None or not zero.blocks:
+            return None
+        own = set(self.plan.stages_of_rank(self._job.ranks.rank))
+        stages_of = {name: own & set(stages) for name, stages in self.plan.holders.items()}
+        return BlockGradients(zero, stages_of, self._shapes.first.first_use)
+
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """(name, parameter) pairs for the optimizer, in the model's own order."""
         order = {name: place for place, name in enumerate(self._job.names)}
         found = [
             (n, t)
-            for n, t in self._job.weights.items()
+            for n, t in self._job.updated.items()
             if isinstance(t, torch.nn.Parameter) and t.requires_grad
         ]
         return sorted(found, key=lambda pair: order[pair[0]])

@@ -19,12 +19,14 @@ from whale.devices import Moment
 from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport
 from whale.distributed.watch import Watch
+from whale.lowering.blocks import backward_uses
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
 from whale.runtime.boundaries import boundary_slots
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive, Send
+from whale.runtime.residence import Residence
 from whale.runtime.split import Deferred
 from whale.runtime.stage_updates import StageUpdates
 from whale.scheduling import Action, Kind
@@ -82,8 +84,11 @@ class Executor:
         watch: Watch | None = None,
         with_torch_compile: bool = False,
         pace: PaceLike | None = None,
+        residence: Residence | None = None,
     ) -> None:
         self.program = program
+        self.residence = residence
+        """brings weights that are not always here"""
         self.transport = transport
         self.window = window
         self.watch = watch
@@ -97,6 +102,7 @@ class Executor:
         self.slots = boundary_slots(program)
         """where boundary tensors lie"""
         self._prepared = self._prepare()
+        self._uses = _uses(program)
 
     def _prepare(self) -> list[PreparedAction]:
         """Every action with the function that does it."""
@@ -184,6 +190,8 @@ class Executor:
                 transport.connect(self.unconnected)
                 self.unconnected = ()
             transport.begin()
+        if self.residence is not None:
+            self.residence.begin(self._uses)
         held: list[Tensor | None] = [None] * self.slots.count
         state = Pass(
             given, outcome, gradients, updates, transport, self._receives, self.window, held
@@ -218,6 +226,17 @@ class Executor:
             if random_states is not None:
                 device.set_random_states(random_states)
         return outcome
+
+
+def _uses(program: Program) -> list[tuple[int, ...]]:
+    """Blocks of weights in the order in which the actions of a program use them."""
+    found: list[tuple[int, ...]] = []
+    for action in program.actions:
+        if action.kind is Kind.FORWARD:
+            found += [use.blocks for use in program.chunks[action.stage].uses]
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            found += backward_uses(program.chunks[action.stage].uses)
+    return found
 
 
 class DevicePosition:

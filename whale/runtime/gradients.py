@@ -26,6 +26,7 @@ from whale.distributed.platform import Platform
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.plans.buckets import bucket_size
+from whale.runtime.block_gradients import BlockGradients
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,16 @@ class GradientSynchroniser:
         bucket_bytes: int,
         transport: Transport | None,
         platform: Platform,
+        blocks: BlockGradients | None = None,
     ) -> None:
-        """`transport`: all-reduces go through memory where it reaches all holders that way."""
+        """`transport`: all-reduces go through memory where it reaches all holders that way.
+        `blocks`: reduces gradients of parameters that are cut; only what several ranks hold alike
+        is all-reduced after it.
+        """
         self.held = held
+        self._blocks = blocks
+        self._closed: list[int] = []
+        """stages whose parameters wait for the sums of blocks"""
         self._transport = transport
         self._platform = platform
         self._groups: dict[tuple[int, ...], _Group] = {}
@@ -126,12 +134,23 @@ class GradientSynchroniser:
             if p.name in self._bucket_of and p.name in trained
         }
         self._stage = None
+        self._closed.clear()
+        if self._blocks is not None:
+            self._blocks.begin(trained)
 
-    def last_backward(self, stage: int) -> None:
-        """The backward that runs next is the last one of this stage: what it accumulates is final
-        for the stage.
+    def begin_backward(self, stage: int, is_last: bool) -> None:
+        """A whole backward begins. `is_last`: it is the last one of this stage, and what it
+        accumulates is final for the stage.
         """
-        self._stage = stage
+        if is_last:
+            self._stage = stage
+        if self._blocks is not None:
+            self._blocks.begin_backward(stage, is_last)
+
+    def end_backward(self, stage: int, is_second_half: bool = False) -> None:
+        """A backward is over, or the weight gradients that it had put off."""
+        if self._blocks is not None:
+            self._blocks.end_backward(stage, is_second_half)
 
     def close_stage(self, stage: int) -> None:
         """SYNCHRONISE: parameters of the stage that got no gradient in its last backward are final
@@ -139,12 +158,23 @@ class GradientSynchroniser:
         """
         self._stage = None
         self._platform.close_stage(stage)
+        if self._blocks is None:
+            self._close_parameters(stage)
+            return
+        self._blocks.close_stage(stage)
+        self._closed.append(stage)
+
+    def _close_parameters(self, stage: int) -> None:
         for parameter in self.held:
             if stage in self._pending.get(parameter.name, ()):
                 self._final(parameter, stage)
 
     def finish(self) -> None:
         """Waits for all buckets; every parameter's `.grad` is then the sum over its holders."""
+        if self._blocks is not None:
+            self._blocks.finish()
+            for stage in self._closed:
+                self._close_parameters(stage)
         assert not any(self._pending.values()), "a stage was not closed"
         for ranks, group in sorted(self._groups.items()):
             for bucket in group.buckets:

@@ -18,12 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from whale.distributed.intervals import Transfer
 
-class Transfer(Protocol):
-    """A block on its way."""
-
-    def wait(self) -> None:
-        """Returns when it has arrived: for the launches that follow, not for the host."""
+AHEAD = 8
+"""uses of blocks that are here, or on their way, behind which the next one is looked for"""
 
 
 class Home(Protocol):
@@ -40,19 +38,25 @@ class Pool:
     """Buffers for blocks, made once. Blocks of one slot take turns."""
 
     def __init__(
-        self, sizes: Sequence[int], slot_of: Sequence[int], dtype: torch.dtype, device: str
+        self,
+        sizes: Sequence[int],
+        slot_of: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        device: str,
     ) -> None:
-        """`sizes`: elements of every block; `slot_of`: its slot."""
-        self.sizes = tuple(sizes)
+        """By block: its elements, its slot, and its dtype, which all blocks of a slot share."""
         self.slot_of = tuple(slot_of)
-        largest = [0] * (max(slot_of, default=-1) + 1)
-        for size, slot in zip(sizes, slot_of, strict=True):
-            largest[slot] = max(largest[slot], size)
-        self._slots = [torch.empty(size, dtype=dtype, device=device) for size in largest]
+        slots: dict[int, Tensor] = {}
+        for slot in sorted(set(slot_of)):
+            own = [block for block, other in enumerate(slot_of) if other == slot]
+            size = max(sizes[block] for block in own)
+            slots[slot] = torch.empty(size, dtype=dtypes[own[0]], device=device)
+        self.num_bytes = sum(slot.nbytes for slot in slots.values())
+        self._buffers = [slots[slot][:size] for slot, size in zip(self.slot_of, sizes, strict=True)]
 
     def buffer(self, block: int) -> Tensor:
         """The flat buffer of a block, in its slot."""
-        return self._slots[self.slot_of[block]][: self.sizes[block]]
+        return self._buffers[block]
 
 
 class Residence:
@@ -67,27 +71,29 @@ class Residence:
         """block -> its fetch, until it is waited for"""
         self._leaving: dict[int, Transfer] = {}
         """slot -> the store of what was in it"""
-        self._uses: Sequence[int] = ()
+        self._uses: Sequence[tuple[int, ...]] = ()
         self._place = 0
         self.num_fetched = 0
         """fetches since the start, for tests and figures"""
 
-    def begin(self, uses: Sequence[int]) -> None:
-        """A pass begins that uses blocks in this order."""
+    def begin(self, uses: Sequence[tuple[int, ...]]) -> None:
+        """A pass begins that uses blocks in this order, some of them several at once."""
         self._uses = uses
         self._place = 0
 
-    def need(self, block: int) -> None:
-        """Returns when the block is in its slot, and begins the fetch of the one that is used
-        after it, where its slot is not this block's.
+    def need(self, *blocks: int) -> None:
+        """Returns when these blocks are in their slots, and begins the fetch of what is used after
+        them, where its slot is not one of theirs.
         """
-        self._fetch(block)
-        transfer = self._arriving.pop(block, None)
-        if transfer is not None:
-            transfer.wait()
-        self._advance(block)
-        following = self._following(block)
-        if following is not None and self.pool.slot_of[following] != self.pool.slot_of[block]:
+        for block in blocks:
+            self._fetch(block)
+        for block in blocks:
+            transfer = self._arriving.pop(block, None)
+            if transfer is not None:
+                transfer.wait()
+        self._advance(blocks)
+        following = self._following(blocks)
+        if following is not None:
             self._fetch(following)
 
     def changed(self, block: int) -> None:
@@ -121,17 +127,23 @@ class Residence:
         self._arriving[block] = self.home.begin_fetch(block, self.pool.buffer(block))
         self.num_fetched += 1
 
-    def _advance(self, block: int) -> None:
-        """Moves on to the next place in the order at which this block is used."""
-        place = self._place
-        while place < len(self._uses) and self._uses[place] != block:
-            place += 1
-        if place < len(self._uses):
-            self._place = place
+    def _advance(self, blocks: tuple[int, ...]) -> None:
+        """Moves on to the next place in the order at which these blocks are used."""
+        for place in range(self._place, min(self._place + 1 + AHEAD, len(self._uses))):
+            if self._uses[place] == blocks:
+                self._place = place
+                return
 
-    def _following(self, block: int) -> int | None:
-        """The block that is used after this use; None at the end of the order."""
-        for place in range(self._place + 1, len(self._uses)):
-            if self._uses[place] != block:
-                return self._uses[place]
+    def _following(self, blocks: tuple[int, ...]) -> int | None:
+        """The next block of the order that is not here; None where what is used before it lies in
+        its slot.
+        """
+        slot_of = self.pool.slot_of
+        wanted = {slot_of[block] for block in blocks}
+        for place in range(self._place + 1, min(self._place + 1 + AHEAD, len(self._uses))):
+            for block in self._uses[place]:
+                slot = slot_of[block]
+                if self._here.get(slot) != block:
+                    return block if slot not in wanted else None
+                wanted.add(slot)
         return None

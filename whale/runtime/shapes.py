@@ -24,17 +24,26 @@ from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
 from whale.devices import MAX_CONNECTIONS
+from whale.distributed.intervals import Intervals
 from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
+from whale.lowering.blocks import BlockWeights
 from whale.lowering.program import Lowered, lower
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import trains_batch_norm
-from whale.planning.planner import apply_plan, check_loss_and_buffers, fingerprint, follow_plan
+from whale.planning.planner import (
+    Assignment,
+    apply_plan,
+    check_loss_and_buffers,
+    fingerprint,
+    follow_plan,
+)
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 from whale.runtime.executor import Executor
+from whale.runtime.zero import Zero, trained_parts
 from whale.scheduling.queues import Transfer, safe_window
 
 logger = logging.getLogger("whale")
@@ -55,6 +64,8 @@ class Job:
     names: dict[str, str]
     """every tensor name of the model -> first name of the same tensor"""
     platform: Platform
+    zero: Zero | None = None
+    """parameters that are cut over ranks; None: each holder has all of what it holds"""
 
     @staticmethod
     def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
@@ -79,6 +90,16 @@ class Job:
     def shards(self) -> Shards:
         """Who holds which part of which tensor."""
         return Shards(self.plan)
+
+    @cached_property
+    def state_shards(self) -> Shards:
+        """Who updates which part of which parameter, and has its gradient and optimizer state."""
+        return Shards(self.plan, "states") if self.plan.blocks else self.shards
+
+    @property
+    def updated(self) -> Mapping[str, Tensor]:
+        """This rank's parameters as its optimizer updates them: of those that are cut its rows."""
+        return trained_parts(self.zero, self.weights)
 
     @property
     def task(self) -> Task:
@@ -120,14 +141,29 @@ class Shapes:
             trains_batch_norm(node) or "all_reduce" in node.meta
             for node in job.prepared.captured.compute_nodes()
         )
+        if job.plan.blocks and self.transport is not None:
+            intervals = Intervals(job.ranks, self.transport)
+            job.zero = Zero(job.plan, job.weights, job.ranks, intervals)
         shortcut = self.transport.collectives.all_gather if self.transport is not None else None
         self._groups = StageGroups(job.plan, job.ranks, has_statistics, shortcut)
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
         self._executors: dict[tuple[int, int, int], Executor] = {}
         assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
-        self.first = lower(job.plan, assignment, job.prepared, job.weights, job.ranks, self._groups)
+        self.first = self._lower(assignment, job.prepared)
         self._training[job.sample.key] = self.first
+
+    def _lower(self, assignment: Assignment, prepared: CapturedModel) -> Lowered:
+        """The chunks of this rank for one graph of the model."""
+        job = self._job
+        weights: Mapping[str, Tensor] = job.weights
+        blocks: BlockWeights | None = None
+        if job.zero is not None:
+            weights = job.zero.computing
+            residence = job.zero.residence
+            if residence is not None:
+                blocks = BlockWeights(residence, job.zero.block_of, residence.pool.slot_of)
+        return lower(job.plan, assignment, prepared, weights, job.ranks, self._groups, blocks)
 
     def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
         def capture() -> Lowered:
@@ -147,7 +183,7 @@ class Shapes:
                 "All ranks must run the same script on the same versions",
             )
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._groups)
+            return self._lower(assignment, prepared)
 
         return self._find(self._training, layout.key, capture)
 
@@ -164,7 +200,7 @@ class Shapes:
             ):
                 raise ValueError(prepared.not_additive.message)
             assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return lower(job.plan, assignment, prepared, job.weights, job.ranks, self._groups)
+            return self._lower(assignment, prepared)
 
         return self._find(self._evaluation, layout.key, capture)
 
@@ -223,6 +259,7 @@ class Shapes:
                 job.ranks.watch,
                 compiles,
                 job.platform.pace(program.actions, num_samples, is_training),
+                job.zero.residence if job.zero is not None else None,
             )
             self._executors[key].unconnected = channels.pairs
         return self._executors[key]

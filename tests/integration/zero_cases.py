@@ -1,0 +1,152 @@
+"""Models under ZeRO on real ranks, and the same locally: the table of `test_zero.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import whale as wh
+from tests.exactness import Float64Mode, Trace, local_training
+from tests.integration.table import NUM_STEPS
+from tests.integration.training import Subject, batches
+from whale import api
+from whale.capture.batch import read_batch
+from whale.emulation.emulation import platform_of_this_job
+from whale.planning.zero_blocks import blocks_of
+from whale.plans.plan import Plan
+from whale.runtime.engine import Engine
+
+
+def sgd(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pairs, lr=0.1, momentum=0.9)
+
+
+def adamw(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(pairs, lr=0.01)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+@dataclass(frozen=True)
+class ZeroCase:
+    """One way to run a model."""
+
+    name: str
+    num_ranks: int
+    config: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    """devices of each annotated stage; a negative number: a `split` over so many"""
+    fractions: tuple[float, ...] = ()
+    """of every group of as many ranks: what each holds; none: even"""
+
+    @property
+    def num_micro_batch(self) -> int:
+        return int(self.config.get("num_micro_batch", 1))
+
+
+TWO = {"num_micro_batch": 2}
+WAYS = (
+    ZeroCase("DP 2", 2),
+    ZeroCase("DP 3, 2 micro-batches", 3, TWO),
+    ZeroCase("DP 2, uneven", 2, TWO, fractions=(0.8, 0.2)),
+    ZeroCase("DP 3, one holds nothing", 3, fractions=(0.37, 0.0, 0.63)),
+    ZeroCase("DP 4, uneven", 4, fractions=(0.1, 0.45, 0.0, 0.45)),
+    ZeroCase("2 stages x 2", 4, TWO, (1, 1)),
+    ZeroCase("2 stages x 2, uneven", 4, TWO, (1, 1), (0.25, 0.75)),
+    ZeroCase("replicate(2) -> replicate(1)", 3, TWO, (2, 1)),
+    ZeroCase("wave x 2", 4, {**TWO, "schedule": "wave", "num_task_graph": 2}),
+    ZeroCase("zero-bubble x 2", 4, {**TWO, "schedule": "zero-bubble", "num_task_graph": 2}),
+    ZeroCase("recompute", 2, {**TWO, "recompute": True}, fractions=(0.3, 0.7)),
+    ZeroCase("beside split", 4, TWO, (2, -2)),
+)
+
+
+def engine_of(
+    subject: Subject, case: ZeroCase, optimizer: Any, level: int, **settings: Any
+) -> Engine:
+    """The engine of one rank."""
+    model = subject.model
+    config = wh.Config({**case.config, "zero": level, **settings})
+    wh.init(config)
+    if case.stages:
+        globs = subject.case.cuts(len(case.stages))
+        marks = [wh.replicate(d) if d > 0 else wh.split(-d) for d in case.stages]
+        wh.annotate(model, {"|".join(glob): mark for glob, mark in zip(globs, marks, strict=True)})
+    sample = batches(subject.case, False, 1)[0]
+    plan = _uneven(subject, case, config, sample) if case.fractions and level else None
+    return wh.parallelize(
+        model,
+        sample,
+        optimizer=optimizer,
+        loss=subject.case.loss,
+        prepared=subject.prepared,
+        plan=plan,
+    )
+
+
+def _uneven(subject: Subject, case: ZeroCase, config: wh.Config, sample: Any) -> Plan:
+    """The plan of the job with other parts of every block."""
+    assert subject.prepared is not None
+    cluster = platform_of_this_job(api._ranks()).cluster(None)
+    layout, _ = read_batch(sample)
+    made = api._plan(subject.model, subject.prepared, cluster, config, layout, 2.0)
+    return recut(made, subject, case.fractions)
+
+
+def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
+    """The plan with these parts on every group of as many ranks."""
+    assert subject.prepared is not None
+    groups = {block.ranks for block in plan.blocks}
+    chosen = {ranks: fractions for ranks in groups if len(ranks) == len(fractions)}
+    return replace(plan, blocks=blocks_of(plan, subject.prepared.captured, chosen))
+
+
+@dataclass
+class ZeroTrace:
+    """What one rank saw; gradients and state on rank 0."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    level: int
+    num_held: int
+    """elements that this rank's optimizer updates"""
+
+
+def train(subject: Subject, case: ZeroCase, optimizer: str, level: int) -> ZeroTrace:
+    """Three steps on one rank."""
+    with Float64Mode():
+        data = batches(subject.case, False, NUM_STEPS)
+        engine = engine_of(subject, case, OPTIMIZERS[optimizer], level)
+        losses = []
+        gradients: dict[str, Tensor] = {}
+        for batch in data:
+            losses.append(engine.step(batch).loss)
+            if len(losses) == 1:
+                gradients = engine.full_gradients()
+        num_held = sum(tensor.numel() for _, tensor in engine.named_parameters())
+        return ZeroTrace(losses, gradients, engine.full_state_dict(), engine.plan.zero, num_held)
+
+
+def train_locally(subject: Subject, optimizer: str, num_micro_batch: int) -> Trace:
+    """The same in plain PyTorch."""
+    case = subject.case
+    with Float64Mode():
+        return local_training(
+            case.build(),
+            batches(case, False, NUM_STEPS),
+            case.loss,
+            OPTIMIZERS[optimizer],
+            num_micro_batch if case.batch_statistics else 1,
+        )
+
+
+def trace_of(first: ZeroTrace, reference: Trace) -> Trace:
+    """What rank 0 saw, as local training says it."""
+    weights = {name: first.state[name] for name in reference.weights}
+    return Trace(first.losses, first.gradients, weights)

@@ -1,0 +1,101 @@
+"""All-gather and reduce-scatter of tensors of which every rank of a group holds one interval, of any
+length, none included.
+
+CPU ranks of one host do it through memory (`same_host_collectives.py`). Elsewhere by the group:
+where all intervals are equal one collective, else a broadcast and a reduce for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
+
+
+class Transfer(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> None:
+        """Returns when it has arrived: for the launches that follow, not for the host."""
+
+
+class Arrived:
+    """Nothing has to come."""
+
+    def wait(self) -> None:
+        return
+
+
+class Works:
+    """Collectives of torch that began."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = ()
+
+
+class Intervals:
+    """One rank's side of these collectives. All ranks of a group call them in the same order."""
+
+    def __init__(self, ranks: Ranks, transport: Transport) -> None:
+        self._ranks = ranks
+        self._transport = transport
+
+    def is_through_memory(self, ranks: tuple[int, ...]) -> bool:
+        """Whether these ranks share memory: the rank itself copies, nothing runs beside it."""
+        return self._transport.reaches_through_memory(ranks)
+
+    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: tuple[int, ...]) -> Transfer:
+        """Fills the buffer with the intervals of the other ranks; this rank's own is there."""
+        if self.is_through_memory(ranks):
+            return self._transport.collectives.begin_gather(buffer, ends, ranks)
+        group = self._ranks.group(ranks)
+        parts = _parts(buffer, ends)
+        if self._ranks.backend.has_even_collectives and _is_even(parts):
+            own = parts[ranks.index(self._ranks.rank)]
+            return Works([dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)])
+        return Works(
+            [
+                dist.broadcast(part, rank, group=group, async_op=True)
+                for rank, part in zip(ranks, parts, strict=True)
+                if part.numel()
+            ]
+        )
+
+    def begin_reduce(self, buffer: Tensor, ends: Sequence[int], ranks: tuple[int, ...]) -> Transfer:
+        """Turns this rank's interval into the sum over all ranks; the rest of the buffer is
+        undefined afterwards.
+        """
+        if self.is_through_memory(ranks):
+            self._transport.collectives.reduce_scatter(buffer, ends, ranks)
+            return Arrived()
+        group = self._ranks.group(ranks)
+        parts = _parts(buffer, ends)
+        if self._ranks.backend.has_even_collectives and _is_even(parts):
+            own = parts[ranks.index(self._ranks.rank)]
+            return Works([dist.reduce_scatter_tensor(own, buffer, group=group, async_op=True)])
+        return Works(
+            [
+                dist.reduce(part, rank, group=group, async_op=True)
+                for rank, part in zip(ranks, parts, strict=True)
+                if part.numel()
+            ]
+        )
+
+
+def _parts(buffer: Tensor, ends: Sequence[int]) -> list[Tensor]:
+    return [buffer[start:stop] for start, stop in zip((0, *ends), ends, strict=False)]
+
+
+def _is_even(parts: Sequence[Tensor]) -> bool:
+    return len({part.numel() for part in parts}) == 1

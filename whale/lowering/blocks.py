@@ -1,0 +1,175 @@
+"""Calls in the graph of a chunk that bring blocks of weights before they are read (ZeRO-3, offloaded
+weights; docs/memory.md).
+
+In front of an operation that reads weights of other blocks than the one before it stands `need`;
+behind every reader `need_in_backward` puts the same call in front of its backward. An operation
+reads a weight directly, or through values that are computed from weights alone: such a value may be
+a view that lies in the weight's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+Blocks = tuple[int, ...]
+"""blocks that one operation reads, in order"""
+
+
+class Bringer(Protocol):
+    """What brings blocks (`runtime/residence.py`)."""
+
+    def need(self, *blocks: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Weights that are not always here."""
+
+    residence: Bringer
+    block_of: Mapping[str, int]
+    slot_of: Sequence[int]
+
+
+@dataclass
+class Use:
+    """One place in a forward at which blocks must be here."""
+
+    blocks: Blocks
+    region: int | None
+    """the region that is recomputed in backward, if it is in one"""
+
+
+@dataclass
+class Readers:
+    """Which operations of a stage read which blocks, and the order of their uses so far."""
+
+    of_node: dict[Node, Blocks]
+    uses: list[Use] = field(default_factory=list)
+    region: int | None = None
+    last: Blocks | None = None
+    """blocks that are here at this place of the graph for certain"""
+
+    def enter(self, region: int | None) -> None:
+        """From here on nothing is certain: a region also runs in backward."""
+        self.region = region
+        self.last = None
+
+    def before(self, graph: Graph, node: Node, residence: Node | None) -> None:
+        blocks = self.of_node.get(node, ())
+        if not blocks or residence is None:
+            return
+        if self.last is None or not set(blocks) <= set(self.last):
+            graph.call_function(need, (residence, blocks))
+            self.last = blocks
+            self.uses.append(Use(blocks, self.region))
+
+    def behind(self, graph: Graph, node: Node, result: Node, residence: Node | None) -> None:
+        blocks = self.of_node.get(node, ())
+        if blocks and residence is not None:
+            graph.call_function(need_in_backward, (residence, blocks, result))
+
+
+def need(residence: Bringer, blocks: Blocks) -> None:
+    """Returns when these blocks are here."""
+    residence.need(*blocks)
+
+
+def need_in_backward(residence: Bringer, blocks: Blocks, result: Any) -> None:
+    """Before the backward of the operation that gave this result, its blocks are brought again."""
+    first = result if isinstance(result, Tensor) else next(_tensors(result), None)
+    if first is None or first.grad_fn is None:
+        return
+
+    def bring(gradients: Any) -> None:
+        residence.need(*blocks)
+
+    first.grad_fn.register_prehook(bring)
+
+
+def _tensors(result: Any) -> Any:
+    return (each for each in result if isinstance(each, Tensor) and each.grad_fn is not None)
+
+
+def readers_of(
+    state: Iterable[Node], operations: Iterable[Node], weights: BlockWeights | None
+) -> Readers | None:
+    """The readers of a stage; raises ValueError where one operation reads blocks that take turns in
+    one buffer.
+    """
+    if weights is None:
+        return None
+    behind: dict[Node, Blocks] = {}  # of values that come from weights alone
+    for node in state:
+        block = weights.block_of.get(str(node.target))
+        behind[node] = () if block is None else (block,)
+    found: dict[Node, Blocks] = {}
+    for node in operations:
+        sources = [each for each in node.all_input_nodes if isinstance(_value(each), Tensor)]
+        blocks: dict[int, None] = {}
+        for source in sources:
+            blocks.update(dict.fromkeys(behind.get(source, ())))
+        if all(source in behind for source in sources):
+            behind[node] = tuple(blocks)
+        if blocks:
+            found[node] = tuple(sorted(blocks))
+            _check_slots(node, found[node], weights)
+    return Readers(found)
+
+
+def from_weights_alone(node: Node, readers: Readers | None, state: Iterable[Node]) -> bool:
+    """Whether a value may lie in the memory of a block: nothing but weights went into it."""
+    if readers is None:
+        return False
+    own = set(state)
+    waiting = [node]
+    seen: set[Node] = set()
+    while waiting:
+        each = waiting.pop()
+        if each in own or each in seen:
+            continue
+        seen.add(each)
+        sources = [one for one in each.all_input_nodes if isinstance(_value(one), Tensor)]
+        if each.op != "call_function" or not sources:
+            return False
+        waiting.extend(sources)
+    return True
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _check_slots(node: Node, blocks: Blocks, weights: BlockWeights) -> None:
+    slots = [weights.slot_of[block] for block in blocks]
+    if len(set(slots)) < len(slots):
+        names = [
+            next(name for name, own in weights.block_of.items() if own == block) for block in blocks
+        ]
+        raise ValueError(
+            f"`{node.name}` reads parameters of several layers at once ({', '.join(names)}), which "
+            'under "zero": 3 are not here at the same time. Try: "zero": 2'
+        )
+
+
+def backward_uses(uses: Sequence[Use]) -> list[Blocks]:
+    """The order of uses in the backward of a forward with these: the other way round; regions that
+    are recomputed run forward first.
+    """
+    found: list[Blocks] = []
+    place = len(uses)
+    while place:
+        region = uses[place - 1].region
+        start = place - 1
+        while region is not None and start and uses[start - 1].region == region:
+            start -= 1
+        part = [use.blocks for use in uses[start:place]]
+        if region is not None:
+            found += part
+        found += part[::-1]
+        place = start
+    return found

@@ -1,0 +1,156 @@
+"""ZeRO: the parameters of a plan as blocks, and how much of them each rank holds.
+
+A block is a layer: parameters whose names agree up to the first number in them (`h.3.attn.weight`,
+`h.3.mlp.weight`), those before and behind the layers by their modules, and neighbours together as
+long as they are no larger than the largest layer. Of one dtype, all trained or none. What is tied
+between VirtualDevices is a block of its own in each, cut alike.
+
+The fractions f_i of a group of ranks are even where memory allows. With free_i bytes beside the
+activations of rank i, and S bytes of state in all:
+
+    f_i = min(c, free_i / S),    c the least number for which sum_i f_i = 1                      (1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from whale.capture.graph import CapturedGraph, StateTensor
+from whale.plans.blocks import Block, ends_at_rows
+from whale.plans.plan import Plan
+from whale.plans.virtual_devices import VirtualDevice
+
+Fractions = Mapping[tuple[int, ...], Sequence[float]]
+"""ranks of a group -> the fraction of its blocks that each of them holds"""
+
+
+def blocks_of(plan: Plan, captured: CapturedGraph, fractions: Fractions) -> tuple[Block, ...]:
+    """The blocks of a plan, in the order of their first use; even where `fractions` names no
+    group.
+    """
+    order = first_uses(captured)
+    tied = tied_between_groups(plan)
+    found: list[tuple[int, Block]] = []
+    for device in sharing_devices(plan):
+        ranks = tuple(sorted(device.all_ranks))
+        shares = fractions.get(ranks) or [1 / len(ranks)] * len(ranks)
+        names = _own_parameters(plan, captured, device)
+        alone = [[name] for name in names if tied.get(name, False)]
+        together = _layers([name for name in names if name not in tied], captured.state, plan)
+        for layer in (*alone, *together):
+            is_tied = layer[0] in tied
+            even = [1 / len(ranks)] * len(ranks)
+            block = _block(layer, captured.state, ranks, even if is_tied else shares)
+            found.append((order.get(layer[0], 0), block))
+    return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
+
+
+def sharing_devices(plan: Plan) -> list[VirtualDevice]:
+    """VirtualDevices whose ranks hold the same parameters, each on all of them."""
+    return [
+        device
+        for device in plan.virtual_devices
+        if device.grid is None and len(device.all_ranks) > 1
+    ]
+
+
+def first_uses(captured: CapturedGraph) -> dict[str, int]:
+    """Place in the graph at which each parameter is read first."""
+    found: dict[str, int] = {}
+    for place, node in enumerate(captured.graph.nodes):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                found.setdefault(str(source.target), place)
+    return found
+
+
+def tied_between_groups(plan: Plan) -> dict[str, bool]:
+    """Tensors that several VirtualDevices hold, and whether they can be cut: all alike, on as many
+    ranks each.
+    """
+    found = {}
+    for name, stages in plan.holders.items():
+        devices = {plan.stages[stage].virtual_device for stage in stages}
+        if len(devices) > 1:
+            groups = [plan.virtual_devices[device] for device in devices]
+            sizes = {len(group.all_ranks) for group in groups}
+            can_cut = len(sizes) == 1 and all(group.grid is None for group in groups)
+            found[name] = can_cut and sizes != {1}
+    return found
+
+
+def _own_parameters(plan: Plan, captured: CapturedGraph, device: VirtualDevice) -> list[str]:
+    """Parameters with dims on the stages of a VirtualDevice, in the order of their first use."""
+    order = first_uses(captured)
+    own = {stage.index for stage in plan.stages if stage.virtual_device == device.index}
+    names = []
+    for name, stages in plan.holders.items():
+        state = captured.state[name]
+        has_rows = bool(state.shape) and math.prod(state.shape) > 0
+        if state.kind == "parameter" and has_rows and name in order and own & set(stages):
+            names.append(name)
+    return sorted(names, key=lambda name: (order[name], name))
+
+
+def _layers(names: Sequence[str], states: Mapping[str, StateTensor], plan: Plan) -> list[list[str]]:
+    """Names in groups: one a layer, small neighbours of the same stages together."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        state = states[name]
+        key = (state.dtype, state.trainable, plan.holders[name], _layer_name(name))
+        groups.setdefault(key, []).append(name)
+    largest = max((_num_bytes(group, states) for group in groups.values()), default=0)
+    merged: list[tuple[tuple[object, ...], list[str]]] = []
+    for (*same, _), group in groups.items():
+        kind = tuple(same)
+        last = next((each for each in reversed(merged) if each[0] == kind), None)
+        together = _num_bytes([*(last[1] if last else ()), *group], states)
+        if last is not None and together <= largest:
+            last[1].extend(group)
+        else:
+            merged.append((kind, list(group)))
+    return [group for _, group in merged]
+
+
+def _layer_name(name: str) -> str:
+    """`transformer.h.3` of `transformer.h.3.attn.weight`; without a number, the module."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ".".join(parts[:-1])
+
+
+def _num_bytes(names: Sequence[str], states: Mapping[str, StateTensor]) -> int:
+    return sum(states[name].num_bytes for name in names)
+
+
+def _block(
+    names: Sequence[str],
+    states: Mapping[str, StateTensor],
+    ranks: tuple[int, ...],
+    shares: Sequence[float],
+) -> Block:
+    shapes = {name: tuple(states[name].shape) for name in names}
+    total = sum(map(math.prod, shapes.values()))
+    ends = ends_at_rows(names, shapes, [share * total for share in shares])
+    return Block(tuple(names), tuple(shapes.values()), ranks, ends)
+
+
+def fractions_by_memory(free_bytes: Sequence[float], needed_bytes: float) -> list[float] | None:
+    """Line (1); None where there is not so much free memory. The caller takes care that nothing is
+    less than nothing.
+    """
+    free = [max(0.0, each) for each in free_bytes]
+    if needed_bytes <= 0:
+        return [1 / len(free)] * len(free)
+    if sum(free) < needed_bytes:
+        return None
+    found = [0.0] * len(free)
+    left = needed_bytes
+    order = sorted(range(len(free)), key=lambda place: free[place])
+    for number, place in enumerate(order):
+        found[place] = min(free[place], left / (len(order) - number))
+        left -= found[place]
+    return [each / needed_bytes for each in found]

@@ -1,0 +1,159 @@
+"""ZeRO on one rank: where weights, gradients and what the optimizer updates lie (docs/memory.md).
+
+level 1, 2   every block is one flat buffer with whole weights. The optimizer updates this rank's
+             rows, which are views of it; then the block is gathered in place
+level 3      this rank's interval of every block is one flat tensor of its own, which the
+             optimizer updates. Chunks compute with parameters in the slots of a pool, and a
+             `Residence` brings a block before it is used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from whale.distributed.intervals import Intervals, Transfer
+from whale.distributed.ranks import Ranks
+from whale.plans.blocks import WEIGHTS_TOO, Block, slots_of
+from whale.plans.plan import Plan
+from whale.runtime.residence import Pool, Residence
+
+Weights = dict[str, Tensor]
+
+
+class Zero:
+    """The blocks of one rank."""
+
+    def __init__(self, plan: Plan, weights: Weights, ranks: Ranks, intervals: Intervals) -> None:
+        """`weights`: this rank's tensors, whole or at level 3 its rows; they are moved into flat
+        buffers and stay the same objects.
+        """
+        self.level = plan.zero
+        self.blocks = tuple(block for block in plan.blocks if ranks.rank in block.ranks)
+        self.ranks = ranks
+        self.intervals = intervals
+        self.computing: Weights = dict(weights)
+        """by name: what chunks compute with"""
+        self.updated: Weights = dict(weights)
+        """by name: what the optimizer updates"""
+        self.block_of = {
+            name: number for number, block in enumerate(self.blocks) for name in block.parameters
+        }
+        self.residence: Residence | None = None
+        if self.level == WEIGHTS_TOO:
+            self._home_on_peers(weights)
+        else:
+            self._home_here(weights)
+
+    @property
+    def hides_reduces(self) -> bool:
+        """Whether a reduce-scatter runs beside the backward."""
+        return not any(self.intervals.is_through_memory(block.ranks) for block in self.blocks)
+
+    def is_trained(self, block: Block) -> bool:
+        return self.computing[block.parameters[0]].requires_grad
+
+    def after_update(self) -> None:
+        """The optimizer has changed this rank's part: the others' is to come."""
+        if self.residence is not None:
+            self.residence.forget()
+            return
+        with torch.no_grad():
+            transfers = [
+                self.intervals.begin_gather(buffer, block.ends, block.ranks)
+                for block, buffer in zip(self.blocks, self._buffers, strict=True)
+                if self.is_trained(block)
+            ]
+            for transfer in transfers:
+                transfer.wait()
+
+    def loaded(self) -> None:
+        """Weights came from a file: at level 3 those in the slots are old."""
+        if self.residence is not None:
+            self.residence.forget()
+
+    def _home_here(self, weights: Weights) -> None:
+        self._buffers = []
+        for block in self.blocks:
+            buffer = _like(weights[block.parameters[0]], block.num_elements)
+            for name, (start, stop) in block.intervals.items():
+                _move(weights[name], buffer[start:stop])
+                first, last = block.rows(name, self.ranks.rank)
+                if weights[name].requires_grad:
+                    self.updated[name] = torch.nn.Parameter(weights[name].data[first:last])
+            self._buffers.append(buffer)
+
+    def _home_on_peers(self, weights: Weights) -> None:
+        device = self.ranks.device.name
+        parts = []
+        for block in self.blocks:
+            begin, end = block.interval(self.ranks.rank)
+            part = _like(weights[block.parameters[0]], end - begin)
+            for name, (start, stop) in block.intervals.items():
+                low = min(max(start, begin), stop)
+                high = min(max(end, low), stop)
+                _move(weights[name], part[low - begin : high - begin])
+            parts.append(part)
+        first = [weights[block.parameters[0]] for block in self.blocks]
+        kinds = [(tensor.dtype, tensor.requires_grad) for tensor in first]
+        sizes = [block.num_elements for block in self.blocks]
+        pool = Pool(sizes, slots_of(sizes, kinds), [dtype for dtype, _ in kinds], device)
+        home = _Peers(self.blocks, parts, self.ranks, self.intervals)
+        self.residence = Residence(pool, home)
+        for number, block in enumerate(self.blocks):
+            for (name, (start, stop)), shape in zip(
+                block.intervals.items(), block.shapes, strict=True
+            ):
+                # .data: autograd must not take a gather into the slot for a write to the weight
+                view = pool.buffer(number)[start:stop].view(shape).data
+                self.computing[name] = torch.nn.Parameter(view, weights[name].requires_grad)
+
+
+class _Peers:
+    """The home of blocks that lie on the ranks of their group, an interval on each."""
+
+    def __init__(
+        self,
+        blocks: tuple[Block, ...],
+        parts: list[Tensor],
+        ranks: Ranks,
+        intervals: Intervals,
+    ) -> None:
+        self._blocks = blocks
+        self._parts = parts
+        self._rank = ranks.rank
+        self._intervals = intervals
+
+    def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
+        planned = self._blocks[block]
+        start, stop = planned.interval(self._rank)
+        with torch.no_grad():
+            buffer[start:stop].copy_(self._parts[block])
+            return self._intervals.begin_gather(buffer, planned.ends, planned.ranks)
+
+    def begin_store(self, block: int, buffer: Tensor) -> Transfer:
+        raise AssertionError("weights of other ranks are never written to")
+
+
+def _like(tensor: Tensor, num_elements: int) -> Tensor:
+    return torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device)
+
+
+def _move(tensor: Tensor, flat: Tensor) -> None:
+    """Gives a tensor this memory, with its values in it."""
+    view = flat.view(tensor.shape)
+    view.copy_(tensor.detach())
+    tensor.data = view
+
+
+def trained_parts(zero: Zero | None, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """By name, what the optimizer of this rank updates: parts that hold nothing left out."""
+    if zero is None:
+        return weights
+    return {
+        name: tensor
+        for name, tensor in zero.updated.items()
+        if tensor.numel() or name not in zero.block_of
+    }
