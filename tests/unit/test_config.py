@@ -116,7 +116,8 @@ def test_every_field_can_be_set_and_comes_back() -> None:
         "device": "cpu", "num_posted_receives": 2, "precision": "bf16", "on_nonfinite": "skip", "stall_timeout_s": 7.0,
         "run_folder": "runs/x", "tensorboard": True, "keep_checkpoints": 1, "num_waves": 2, "cluster": "cluster.yaml",
         "share_memory": False, "compile": True,
-        "recompute": ["layers.*"], "keep_gathered": False, "zero": 3, "optimizer_state": "bf16", "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
+        "recompute": ["layers.*"], "keep_gathered": False, "zero": 3, "optimizer_state": "bf16",
+            "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
     }  # fmt: skip
     assert set(changes) == set(Config().to_dict())
     for key, value in changes.items():
@@ -143,6 +144,12 @@ def test_every_field_can_be_set_and_comes_back() -> None:
         (
             {"keep_gathered": "no"},
             "Config: 'keep_gathered' must be 'auto', True or False, not 'no'.",
+        ),
+        ({"zero": 4}, "Config: 'zero' must be 0, 1, 2, 3 or 'auto', not 4."),
+        (
+            {"optimizer_state": "int4"},
+            "Config: 'optimizer_state' must be one of 'fp32', 'bf16', 'int8', not 'int4'. Did you "
+            "mean 'int8'?",
         ),
     ],
 )
