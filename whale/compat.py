@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 # torch.utils.pytree is not public yet; `torch.utils._pytree` is what torch.export itself takes
 # apart its arguments with.
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 __all__ = [
     "backward_hooks_of_all_modules",
@@ -28,6 +29,10 @@ __all__ = [
     "exit_autocast",
     "export_patches",
     "fake_mode",
+    "foreach_mul_",
+    "foreach_norm",
+    "fused_step",
+    "has_fused_step",
     "has_step_hooks",
     "hooks_of_tensor",
     "is_fake",
@@ -134,6 +139,41 @@ def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
     return any(own) or bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
+
+
+def has_fused_step(optimizer: torch.optim.Optimizer, device_type: str) -> bool:
+    """Whether torch has a fused kernel of this optimizer for all its parameters on that kind of
+    device. A public question of `torch.optim` would replace it.
+    """
+    if device_type not in _get_fused_kernels_supported_devices():
+        return False
+    for group in optimizer.param_groups:
+        if any(not parameter.is_floating_point() for parameter in group["params"]):
+            return False
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+@contextlib.contextmanager
+def fused_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> Iterator[None]:
+    """`optimizer.step()` inside runs as a fused kernel, which changes nothing where `found_inf`, a
+    bool on the device, is true. So does `torch.amp.GradScaler`, whose name for it is not public.
+    """
+    before = [group.get("fused") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    with torch._C.DisableTorchFunction():  # kernels want float32, also under a mode that widens
+        optimizer.found_inf = found_inf.float()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        for group, value in zip(optimizer.param_groups, before, strict=True):
+            group["fused"] = value
+
+
+# Operations on lists of tensors, one launch for all; torch.optim is built on them.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

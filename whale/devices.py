@@ -92,6 +92,47 @@ class GpuProperties:
     memory_bytes_per_s: float = MEMORY_BYTES_PER_S
 
 
+class HostCopy:
+    """A tensor on its way from a device to the host."""
+
+    def __init__(self, tensor: Tensor, moment: Moment, device: LocalDevice) -> None:
+        self._tensor = tensor
+        self.moment = moment
+        """when it has arrived"""
+        self._device = device
+
+    def read(self) -> Tensor:
+        """The tensor on the host. Waits until it has arrived."""
+        self._device.wait_for(self.moment)
+        return self._tensor
+
+
+class DeviceCopy:
+    """A tensor on its way from the host to a device."""
+
+    def __init__(
+        self, tensor: Tensor, moment: Moment | None = None, device: LocalDevice | None = None
+    ) -> None:
+        self._tensor = tensor
+        self.moment = moment
+        """when it has arrived; None: it is there"""
+        self._device = device
+
+    def take(self) -> Tensor:
+        """The tensor, for work that is launched after this call; the host does not wait."""
+        if self._device is not None:
+            self._device.follow(self.moment)
+            self._device.used_here(self._tensor)
+        return self._tensor
+
+
+def _rows(tensor: Tensor, intervals: Sequence[tuple[int, int]] | None) -> Tensor:
+    """Rows of these intervals, one behind the other; None: all."""
+    if intervals is None:
+        return tensor
+    return torch.cat([tensor[start:stop] for start, stop in intervals])
+
+
 class LocalDevice:
     """The device of this process. This class is the CPU; accelerators override what differs."""
 
@@ -177,11 +218,39 @@ class LocalDevice:
         """
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def from_host(self, tensor: Tensor) -> Tensor:
-        """A tensor of the user on this device. The host does not wait for the copy, and the user
-        may change his tensor at once.
+    def start_copy(
+        self, tensor: Tensor, intervals: Sequence[tuple[int, int]] | None = None
+    ) -> DeviceCopy:
+        """A tensor of the user on its way to this device, or only its rows in these intervals, one
+        behind the other. The host does not wait for it, the user may change his tensor at once, and
+        it arrives beside compute.
         """
-        return tensor.to(self.name)
+        return DeviceCopy(_rows(tensor, intervals).to(self.name))
+
+    # ---- streams
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work that is launched inside runs beside compute, after all that was launched before.
+
+        What compute launches later does not wait for it (`follow` makes it), and the memory of a
+        tensor of compute's must not be given away meanwhile (`used_here`).
+        """
+        yield
+
+    def follow(self, moment: Moment) -> None:
+        """Work that is launched later runs after that moment; the host does not wait."""
+
+    def used_here(self, tensor: Tensor) -> None:
+        """The current stream reads a tensor that was made on another one: its memory stays until
+        that is done.
+        """
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        """A copy of the tensor in host memory, on its way: it has the values that all work
+        launched so far gives.
+        """
+        return HostCopy(tensor, self.event(), self)
 
     def gpu_properties(self) -> GpuProperties | None:
         """What the driver says about it; None for a CPU."""
@@ -229,6 +298,10 @@ class LocalDevice:
     def tf32(self, is_allowed: bool) -> Iterator[None]:
         """Whether float32 products inside may use TF32 arithmetic, where the device has it."""
         yield
+
+
+_SIDE_STREAMS: dict[tuple[str, str], Any] = {}
+"""(device, purpose) -> a stream beside compute"""
 
 
 class Accelerator(LocalDevice):
@@ -291,11 +364,57 @@ class Accelerator(LocalDevice):
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def from_host(self, tensor: Tensor) -> Tensor:
+    # ---- streams
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        stream = self._stream("outgoing")
+        stream.wait_stream(self.module.current_stream())
+        with self.module.stream(stream):
+            yield
+
+    def _pinned(self, tensor: Tensor, intervals: Sequence[tuple[int, int]] | None) -> Tensor:
+        """A copy of these rows in pinned memory."""
+        if intervals is None:
+            return self.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
+        num_rows = sum(stop - start for start, stop in intervals)
+        pinned = self.empty_on_host((num_rows, *tensor.shape[1:]), tensor.dtype)
+        place = 0
+        for start, stop in intervals:
+            pinned[place : place + stop - start] = tensor[start:stop]
+            place += stop - start
+        return pinned
+
+    def _stream(self, purpose: str) -> Any:
+        """The device's stream for this purpose."""
+        key = (self.name, purpose)
+        if key not in _SIDE_STREAMS:
+            _SIDE_STREAMS[key] = self.module.Stream()
+        return _SIDE_STREAMS[key]
+
+    def follow(self, moment: Moment) -> None:
+        self.module.current_stream().wait_event(moment)
+
+    def used_here(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.module.current_stream())
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        copy = self.empty_on_host(tensor.shape, tensor.dtype)
+        copy.copy_(tensor, non_blocking=True)
+        self.used_here(tensor)
+        return HostCopy(copy, self.event(), self)
+
+    def start_copy(
+        self, tensor: Tensor, intervals: Sequence[tuple[int, int]] | None = None
+    ) -> DeviceCopy:
         if tensor.device.type != "cpu":
-            return tensor.to(self.name)
-        pinned = self.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
-        return pinned.to(self.name, non_blocking=True)
+            return super().start_copy(tensor, intervals)
+        pinned = self._pinned(tensor, intervals)
+        # a stream of its own, which waits for nothing: the batch of the next step arrives while
+        # this one runs
+        with self.module.stream(self._stream("incoming")):
+            copy = pinned.to(self.name, non_blocking=True)
+            return DeviceCopy(copy, self.event(), self)
 
     # ---- random numbers
 

@@ -245,6 +245,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 
 def _copy_to_device(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
     there = bytes_of(target)
+    counters.incoming_bytes += source.numel() * source.element_size()
     if is_pinned(source) and non_blocking:
         # read when the stream gets there: whoever overwrites it before has a wrong result
         launch("copy to device", lambda: there.copy_(source), [], [target])
@@ -306,7 +307,22 @@ def _convolution_backward(
     return run(op, gradient, x, weight, bias_sizes, stride, padding, dilation, *rest)
 
 
+def _grouped_mm(
+    left: Any, right: Any, ends: Any = None, bias: Any = None, dtype: Any = None
+) -> torch.Tensor:
+    """One launch for all groups, as GPUs have it; torch's meta kernel takes only bfloat16."""
+    if left.ndim == 2 and right.ndim == 2:
+        shape = [len(ends), left.shape[0], right.shape[1]]
+    else:
+        shape = [*left.shape[:-1], right.shape[-1]]
+    result = _empty(shape, dtype=left.dtype)
+    op = aten._grouped_mm.default
+    _launch_on(op, facts_of(op), ((left, right, ends, bias, dtype), {}), [], [result])
+    return result
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
     aten.convolution_overrideable.default: lambda *args: run(aten.convolution.default, *args),
     aten.convolution_backward_overrideable.default: _convolution_backward,
     aten.resize_.default: _resize,

@@ -46,11 +46,14 @@ class Counters:
     """operation -> how often"""
     pageable_copies: int = 0
     """copies from host memory that is not pinned: these block the host on a GPU"""
+    incoming_bytes: int = 0
+    """copied from the host"""
 
     def clear(self) -> None:
         self.host_waits.clear()
         self.launches.clear()
         self.pageable_copies = 0
+        self.incoming_bytes = 0
 
 
 OWN_MODULES = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import whale.capture.experts  # noqa: F401  (registers whale.expert_mm)
+import whale.capture.expert_product  # noqa: F401  (registers whale.expert_mm)
 from whale.dtypes import is_differentiable
 from whale.operations.flops import Value
 from whale.operations.nodes import op_name

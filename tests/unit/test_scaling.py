@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import whale as wh
-from whale.runtime.update import LossScale
+from whale.runtime.loss_scale import DeviceLossScale, LossScale
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
@@ -17,6 +17,7 @@ def test_scale_moves_like_torch(interval: int) -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     oracle = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=interval)
     ours = LossScale(growth_interval=interval)
+    on_device = DeviceLossScale("cpu", growth_interval=interval)
     for is_finite in pattern:
         assert ours.scale == oracle.get_scale()
         oracle.scale(parameter.sum())  # lets the scaler set itself up
@@ -24,6 +25,8 @@ def test_scale_moves_like_torch(interval: int) -> None:
         oracle.step(optimizer)
         oracle.update()
         ours.update(is_finite)
+        on_device.update(torch.tensor(is_finite))
+        assert on_device.state() == ours.state()
     assert ours.scale == oracle.get_scale()
     assert ours.num_skipped == pattern.count(False)
 

@@ -18,7 +18,6 @@ end, others outside are an error.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Target, map_arg
 
+from whale.capture.expert_product import EXPERT_MM
 from whale.capture.graph import insert_call
 from whale.capture.ops import remove_dead
 from whale.names import names_of
@@ -41,57 +41,6 @@ ALONG_DIM = names_of(
     "chunk split split_with_sizes unsqueeze squeeze softmax sum mean select slice glu"
 )
 """treat rows one by one unless they work along dim 0"""
-
-
-# --- the product
-
-
-@torch.library.custom_op("whale::expert_mm", mutates_args=())
-def expert_mm(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    """Row i of x [rows, K] times the matrix [K, N] of expert `experts[i]`: weight [experts, K, N],
-    or [experts, N, K] if transposed. A row whose expert is not among them gives 0. Result: [rows,
-    N]."""
-    matrices = weight.transpose(1, 2) if transposed else weight
-    result = x.new_zeros(len(x), matrices.shape[2])
-    for rows, matrix in zip(rows_by_expert(experts, len(weight)), matrices):
-        result[rows] = x[rows] @ matrix
-    return result
-
-
-@expert_mm.register_fake
-def _(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1 if transposed else 2])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, experts, ctx.transposed = inputs
-    ctx.save_for_backward(x, weight, experts)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    x, weight, experts = ctx.saved_tensors
-    of_x = torch.zeros_like(x)
-    of_weight = torch.zeros_like(weight)
-    for expert, rows in enumerate(rows_by_expert(experts, len(weight))):
-        matrix = weight[expert] if ctx.transposed else weight[expert].T  # [N, K]
-        of_x[rows] = gradient[rows] @ matrix
-        of_weight[expert] = (
-            gradient[rows].T @ x[rows] if ctx.transposed else x[rows].T @ gradient[rows]
-        )
-    return of_x, of_weight, None, None
-
-
-expert_mm.register_autograd(_backward, setup_context=_save)
-EXPERT_MM = torch.ops.whale.expert_mm.default
-
-
-def rows_by_expert(experts: Tensor, num_experts: int) -> Sequence[Tensor]:
-    """The numbers of each expert's rows, in order."""
-    order = experts.argsort(stable=True)
-    starts = torch.searchsorted(
-        experts[order], torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
-    ).tolist()
-    return [order[start:stop] for start, stop in zip(starts, starts[1:])]
 
 
 # --- the pass

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
@@ -18,14 +17,14 @@ from whale import scheduling
 from whale.capture.graph import user_line
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
-from whale.dtypes import as_bytes
 from whale.lowering.blocks import BlockWeights
 from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
+from whale.lowering.inputs import BatchInputs
 from whale.lowering.messages import Bridges, build_bridges, transfers_of
 from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups
-from whale.operations.nodes import op_name
+from whale.operations.nodes import argument, aten_name, op_name
 from whale.operations.table import CASTS, FREE
 from whale.planning.planner import Assignment, fingerprint
 from whale.planning.recompute import Regions, regions_of_stage
@@ -116,89 +115,24 @@ class Lowered:
             if self.values[node].batch_dim is None or _is_view_of_parameter(node)
         )
 
-    def all_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The graph's placeholders: tensors of the whole mini-batch on this device, and the values
-        that need all of it. Tensors that this rank does not read stay where they are.
-        """
-        device = self.ranks.device
-        whole = self.prepared.loss.whole_graph
-        if whole is None or not self._stages_with_whole_values():
-            read: set[int] = set()
-            for chunk in self.chunks.values():
-                read.update(chunk.inputs)
-            return [
-                device.from_host(tensor) if place in read else tensor
-                for place, tensor in enumerate(tensors)
-            ]
-        here = [device.from_host(tensor) for tensor in tensors]
-        with torch.no_grad():
-            return [*here, *whole(*here)]
+    @cached_property
+    def inputs(self) -> BatchInputs:
+        """Brings mini-batches to this rank."""
+        return BatchInputs(self.plan, self.prepared, self.chunks, self.ranks)
 
-    def _stages_with_whole_values(self) -> set[int]:
-        """Stages of this rank that read values of the whole mini-batch: placeholders behind the
-        tensors of the batch.
+    def num_empty(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Denominators of the loss that are zero in this mini-batch (the number of labels that
+        count, say), as a number on the device; None on ranks that hold none of them.
         """
-        num_inputs = len(self.prepared.captured.inputs)
-        found: set[int] = set()
-        for stage, chunk in self.chunks.items():
-            if any(place >= num_inputs for place in chunk.inputs):
-                found.add(stage)
-        return found
+        whole = tensors[len(self.prepared.captured.inputs) :]
+        are_zero = [tensor.reshape(()) == 0 for tensor in whole if tensor.numel() == 1]
+        return torch.stack(are_zero).sum() if are_zero else None
 
-    def all_tensors_from_shards(
-        self, tensors: Sequence[Tensor], intervals: Sequence[tuple[int, int]], batch_size: int
-    ) -> list[Tensor]:
-        """The same when this rank has only the rows of `intervals`: what whole-mini-batch values
-        read is put together by all devices.
-        """
-        here = [self.ranks.device.from_host(tensor) for tensor in tensors]
-        whole = self.prepared.loss.whole_graph
-        wanted = self._stages_with_whole_values()
-        if whole is None or not wanted:
-            return here
-        if not here:  # no sample for this device; it takes part in the sums all the same
-            inputs_without_rows = [
-                (given.shape[1:], given.dtype) for given in self.prepared.captured.inputs
-            ]
-            here = [
-                torch.empty((0, *shape), dtype=dtype, device=self.ranks.device.name)
-                for shape, dtype in inputs_without_rows
-            ]
-        stage_ranks = self._ranks_with_all_samples(min(wanted))
-        group = self.ranks.group(stage_ranks) if len(stage_ranks) > 1 else None
-        inputs: list[Tensor] = []
-        for node, tensor in zip(
-            (n for n in whole.graph.nodes if n.op == "placeholder"), here, strict=True
-        ):
-            if not self.prepared.captured.inputs[len(inputs)].batched:
-                inputs.append(tensor)
-            elif all(user.target is torch.ops.aten.sym_size.int for user in node.users):
-                inputs.append(
-                    tensor.new_empty((1, *tensor.shape[1:])).expand(batch_size, *tensor.shape[1:])
-                )  # only its size is read
-            else:
-                inputs.append(_whole_rows(tensor, intervals, batch_size, group))
-        with torch.no_grad():
-            return [*here, *whole(*inputs)]
-
-    def _ranks_with_all_samples(self, stage: int) -> tuple[int, ...]:
-        """Ranks that together read every sample once, this one included: on a grid, this place in
-        all replicas.
-        """
-        device, _, place = self.plan.place_of_rank(self.ranks.rank)
-        if self.plan.virtual_devices[device].grid is None:
-            return self.plan.ranks_of_stage(stage)
-        return tuple(members[place] for members in self.plan.virtual_devices[device].ranks)
-
-    def counts_nothing(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a denominator of the loss is zero in this mini-batch: the number of labels that
-        count, say. On ranks that hold it.
-        """
-        return any(
-            not bool(tensor.any())
-            for tensor in tensors[len(self.prepared.captured.inputs) :]
-            if tensor.numel() == 1
-        )
+    @property
+    def has_sparse_gradients(self) -> bool:
+        """Whether the model has embeddings with sparse gradients."""
+        nodes = self.prepared.captured.compute_nodes()
+        return any("embedding" in aten_name(node) and argument(node, "sparse") for node in nodes)
 
     def edges_are(self, plan: Plan) -> bool:
         """Whether the plan's own schedule fits this graph."""
@@ -276,22 +210,6 @@ def _is_view_of_parameter(node: Node) -> bool:
     while node.all_input_nodes and (op_name(node) in CASTS | FREE or op_name(node) == "getitem"):
         node = node.all_input_nodes[0]
     return node.op == "get_attr"
-
-
-def _whole_rows(
-    tensor: Tensor, intervals: Sequence[tuple[int, int]], batch_size: int, group: Any
-) -> Tensor:
-    """The whole tensor on every device of a stage, each of which has its own rows."""
-    full = tensor.new_zeros((batch_size, *tensor.shape[1:]))
-    start = 0
-    for first, last in intervals:
-        full[first:last] = tensor[start : start + last - first]
-        start += last - first
-    if group is not None:
-        dist.all_reduce(
-            as_bytes(full.view(-1)), group=group
-        )  # every byte is zero on all devices but one
-    return full
 
 
 def lower(

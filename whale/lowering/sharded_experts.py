@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from whale.devices import device_of
 from whale.dtypes import in_memory
 from whale.lowering.exchange import sent
 from whale.lowering.subgroups import Subgroup, all_gather
@@ -105,8 +106,9 @@ def from_experts(rows: Tensor, route: Route) -> Tensor:
 
 def grouped_mm_of_same_tokens(x: Tensor, weight: Tensor, ends: Tensor, around: Experts) -> Tensor:
     """Subgroup (2) for rows that are sorted by expert, those of expert e up to `ends[e]`."""
-    counts = ends.diff(prepend=ends.new_zeros(1)).to(torch.int64)
-    experts = torch.arange(len(counts), device=x.device).repeat_interleave(counts)
+    # the number of ends before a row is its expert; rows behind the last end have none
+    rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    experts = torch.searchsorted(ends, rows, right=True)
     return product(x, weight, experts - around.here[0], transposed=False)
 
 
@@ -117,7 +119,10 @@ def product(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Ten
 
 
 def find_route(experts: Tensor, around: Experts) -> Route:
-    """All devices of the subgroup exchange how many tokens they have for each expert."""
+    """All devices of the subgroup exchange how many tokens they have for each expert. The host waits
+    for these numbers: it launches an exchange of so many rows.
+    """
+    device = device_of(experts.device)
     counts = torch.bincount(experts, minlength=around.num_experts)
     everyone = all_gather(counts, around.subgroup).cpu()  # [devices, experts]
     own = everyone[around.subgroup.index]
@@ -129,7 +134,7 @@ def find_route(experts: Tensor, around: Experts) -> Route:
         rows=_rows_in_order(experts, own, around.bounds),
         leaving=[int(own[a:b].sum()) for a, b in around.bounds],
         arriving=mine.sum(1).tolist(),
-        experts=numbers.repeat_interleave(mine.reshape(-1)).to(experts.device),
+        experts=device.start_copy(numbers.repeat_interleave(mine.reshape(-1))).take(),
         subgroup=around.subgroup,
     )
 

@@ -18,8 +18,8 @@ from whale.devices import Moment
 from whale.lowering.program import Lowered
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import Held, scale_gradients
+from whale.runtime.masked_update import CLIP_EPSILON
 from whale.runtime.result import StepResult, Totals
-from whale.runtime.update import CLIP_EPSILON
 
 if TYPE_CHECKING:
     from whale.runtime.engine import Engine
@@ -142,14 +142,15 @@ class StepInParts:
         self._latest = engine._run(batch, draw, updates_by_stage=False)
         loss = torch.stack([self._latest.outcome.loss])
         transport = engine._shapes.transport
-        return PassResult(Totals(loss, engine._job.ranks.is_distributed, transport))
+        return PassResult(Totals(loss, engine._job.ranks, transport))
 
     def accumulate(self, factor: float) -> None:
         if self._latest is None:
             raise ValueError(
                 "engine.accumulate: there is no gradient. Try: engine.forward_backward first"
             )
-        self._sum.add(factor / self._latest.given.loss_scale)
+        # a scale that only the device knows (fp16) is waited for here
+        self._sum.add(factor / float(self._latest.given.loss_scale))
         self._loss = self._loss + factor * self._latest.outcome.loss
         self._num_samples += self._latest.batch_size
         self._totals = None
@@ -171,7 +172,7 @@ class StepInParts:
             engine._held,
             totals,
             engine.step_count,
-            lambda: latest.lowered.counts_nothing(latest.given.tensors),
+            lambda: latest.lowered.num_empty(latest.given.tensors),
             is_scaled=False,
         )
         done = replace(latest, batch_size=self._num_samples)
@@ -205,6 +206,6 @@ class StepInParts:
             )
         if self._totals is None:
             self._sum.finish()
-            assert isinstance(self._loss, Tensor)
-            self._totals = self._engine._totals(self._loss)
+            assert isinstance(self._loss, Tensor) and self._latest is not None
+            self._totals = self._engine._totals(self._loss, self._latest, is_scaled=False)
         return self._totals

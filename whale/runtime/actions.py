@@ -265,7 +265,11 @@ class Backward:
             assert isinstance(loss, Tensor)
             if loss.requires_grad:
                 roots.append(loss)
-                seeds.append(torch.full_like(loss, state.given.loss_scale))
+                scale = state.given.loss_scale
+                if isinstance(scale, Tensor):
+                    seeds.append(scale.to(loss.dtype).expand_as(loss))
+                else:
+                    seeds.append(torch.full_like(loss, scale))
         assert state.gradients is not None
         if self.deferred is not None:
             state.products[self.visit] = self.deferred.begin()

@@ -7,11 +7,13 @@ a rank holds only the samples that its stages read (`runtime/data.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from whale.capture.batch import BatchLayout, check_agrees, digest, read_batch
+from whale.lowering.inputs import CopiedBatch, own_rows
 from whale.lowering.program import Lowered
 from whale.runtime.data import ShardedBatch
 from whale.runtime.executor import StepInput
@@ -21,6 +23,17 @@ CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
 
 
+@dataclass(frozen=True)
+class AheadBatch:
+    """A batch for `engine.step` whose copy to the device has begun."""
+
+    batch: Any
+    lowered: Lowered
+    copied: CopiedBatch
+    num_rebalanced: int
+    """how often samples had been shared again when it was copied"""
+
+
 class Batches:
     """Reads the batches of one engine, in training and in evaluation."""
 
@@ -28,18 +41,49 @@ class Batches:
         self._job = job
         self._shapes = shapes
 
+    def ahead(self, batch: Any, num_rebalanced: int) -> Any:
+        """The batch with its copy to the device begun. As it is where there is nothing to copy, or
+        where something about it is new: `engine.step` then does it on all ranks alike.
+        """
+        if not self._job.ranks.device.is_accelerator:
+            return batch
+        is_sharded = isinstance(batch, ShardedBatch)
+        if is_sharded and batch.batch is None:
+            return batch
+        try:
+            layout, tensors = read_batch(batch.batch if is_sharded else batch, self._job.sample)
+        except ValueError:
+            return batch  # refused by the step
+        lowered = self._shapes.known_training(layout)
+        if lowered is None:
+            return batch
+        if is_sharded:
+            copied = lowered.inputs.copy_rows(tensors)
+        else:
+            samples = self.own_samples(lowered, layout.batch_size)
+            copied = lowered.inputs.copy(tensors, samples)
+        return AheadBatch(batch, lowered, copied, num_rebalanced)
+
     def for_training(
-        self, batch: Any, step: int, loss_scale: float, num_rebalanced: int
+        self, batch: Any, step: int, loss_scale: float | Tensor, num_rebalanced: int
     ) -> tuple[Lowered, StepInput, int]:
         """The graph for this batch, what this rank runs it on, and the samples of the mini-batch.
 
         `num_rebalanced`: how often samples were shared again so far.
         """
+        ahead = None
+        if isinstance(batch, AheadBatch):
+            ahead = batch if batch.num_rebalanced == num_rebalanced else None
+            batch = batch.batch
         if isinstance(batch, ShardedBatch):
             lowered = self._shapes.first
             self._compare(batch.digest, step)
             self._note(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
-            given = self._sharded_input(lowered, batch, step, loss_scale, num_rebalanced)
+            self._check_sharded(batch, num_rebalanced)
+            samples = self.own_samples(lowered, batch.batch_size)
+            copied = ahead.copied if ahead is not None else self._copy_rows(lowered, batch)
+            everything = lowered.inputs.placeholders_of_rows(copied, samples, batch.batch_size)
+            given = StepInput(everything, step, own_rows(samples), loss_scale)
             return lowered, given, batch.batch_size
         layout, tensors = read_batch(batch, self._job.sample)
         # before any other check: what only one rank would refuse, all refuse
@@ -47,8 +91,16 @@ class Batches:
         self._note(layout)
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors)
+        if ahead is not None and ahead.lowered is not lowered:
+            ahead = None
         samples = self.own_samples(lowered, layout.batch_size)
-        given = StepInput(lowered.all_tensors(tensors), step, samples, loss_scale)
+        copied = ahead.copied if ahead is not None else lowered.inputs.copy(tensors, samples)
+        given = StepInput(
+            lowered.inputs.placeholders(copied, layout.batch_size),
+            step,
+            own_rows(samples) if copied.has_own_rows else samples,
+            loss_scale,
+        )
         return lowered, given, layout.batch_size
 
     def for_evaluation(self, batch: Any, step: int) -> tuple[BatchLayout, list[Tensor]]:
@@ -70,37 +122,25 @@ class Batches:
         )
         return list(executor.program.samples)
 
-    def _sharded_input(
-        self,
-        lowered: Lowered,
-        batch: ShardedBatch,
-        step: int,
-        loss_scale: float,
-        num_rebalanced: int,
-    ) -> StepInput:
-        """Rows of this rank's own samples, micro-batch after micro-batch."""
+    def _check_sharded(self, batch: ShardedBatch, num_rebalanced: int) -> None:
         if batch.num_rebalanced != num_rebalanced:
             raise ValueError(
                 "this batch of engine.loader was loaded before the samples were shared again: "
                 "take batches from one loader at a time, "
                 'or set "adapt" to "suggest"'
             )
-        tensors: list[Tensor] = []
-        intervals = self.own_samples(lowered, batch.batch_size)
-        if batch.batch is not None:
-            layout, tensors = read_batch(batch.batch)
-            if layout.key != self._job.sample.key:
-                raise ValueError(
-                    "a batch of engine.loader has another shape than the sample batch: pad all "
-                    "batches to one shape, or pass whole batches"
-                )
-        rows = []
-        start = 0
-        for first, last in intervals:
-            rows.append((start, start + last - first))
-            start += last - first
-        everything = lowered.all_tensors_from_shards(tensors, intervals, batch.batch_size)
-        return StepInput(everything, step, rows, loss_scale)
+
+    def _copy_rows(self, lowered: Lowered, batch: ShardedBatch) -> CopiedBatch:
+        """Begins to copy the rows of this rank's own samples."""
+        if batch.batch is None:
+            return lowered.inputs.copy_rows([])
+        layout, tensors = read_batch(batch.batch)
+        if layout.key != self._job.sample.key:
+            raise ValueError(
+                "a batch of engine.loader has another shape than the sample batch: pad all "
+                "batches to one shape, or pass whole batches"
+            )
+        return lowered.inputs.copy_rows(tensors)
 
     # ---- all ranks must have the same batch
 

@@ -85,7 +85,7 @@ class ShardedLoader:
         """
         return self.num_samples // self.batch_size
 
-    def __iter__(self) -> Iterator[ShardedBatch]:
+    def __iter__(self) -> Iterator[Any]:
         """The rest of the present epoch; the next call starts the next epoch."""
         self.engine.take_new_shares()  # not later: samples are loaded ahead
         num_rebalanced = self.engine.num_rebalanced
@@ -101,17 +101,19 @@ class ShardedLoader:
                 num_workers=self.num_workers,
             )
         )
-        for samples, mine in zip(batches, own, strict=True):
-            batch = next(loaded) if mine else None
-            self.position += (
-                self.batch_size
-            )  # before the step: a checkpoint after it continues with the next batch
-            yield ShardedBatch(
-                batch,
+        given = (
+            ShardedBatch(
+                next(loaded) if mine else None,
                 self.batch_size,
                 hashlib.blake2b(repr(samples).encode(), digest_size=8).digest(),
                 num_rebalanced,
             )
+            for samples, mine in zip(batches, own, strict=True)
+        )
+        for batch in self.engine.copied_ahead(given):
+            # before the step: a checkpoint after it continues with the next batch
+            self.position += self.batch_size
+            yield batch
         self.epoch += 1
         self.position = 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,17 @@ from torch.utils.data import Dataset, default_collate
 from whale.checkpoint import Handle, nothing_to_save
 from whale.devices import Moment
 from whale.distributed.watch import reporting
+from whale.lowering.inputs import own_rows
 from whale.lowering.program import Lowered
 from whale.plans.plan import Plan
 from whale.runtime.accumulation import BatchPass, PassResult, StepInParts
 from whale.runtime.adapting import Adapting
-from whale.runtime.batches import Batches
+from whale.runtime.batches import AheadBatch, Batches
 from whale.runtime.block_gradients import BlockGradients
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
-from whale.runtime.gradients import (
-    GradientSynchroniser,
-    Held,
-    by_backward_order,
-    squared_norm,
-)
+from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order
 from whale.runtime.local_model import local_model, save_pretrained
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
@@ -39,6 +36,7 @@ from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
 from whale.runtime.update import (
+    NonFiniteError,
     OptimizerFactory,
     SchedulerFactory,
     Update,
@@ -78,7 +76,7 @@ class Engine:
             job.platform,
             self._block_gradients(),
         )
-        self._updater = Updater(self._trainable(), optimizer, scheduler, job.config, job.ranks)
+        self._updater = Updater(self._trainable(), optimizer, scheduler, job, self._shapes.first)
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the
@@ -105,10 +103,12 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """This rank's optimizer; None when it holds nothing that is trained."""
+        self._settle()
         return self._updater.optimizer
 
     @property
     def scheduler(self) -> Any:
+        self._settle()
         return self._updater.scheduler
 
     # ---- training
@@ -117,21 +117,35 @@ class Engine:
         """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one
         on every rank, or one of `engine.loader`.
         """
-        with reporting(self._job.ranks.watch, f"step {self.step_count}"):
+        with reporting(self._job.ranks.watch, f"step {self.step_count}"), self._at_failed_step():
             return self._step(batch)
+
+    def _settle(self) -> None:
+        """On an accelerator: looks at what became of the last step, and raises what is wrong."""
+        with self._at_failed_step():
+            self._updater.settle()
+
+    @contextlib.contextmanager
+    def _at_failed_step(self) -> Iterator[None]:
+        """The step of a number that is not finite is the one that may be tried again."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self.step_count = error.step
+            raise
 
     def _step(self, batch: Any) -> StepResult:
         self._need_optimizer("engine.step")
         self._parts.refuse_unfinished()
         now = self._job.ranks.device.event
         done = self._run(batch, self.step_count, updates_by_stage=True)
-        totals = self._totals(done.outcome.loss, done.given.loss_scale)
+        totals = self._totals(done.outcome.loss, done)
         updating = now()
         update = self._updater.apply(
             self._held,
             totals,
             self.step_count,
-            lambda: done.lowered.counts_nothing(done.given.tensors),
+            lambda: done.lowered.num_empty(done.given.tensors),
         )
         return self._end_step(done, totals, update, updating)
 
@@ -153,13 +167,15 @@ class Engine:
         platform.begin_step()
         now = self._job.ranks.device.event
         start = now()
-        scale = self._updater.loss_scale.scale if self._updater.loss_scale is not None else 1.0
+        loss_scale = self._updater.loss_scale
+        scale = loss_scale.scale if loss_scale is not None else 1.0
         lowered, given, batch_size = self._batches.for_training(
             batch, self.step_count, scale, self.num_rebalanced
         )
         if draw != given.step:
             given = replace(given, step=draw)
-        if isinstance(batch, ShardedBatch):
+        whole_or_own = batch.batch if isinstance(batch, AheadBatch) else batch
+        if isinstance(whole_or_own, ShardedBatch):
             self._reads_shards = True
         executor = self._shapes.executor(
             lowered, batch_size, self.plan.num_micro_batch, is_training=True
@@ -182,9 +198,9 @@ class Engine:
     ) -> StepResult:
         """What follows an update: counts, times, checks, metrics."""
         start, waiting, waited = done.moments
-        if self._job.zero is not None and not update.skipped:
+        if self._job.zero is not None and not update.is_left_out:
             self._job.zero.after_update()
-        self._job.platform.end_step(done.outcome.events, (waiting, waited), self.optimizer)
+        self._job.platform.end_step(done.outcome.events, (waiting, waited), self._updater.optimizer)
         end = self._job.ranks.device.event()
         self.step_count += 1
         self._replicas.after_step(self.step_count)
@@ -193,7 +209,7 @@ class Engine:
         self._last_outcome = done.outcome
         moments = StepMoments(start, waiting, waited, updating, end)
         read_timing = self._timed(done.outcome, moments, update, done.bubble_s)
-        result = StepResult(totals, read_timing, self._updater.learning_rate, update.skipped)
+        result = StepResult(totals, read_timing, update)
         own_samples = sum(stop - start for start, stop in done.executor.program.samples)
         if self._metrics is not None:
             shares = Shares(done.batch_size, own_samples, self._adapting.num_rebalanced)
@@ -236,7 +252,7 @@ class Engine:
         """Updates the weights by the gradients that were accumulated, which are gone then. All
         ranks must call it.
         """
-        with reporting(self._job.ranks.watch, f"step {self.step_count}"):
+        with reporting(self._job.ranks.watch, f"step {self.step_count}"), self._at_failed_step():
             return self._parts.update()
 
     def zero_gradients(self) -> None:
@@ -286,15 +302,16 @@ class Engine:
     def _waited_s(self) -> float:
         return self._shapes.transport.waited_s if self._shapes.transport is not None else 0.0
 
-    def _totals(self, loss: Tensor, loss_scale: float = 1.0) -> Totals:
-        """Loss and squared gradient norm of the whole model, on their way."""
-        ranks = self._job.ranks
-        # stays on the device: one wait for both, when somebody looks
-        norm = squared_norm(self._held, ranks.rank, ranks.device.name) / loss_scale**2
-        return Totals(
-            torch.stack([loss, norm.to(loss)]),
-            ranks.is_distributed,
+    def _totals(self, loss: Tensor, done: BatchPass, is_scaled: bool = True) -> Totals:
+        """Loss and squared gradient norm of the whole model, on their way. `loss`: this rank's
+        part. `is_scaled`: gradients still have the loss scale in them.
+        """
+        return self._updater.totals(
+            loss,
+            self._held,
             self._shapes.transport,
+            lambda: done.lowered.num_empty(done.given.tensors),
+            is_scaled,
         )
 
     # ---- data
@@ -327,6 +344,39 @@ class Engine:
             num_workers=num_workers,
         )
 
+    def prefetch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches for `engine.step`. On an accelerator each is copied there while the step
+        before it runs: only the samples of this rank, through pinned memory.
+
+        Batches of `engine.loader` are copied so by themselves.
+        """
+        if isinstance(batches, ShardedLoader):
+            yield from batches
+            return
+        if hasattr(batches, "state_dict"):
+            raise ValueError(
+                f"engine.prefetch takes a batch before the one before it is trained on, so that "
+                f"the position that {type(batches).__name__} counts would be one batch too far in "
+                "a checkpoint. Try: engine.loader, or batches without engine.prefetch"
+            )
+        yield from self.copied_ahead(batches)
+
+    def copied_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """On an accelerator, the copy of a batch begins before the one before it is given out. A
+        CPU trains on them where they are.
+        """
+        if not self._job.ranks.device.is_accelerator:
+            yield from batches
+            return
+        previous: Any = None
+        for batch in batches:
+            following = self._batches.ahead(batch, self.num_rebalanced)
+            if previous is not None:
+                yield previous
+            previous = following
+        if previous is not None:
+            yield previous
+
     def own_samples(self, batch_size: int) -> list[tuple[int, int]]:
         """Sample intervals of a mini-batch that this rank reads, one for each micro-batch; none
         when its stages read no input.
@@ -354,7 +404,8 @@ class Engine:
 
     def _evaluate(self, batch: Any, outputs: bool) -> EvaluationResult:
         if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
-            return EvaluationResult(Totals(torch.tensor([math.nan]), False), None)
+            return EvaluationResult(Totals(torch.tensor([math.nan]), None), None)
+        self._settle()
         self._job.ranks.device.select()
         layout, tensors = self._batches.for_evaluation(batch, self.step_count)
         if layout.batch_size < widest(self.plan):
@@ -372,14 +423,14 @@ class Engine:
         executor = self._shapes.executor(
             lowered, layout.batch_size, num_micro_batch, is_training=False
         )
-        outcome = executor.run(
-            StepInput(lowered.all_tensors(tensors), self.step_count, executor.program.samples), None
-        )
+        samples = executor.program.samples
+        copied = lowered.inputs.copy(tensors, samples)
+        everything = lowered.inputs.placeholders(copied, layout.batch_size)
+        rows = own_rows(samples) if copied.has_own_rows else samples
+        outcome = executor.run(StepInput(everything, self.step_count, rows), None)
         totals = None
         if prepared.num_terms:
-            totals = Totals(
-                torch.stack([outcome.loss]), self._job.ranks.is_distributed, self._shapes.transport
-            )
+            totals = Totals(torch.stack([outcome.loss]), self._job.ranks, self._shapes.transport)
         for warning in prepared.warnings if outputs else ():
             self._warn_once(f"engine.evaluate: {warning}")
         gathered = (
@@ -397,6 +448,7 @@ class Engine:
         """
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
+        self._settle()
         return gather_state(
             self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks
         )
@@ -411,6 +463,7 @@ class Engine:
         """
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))
+        self._settle()
         return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
 
     def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
@@ -424,6 +477,7 @@ class Engine:
             return None
         step = self._checkpoints.load(self._checkpoint_folder(folder), data)
         if step is not None:
+            self._updater.forget()
             self.step_count = step
             if self._job.zero is not None:
                 self._job.zero.loaded()
@@ -520,6 +574,7 @@ class Engine:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._settle()
 
     # ---- inside
 

@@ -41,7 +41,8 @@ class StepInput:
     step: int
     samples: Sequence[tuple[int, int]]
     """rows of the batch tensors that belong to each micro-batch"""
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
+    """what the gradient of the loss is multiplied by; on an accelerator only the device may know"""
 
 
 @dataclass

@@ -22,11 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.compat import foreach_mul_
 from whale.distributed.platform import Platform
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.plans.buckets import bucket_size
 from whale.runtime.block_gradients import BlockGradients
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -256,9 +259,9 @@ def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
     return pieces
 
 
-def squared_norm(held: Sequence[Held], rank: int, device: str) -> Tensor:
-    """Sum of squares of the gradients that this rank answers for: each parameter counts on one of
-    its holders, which share the work.
+def counted_parameters(held: Sequence[Held], rank: int) -> list[Held]:
+    """Parameters with a gradient that this rank answers for in the norm of all: each counts on one
+    of its holders, which share the work.
 
     All holders of a set of parameters have them in the same order, so they agree on who counts
     what.
@@ -266,25 +269,47 @@ def squared_norm(held: Sequence[Held], rank: int, device: str) -> Tensor:
     num_counted: dict[
         tuple[int, ...], list[int]
     ] = {}  # numbers that each holder of these parameters counts
-    gradients = []
+    found = []
     for parameter in held:
         counted = num_counted.setdefault(parameter.ranks, [0] * len(parameter.ranks))
         place = counted.index(min(counted))
         counted[place] += parameter.tensor.numel()
         if parameter.ranks[place] == rank and parameter.tensor.grad is not None:
-            gradients.append(parameter.tensor.grad)
-    if not gradients:
+            found.append(parameter)
+    return found
+
+
+def squared_norm(counted: Sequence[Held], device: str) -> Tensor:
+    """Sum of squares of the gradients of these parameters."""
+    dense = []
+    for parameter in counted:
+        gradient = parameter.tensor.grad
+        assert gradient is not None
+        dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    if not dense:
         return torch.zeros((), dtype=torch.float64, device=device)
-    dense = [
-        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
-    ]
     return torch.nn.utils.get_total_norm(dense).double().square()
 
 
-def scale_gradients(held: Sequence[Held], factor: float) -> None:
+def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:
+    """Multiplies all gradients, in one launch for each dtype. A tensor stands for a number that
+    only the device knows.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in held:
-        if parameter.tensor.grad is not None:
-            parameter.tensor.grad.mul_(factor)
+        gradient = parameter.tensor.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient.mul_(factor)
+        elif isinstance(factor, Tensor) and gradient.dtype in HALF:
+            # a number on the device takes the dtype of what it is multiplied with: one of 16 bits
+            # would be up to 0.4 % off
+            gradient.copy_(gradient.float() * factor)
+        else:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, gradients in by_dtype.items():
+        foreach_mul_(gradients, factor.to(dtype) if isinstance(factor, Tensor) else factor)
 
 
 def by_backward_order(names: Sequence[str], first_use: Mapping[str, int]) -> list[str]:

@@ -13,7 +13,10 @@ from torch import Tensor
 from whale.units import human_seconds
 
 if TYPE_CHECKING:
+    from whale.devices import HostCopy
+    from whale.distributed.ranks import Ranks
     from whale.distributed.transport import Transport
+    from whale.runtime.update import Update
 
 
 @dataclass(frozen=True)
@@ -32,40 +35,60 @@ class Timing:
 class Totals:
     """Scalars summed over all ranks, on their way; `values()` waits once and is never a
     collective.
+
+    On an accelerator they also stay there (`on_device`), and a copy goes to the host beside
+    compute: who looks waits for that copy and for nothing that was launched later.
     """
 
     def __init__(
-        self, parts: Tensor, is_distributed: bool, transport: Transport | None = None
+        self, parts: Tensor, ranks: Ranks | None, transport: Transport | None = None
     ) -> None:
+        """`ranks` None: the parts are those of all."""
         self._values: list[float] | None = None
+        self._copy: HostCopy | None = None
+        self._work: dist.Work | None = None
+        self._total = parts
         self._finish: Callable[[], Tensor] = lambda: parts
-        if is_distributed:
-            through_memory = (
-                transport.exchange(parts)
-                if transport is not None and parts.device.type == "cpu"
-                else None
-            )
-            self._finish = through_memory or _sum_by_group(parts)
+        if ranks is None:
+            return
+        if parts.device.type != "cpu":
+            self._begin_on_device(ranks)
+        elif ranks.is_distributed:
+            through_memory = transport.exchange(parts) if transport is not None else None
+            self._finish = through_memory or _sum_by_exchange(parts)
+
+    def _begin_on_device(self, ranks: Ranks) -> None:
+        device = ranks.device
+        if ranks.is_distributed:
+            self._work = dist.all_reduce(self._total, async_op=True)
+        with device.beside():
+            if self._work is not None:
+                self._work.wait()
+            self._copy = device.to_host(self._total)
+
+    def on_device(self) -> Tensor:
+        """The sums, for work that is launched after this call."""
+        if self._work is not None:
+            self._work.wait()  # the stream does, not the host
+        return self._total
 
     def values(self) -> list[float]:
         if self._values is None:
-            total = self._finish()
+            total = self._copy.read() if self._copy is not None else self._finish()
             self._values = (total if total.ndim == 1 else total.sum(dim=0)).tolist()
         return self._values
 
 
-def _sum_by_group(parts: Tensor) -> Callable[[], Tensor]:
-    """The sum over all ranks, or what each rank has: (ranks, parts)."""
-    work: dist.Work
-    if parts.device.type == "cpu":
-        # gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes
-        # a hop
-        num_ranks = dist.get_world_size()
-        total = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
-        work = dist.all_to_all_single(total.view(-1), parts.repeat(num_ranks), async_op=True)
-    else:
-        total = parts
-        work = dist.all_reduce(total, async_op=True)
+def _sum_by_exchange(parts: Tensor) -> Callable[[], Tensor]:
+    """What each rank has: (ranks, parts).
+
+    gloo sums in a ring of 2 (n - 1) hops, 20 ms for 8 ranks; one exchange of everything takes a
+    hop.
+    """
+    num_ranks = dist.get_world_size()
+    total = torch.empty(num_ranks, len(parts), dtype=parts.dtype)
+    work = dist.all_to_all_single(total.view(-1), parts.repeat(num_ranks), async_op=True)
+    assert work is not None
 
     def finish() -> Tensor:
         work.wait()
@@ -76,15 +99,26 @@ def _sum_by_group(parts: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one training step, the same on every rank except for `timing`."""
+    """Outcome of one training step, the same on every rank except for `timing`.
+
+    An accelerator may still be at work on the step: who looks waits.
+    """
 
     totals: Totals
     read_timing: Callable[[], Timing]
-    learning_rate: float
-    skipped: bool = False
-    """the update was left out on all ranks: an overflow in fp16, or a number that is not finite
-    while `on_nonfinite` says skip
-    """
+    update: Update
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, after the LR scheduler's."""
+        return self.update.learning_rate
+
+    @property
+    def skipped(self) -> bool:
+        """The update was left out on all ranks: an overflow in fp16, or a number that is not finite
+        while `on_nonfinite` says skip.
+        """
+        return self.update.skipped
 
     @property
     def loss(self) -> float:

@@ -187,6 +187,10 @@ class Shapes:
 
         return self._find(self._training, layout.key, capture)
 
+    def known_training(self, layout: BatchLayout) -> Lowered | None:
+        """The graph for batches of this shape, if there is one already."""
+        return self._training.get(layout.key)
+
     def evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
         def capture() -> Lowered:
             job = self._job

@@ -1,5 +1,9 @@
 """The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on
 every rank, from the same totals.
+
+On a CPU, and with optimizers that cannot be told otherwise, the host waits for the totals and
+decides. On accelerators the device decides (`runtime/masked_update.py`), and the host looks at the
+totals one step late, or when the user does.
 """
 
 from __future__ import annotations
@@ -7,27 +11,35 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from whale.config import Config
 from whale.distributed.ranks import Ranks
-from whale.runtime.gradients import Held, scale_gradients
+from whale.distributed.transport import Transport
+from whale.lowering.program import Lowered
+from whale.runtime.gradients import (
+    Held,
+    by_backward_order,
+    counted_parameters,
+    scale_gradients,
+    squared_norm,
+)
+from whale.runtime.loss_scale import DeviceLossScale, LossScale
+from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
 from whale.runtime.result import Totals
+from whale.runtime.shapes import Job
 from whale.runtime.stage_updates import StageUpdates
 
 logger = logging.getLogger("whale")
 
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-INITIAL_SCALE = 2.0**16
-GROWTH = 2.0
-BACKOFF = 0.5
-GROWTH_INTERVAL = 2000
-
 OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+Empty = Callable[[], "Tensor | None"]
+"""gives the number of denominators of the loss that are zero; None where this rank knows of none"""
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -55,54 +67,66 @@ def _check_factories(optimizer: object, scheduler: object) -> None:
         )
 
 
-@dataclass
-class LossScale:
-    """Dynamic loss scaling for fp16: the loss is multiplied so that small gradients do not vanish,
-    and steps that overflow are skipped.
-
-    The rule is that of `torch.amp.GradScaler`: halve after a step with an infinite gradient, double
-    after `growth_interval` good steps. Whether a step overflowed is read from the gradient norm of
-    the whole model, which all ranks know alike: a step is skipped on all or on none.
-    """
-
-    scale: float = INITIAL_SCALE
-    growth_interval: int = GROWTH_INTERVAL
-    good_steps: int = 0
-    num_skipped: int = 0
-
-    def update(self, is_finite: bool) -> None:
-        """Counts a step whose gradient norm was finite or not."""
-        if not is_finite:
-            self.scale *= BACKOFF
-            self.good_steps = 0
-            self.num_skipped += 1
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.scale *= GROWTH
-            self.good_steps = 0
-
-    def state(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.scale = float(state["scale"])
-        self.good_steps = int(state["good_steps"])
-        self.num_skipped = int(state["num_skipped"])
-
-
 class NonFiniteError(ValueError):
     """A loss or gradient is not a finite number. Raised on every rank alike."""
 
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+        """the step that has it: on an accelerator it is found while the next one runs"""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Update:
     """What became of one step."""
 
-    seconds: float
-    skipped: bool
+    updater: Updater
+    step: int
+    totals: Totals
+    seconds: float = 0.0
     waited_s: float = 0.0
     """seconds until loss and gradient norm of all ranks were there"""
+    is_left_out: bool | None = None
+    """None: only the device knows yet"""
+    rate: float | None = None
+    schedule_before: ScheduleState | None = None
+    """what the LR scheduler's step changed, where it did not wait for the numbers"""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out on all ranks."""
+        if self.is_left_out is None:
+            loss, squared_norm = self.totals.values()[:2]
+            return self.updater.leaves_out(loss, squared_norm)
+        return self.is_left_out
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step that follows."""
+        if self.rate is None:
+            self.updater.settle()
+        assert self.rate is not None
+        return self.rate
+
+
+@dataclass(frozen=True)
+class ScheduleState:
+    """An LR scheduler and the options of its optimizer's groups at one moment."""
+
+    scheduler: dict[str, Any]
+    options: list[dict[str, Any]]
+
+    @staticmethod
+    def of(scheduler: Any, optimizer: torch.optim.Optimizer) -> ScheduleState:
+        options = []
+        for group in optimizer.param_groups:
+            options.append({key: value for key, value in group.items() if key != "params"})
+        return ScheduleState(dict(scheduler.state_dict()), options)
+
+    def put_back(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        scheduler.load_state_dict(self.scheduler)
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(options)
 
 
 class Updater:
@@ -113,9 +137,11 @@ class Updater:
         trainable: Sequence[tuple[str, torch.nn.Parameter]],
         optimizer: OptimizerFactory | None,
         scheduler: SchedulerFactory | None,
-        config: Config,
-        ranks: Ranks,
+        job: Job,
+        lowered: Lowered,
     ) -> None:
+        config = job.config
+        ranks = job.ranks
         _check_factories(optimizer, scheduler)
         self.is_given = optimizer is not None
         self.optimizer = (
@@ -131,10 +157,23 @@ class Updater:
             if scheduler is not None and self.optimizer is not None
             else None
         )
-        self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config = config
         self._ranks = ranks
         self._by_stage: StageUpdates | None = None
+        self.masked: MaskedUpdates | None = None
+        """None where the host waits for loss and norm, or where nothing depends on them"""
+        self.loss_scale: LossScale | DeviceLossScale | None = None
+        if config.needs_all_gradients is not None:
+            can = can_mask(self.optimizer, config, ranks.device)
+            if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
+                names = by_backward_order(list(job.plan.holders), lowered.first_use)
+                self.masked = MaskedUpdates(self.optimizer, config, ranks.device, names)
+        if self.masked is not None:
+            self.loss_scale = self.masked.loss_scale
+        elif config.precision == "fp16":
+            self.loss_scale = LossScale()
+        self._pending: Update | None = None
+        """the last step, whose totals the host has not looked at"""
 
     def begin(self, held: Sequence[Held], lending: Collection[int]) -> StageUpdates | None:
         """Start of a step: what updates each stage as soon as it may be; None where all must be
@@ -176,84 +215,187 @@ class Updater:
             else 0.0
         )
 
+    # ---- the update of a step
+
+    def totals(
+        self,
+        loss: Tensor,
+        held: Sequence[Held],
+        transport: Transport | None,
+        num_empty: Empty,
+        is_scaled: bool,
+    ) -> Totals:
+        """Loss and squared gradient norm of the whole model, on their way. `loss`: this rank's
+        part. `is_scaled`: gradients still have the loss scale in them.
+        """
+        ranks = self._ranks
+        counted = counted_parameters(held, ranks.rank)
+        if self.masked is not None:
+            norms = self.masked.norms(counted, is_scaled)
+            parts = self.masked.parts(loss, norms, num_empty(), (ranks.rank, ranks.num_ranks))
+        else:
+            norm = squared_norm(counted, ranks.device.name)
+            if isinstance(self.loss_scale, LossScale) and is_scaled:
+                norm = norm / self.loss_scale.scale**2
+            parts = torch.stack([loss, norm.to(loss)])
+        return Totals(parts, ranks, transport)
+
     def apply(
         self,
         held: Sequence[Held],
         totals: Totals,
         step: int,
-        counts_nothing: Callable[[], bool] = lambda: False,
+        num_empty: Empty,
         is_scaled: bool = True,
     ) -> Update:
-        """Steps the optimizer, unless this step is to be skipped. `counts_nothing`: whether a
-        denominator of the loss is zero. `is_scaled`: gradients still have the loss scale in them.
+        """Steps the optimizer, unless this step is to be skipped. `is_scaled`: gradients still have
+        the loss scale in them.
         """
-        config = self._config
+        update = Update(self, step, totals)
+        if self.masked is not None:
+            self._apply_masked(self.masked, held, update, is_scaled)
+            return update
         factor = 1.0
-        waited_s = 0.0
-        if config.needs_all_gradients is not None:
+        if self._config.needs_all_gradients is not None:
             start = time.perf_counter()
-            loss = totals.values()[0]
-            norm = totals.values()[1] ** 0.5
-            waited_s = time.perf_counter() - start
-            if self.loss_scale is not None:
+            loss, squared = totals.values()
+            update.waited_s = time.perf_counter() - start
+            update.is_left_out = self.leaves_out(loss, squared)
+            norm = squared**0.5
+            if isinstance(self.loss_scale, LossScale):
                 factor = 1.0 / self.loss_scale.scale if is_scaled else 1.0
                 self.loss_scale.update(math.isfinite(norm))
-                if not math.isfinite(norm) and math.isfinite(loss):
-                    return Update(
-                        0.0, True, waited_s
-                    )  # an overflow, which the smaller scale will mend
-            if not (math.isfinite(loss) and math.isfinite(norm)) and self._skips(
-                held, loss, norm, step, counts_nothing
-            ):
-                return Update(0.0, True, waited_s)
-            if config.clip_grad_norm is not None:
-                factor *= min(1.0, config.clip_grad_norm / (norm + CLIP_EPSILON))
+            if self._is_wrong(loss, norm):
+                self._say(update, *self._find_bad(held, num_empty))
+            if self._config.clip_grad_norm is not None:
+                factor *= min(1.0, self._config.clip_grad_norm / (norm + CLIP_EPSILON))
         start = time.perf_counter()
+        if not update.is_left_out:
+            self._step(held, factor)
+            self._schedule(totals)
+        update.is_left_out = bool(update.is_left_out)
+        update.rate = self.learning_rate
+        update.seconds = time.perf_counter() - start
+        return update
+
+    def _step(self, held: Sequence[Held], factor: float) -> None:
         if factor != 1.0:
             scale_gradients(held, factor)
         if self._by_stage is not None:
             self._by_stage.finish()
         elif self.optimizer is not None:
             self.optimizer.step()
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+
+    def _schedule(self, totals: Totals) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(totals.values()[0])
         elif self.scheduler is not None:
             self.scheduler.step()
-        return Update(time.perf_counter() - start, False, waited_s)
 
-    def _skips(
-        self,
-        held: Sequence[Held],
-        loss: float,
-        norm: float,
-        step: int,
-        counts_nothing: Callable[[], bool],
-    ) -> bool:
-        """Whether a step with a non-finite number is left out; `stop` raises on every rank."""
+    def leaves_out(self, loss: float, squared_norm: float) -> bool:
+        """Whether a step with these totals changes nothing."""
+        is_overflow = math.isfinite(loss) and not math.isfinite(squared_norm)
+        if self.loss_scale is not None and is_overflow:
+            return True  # the smaller scale will mend it
+        return self._is_wrong(loss, squared_norm)
+
+    def _is_wrong(self, loss: float, norm: float) -> bool:
+        """Whether there is a number that nothing mends, and the user does not want to go on."""
         if self._config.on_nonfinite == "continue":
             return False
-        bad = next(
-            (
-                p.name
-                for p in held
-                if p.tensor.grad is not None and not bool(p.tensor.grad.isfinite().all())
-            ),
-            None,
-        )
-        found = self._ranks.gather((bad, counts_nothing()))
+        if self.loss_scale is not None:
+            return not math.isfinite(loss)
+        return not (math.isfinite(loss) and math.isfinite(norm))
+
+    # ---- on an accelerator: looked at one step late
+
+    @property
+    def _schedules_late(self) -> bool:
+        """Whether the LR scheduler must know what became of a step: it may not count, or its loss
+        decides.
+        """
+        if self.masked is None or self.scheduler is None:
+            return False
+        may_skip = self._config.on_nonfinite == "skip" or self.loss_scale is not None
+        assert self.optimizer is not None
+        has_tensors = any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups)
+        return may_skip or has_tensors or isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def _apply_masked(
+        self, masked: MaskedUpdates, held: Sequence[Held], update: Update, is_scaled: bool
+    ) -> None:
+        """Launches the update and looks at the step before."""
+        start = time.perf_counter()
+        if self._schedules_late:
+            self.settle()  # the learning rate of this update
+        masked.apply(held, update.totals.on_device(), is_scaled)
+        if not self._schedules_late:
+            self.settle()
+            if self.scheduler is not None and self.optimizer is not None:
+                update.schedule_before = ScheduleState.of(self.scheduler, self.optimizer)
+                self.scheduler.step()
+            update.rate = self.learning_rate
+        update.seconds = time.perf_counter() - start
+        self._pending = update
+
+    def settle(self) -> None:
+        """Looks at the last step, if nobody has: its message, its error, its LR scheduler. Waits
+        until the device has the numbers; never a collective.
+        """
+        update = self._pending
+        self._pending = None
+        if update is None or self.masked is None:
+            return
+        loss, squared = update.totals.values()[:2]
+        update.is_left_out = self.leaves_out(loss, squared)
+        if self._is_wrong(loss, squared):
+            if self._config.on_nonfinite == "stop":
+                self.masked.resume()  # for those who catch the error
+                if update.schedule_before is not None and self.optimizer is not None:
+                    update.schedule_before.put_back(self.scheduler, self.optimizer)
+            values = update.totals.values()
+            self._say(update, self.masked.bad_parameters(values), values[NUM_EMPTY] > 0)
+        elif not update.is_left_out and self._schedules_late:
+            self._schedule(update.totals)
+        update.rate = self.learning_rate
+
+    def forget(self) -> None:
+        """All state is replaced, by a checkpoint: what became of the last step no longer counts."""
+        self._pending = None
+        if self.masked is not None:
+            self.masked.resume()
+
+    # ---- numbers that are not finite
+
+    def _find_bad(self, held: Sequence[Held], num_empty: Empty) -> tuple[dict[int, str], bool]:
+        """Rank -> a parameter with a gradient that is not finite; and whether a denominator of the
+        loss is zero. All ranks call it.
+        """
+        bad = None
+        for parameter in held:
+            gradient = parameter.tensor.grad
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                bad = parameter.name
+                break
+        empty = num_empty()
+        found = self._ranks.gather((bad, empty is not None and bool(empty)))
         places = {rank: name for rank, (name, _) in enumerate(found) if name is not None}
-        is_empty = any(empty for _, empty in found)
+        return places, any(is_empty for _, is_empty in found)
+
+    def _say(self, update: Update, places: Mapping[int, str], is_empty: bool) -> None:
+        """Logs that a step is left out; `stop` raises, on every rank."""
+        loss, squared = update.totals.values()[:2]
         where = (
             ", ".join(f"{name} on rank {rank}" for rank, name in list(places.items())[:4])
             or "no gradient, only the loss"
         )
         text = (
-            f"step {step}: the loss is {loss:.6g} and the gradient norm {norm:.6g}; not finite: "
-            f"{where}"
+            f"step {update.step}: the loss is {loss:.6g} and the gradient norm {squared**0.5:.6g}; "
+            f"not finite: {where}"
         )
         if self._config.on_nonfinite == "skip":
             logger.warning("%s. The step is skipped on all ranks", text)
-            return True
+            return
         advice = (
             "The loss divides by the number of samples or labels that count, and none counts in "
             "this mini-batch (all labels ignored, or a "
@@ -262,5 +404,6 @@ class Updater:
             else 'Lower the learning rate, set "clip_grad_norm"'
         )
         raise NonFiniteError(
-            f'{text}. The weights are unchanged. {advice}, or continue with "on_nonfinite": "skip"'
+            f'{text}. The weights are unchanged. {advice}, or continue with "on_nonfinite": "skip"',
+            update.step,
         )
