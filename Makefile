@@ -3,6 +3,7 @@
 # make test-all  the same with the slow tests
 # make docs      the documentation site; make docs-serve shows it while you write
 # make results   runs the benchmarks and writes the page of results
+# make setup-integrations  what the slow tests of trainers, trackers and model families need; test-all does it
 # PYTHON=python3.12 make setup   takes another Python
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
 PYTEST_OPTIONS ?= -n 2
 
-.PHONY: train test test-all setup browser lint docs docs-serve results clean
+.PHONY: setup-integrations train test test-all setup browser lint docs docs-serve results clean
 
 train: setup
 	$(VENV)/bin/whale run -n 4 examples/train_m6.py
@@ -20,7 +21,7 @@ train: setup
 test: lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_OPTIONS)
 
-test-all: lint browser
+test-all: lint browser setup-integrations
 	WHALE_THOROUGH=1 $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
 
 # the page of a plan is tested in a real browser; without one that test is skipped and says so
@@ -59,6 +60,16 @@ $(VENV)/.whale-docs: $(STAMP)
 # runs every benchmark of benchmarks/results.py, one after the other, on an otherwise idle machine: about an hour
 results: setup
 	$(VENV)/bin/python benchmarks/results.py
+
+# other trainers, trackers and families of models that the slow tests use; large, so not part of setup
+INTEGRATIONS := $(VENV)/.whale-integrations
+setup-integrations: $(INTEGRATIONS)
+
+$(INTEGRATIONS): $(STAMP) tests/families.txt
+	@echo "setup: installing trainers, trackers and model families for test-all"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,integrations]' -c constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/families.txt
+	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -102,6 +102,17 @@ def init(
         _session.ranks = Ranks(checked.device, checked.timeout_s, checked.stall_timeout_s)
 
 
+def configure(**changes: Any) -> Config:
+    """The settings of this process with these changed; starts Whale where `init` was not called.
+    What a trainer knows besides (precision, seed) comes in this way.
+    """
+    if _session.ranks is None:
+        init(_session.config.replace(**changes))
+    else:
+        _session.config = _session.config.replace(**changes)
+    return _session.config
+
+
 def num_devices() -> int:
     """Number of devices of this job (the seeds' `total_gpu`)."""
     return _session.num_devices if _session.num_devices is not None else _ranks().num_ranks
@@ -451,6 +462,7 @@ __all__ = [
     "Engine",
     "Plan",
     "PlanReady",
+    "configure",
     "init",
     "num_devices",
     "parallelize",

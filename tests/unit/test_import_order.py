@@ -35,6 +35,7 @@ ORDER = (
     ("calibration",),
     ("report",),
     ("api",),
+    ("integrations",),
     ("launcher", "cli_plans", "cli", "__main__"),
 )
 """packages and modules of `whale`, the lowest first: each imports its own row and rows before it"""

@@ -44,6 +44,7 @@ class Capture:
     output_structure: Any = None
     output_is_tensor: tuple[bool, ...] = ()
     has_loss: bool = True
+    output_is_loss: bool = False
 
 
 def _complete_users(graph: Graph) -> None:
@@ -98,6 +99,7 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
         seen.output_structure,
         seen.output_is_tensor,
         seen.has_loss,
+        seen.output_is_loss,
     )
 
 

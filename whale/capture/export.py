@@ -71,6 +71,8 @@ class Seen:
     """
 
     has_loss: bool = True
+    output_is_loss: bool = False
+    """the model gives the loss itself, not something that holds it"""
     output_structure: Any = None
     """pytree structure of the outputs (evaluation only)"""
     output_is_tensor: tuple[bool, ...] = ()
@@ -204,6 +206,7 @@ class _LossOf(torch.nn.Module):
             value = self._value(loss)
         self.seen.changed_numbers = changed_numbers(before, attributes(self.model))
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+        self.seen.output_is_loss = has_loss and value is output
         if not self.with_outputs:
             if not has_loss:
                 raise CaptureError(_no_loss(output, value, self.task.loss))

@@ -17,7 +17,7 @@ from whale.lowering.inputs import CopiedBatch, own_rows
 from whale.lowering.program import Lowered
 from whale.runtime.data import ShardedBatch
 from whale.runtime.executor import StepInput
-from whale.runtime.shapes import Job, Shapes
+from whale.runtime.shapes import Job, Shapes, largest_micro_batches
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
@@ -117,9 +117,8 @@ class Batches:
 
     def own_samples(self, lowered: Lowered, batch_size: int) -> list[tuple[int, int]]:
         """Sample intervals of a mini-batch that this rank trains on, one for each micro-batch."""
-        executor = self._shapes.executor(
-            lowered, batch_size, self._job.plan.num_micro_batch, is_training=True
-        )
+        num_micro_batch = largest_micro_batches(self._job.plan, batch_size)
+        executor = self._shapes.executor(lowered, batch_size, num_micro_batch, is_training=True)
         return list(executor.program.samples)
 
     def _check_sharded(self, batch: ShardedBatch, num_rebalanced: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 from whale.checkpoint import Handle, nothing_to_save
 from whale.devices import Moment
+from whale.distributed.ranks import Ranks
 from whale.distributed.watch import reporting
 from whale.lowering.inputs import own_rows
 from whale.lowering.program import Lowered
@@ -111,6 +112,26 @@ class Engine:
         self._settle()
         return self._updater.scheduler
 
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those of the job."""
+        return self._job.ranks
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples that a batch must have at least: one for each device that it is cut over."""
+        return widest(self.plan)
+
+    @property
+    def takes_named(self) -> bool:
+        """Whether a batch is a dict of keyword arguments."""
+        return self._job.sample.structure.type is dict
+
+    @property
+    def model_returns_loss(self) -> bool:
+        """Whether the output of the model is the loss itself, not something that holds it."""
+        return self._job.loss is None and self._job.prepared.capture.output_is_loss
+
     # ---- training
 
     def step(self, batch: Any) -> StepResult:
@@ -177,9 +198,9 @@ class Engine:
         whole_or_own = batch.batch if isinstance(batch, AheadBatch) else batch
         if isinstance(whole_or_own, ShardedBatch):
             self._reads_shards = True
-        executor = self._shapes.executor(
-            lowered, batch_size, self.plan.num_micro_batch, is_training=True
-        )
+        # the last batch of an epoch may be too small for all micro-batches
+        num_micro_batch = largest_micro_batches(self.plan, batch_size)
+        executor = self._shapes.executor(lowered, batch_size, num_micro_batch, is_training=True)
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
         updates = None

@@ -332,7 +332,7 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
 
 
 def largest_micro_batches(plan: Plan, batch_size: int) -> int:
-    """Number of micro-batches of an evaluation: as in training, fewer for a smaller batch."""
+    """Number of micro-batches of this batch: as planned, fewer for a smaller one."""
     return max(1, min(plan.num_micro_batch, batch_size // widest(plan)))
 
 

@@ -1,0 +1,160 @@
+"""`whale.integrations.accelerate.prepare` against `accelerator.prepare` in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from tests.integration import trainers  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
+NUM_STEPS = 20
+
+
+def train(
+    config: dict[str, Any] | None, folder: str, start: int = 0, stop: int = NUM_STEPS
+) -> list[float]:
+    """A plain loop of Accelerate: accumulation, clipping, a schedule, checkpoints. `config` None:
+    the stock one.
+    """
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = trainers.model(transformers.GPT2LMHeadModel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    generator = torch.Generator().manual_seed(3)
+    data = torch.utils.data.DataLoader(
+        trainers.Sentences(23), 4, shuffle=True, generator=generator, collate_fn=trainers.padded
+    )
+    if config is None:
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    else:
+        from whale.integrations.accelerate import prepare
+
+        model, optimizer, data, scheduler = prepare(
+            accelerator, model, optimizer, data, scheduler, whale=config
+        )
+    if start:
+        accelerator.load_state(folder)
+    losses: list[float] = []
+    step = 0
+    while step < stop:
+        for batch in data:
+            if step == stop:
+                break
+            if step < start:  # the loader of a resumed run goes over what was trained on
+                step += 1
+                continue
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    losses.append(norm.item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            step += 1
+            if step == stop < NUM_STEPS:
+                accelerator.save_state(folder)
+    model.eval()
+    with torch.no_grad():
+        last = next(iter(data))
+        output = model(**last)
+        losses.append(output.loss.item())
+        losses.append(accelerator.gather_for_metrics(output.logits).double().sum().item())
+    return losses
+
+
+def test_stages(tmp_path: Path) -> None:
+    (expected,) = run_ranks(train, 1, None, str(tmp_path))
+    for found in run_ranks(train, 2, STAGES, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_data_parallel(tmp_path: Path, num_ranks: int) -> None:
+    (expected,) = run_ranks(train, 1, None, str(tmp_path))
+    for found in run_ranks(train, num_ranks, {}, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, STAGES), (1, {})), ((1, {}), (2, {})), ((2, {}), (2, STAGES))]
+)
+def test_resume_in_the_middle_on_other_ranks(
+    tmp_path: Path, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
+) -> None:
+    """Saved after 10 of 20 batches."""
+    (expected,) = run_ranks(train, 1, None, str(tmp_path))
+    folder = str(tmp_path / "state")
+    run_ranks(train, before[0], before[1], folder, 0, 10)
+    for found in run_ranks(train, after[0], after[1], folder, 10):
+        assert found == pytest.approx(expected[15:], rel=2e-5)
+
+
+def own_loss(num: int) -> list[float]:
+    """A model without a loss in its forward, trained by `loss=`."""
+    from whale.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, torch.arange(12) % 3), batch_size=6
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    local = torch.nn.Linear(4, 3)
+    local.load_state_dict(model.state_dict())
+    own = torch.optim.SGD(local.parameters(), lr=0.5)
+    model, optimizer, data = prepare(
+        accelerator,
+        model,
+        optimizer,
+        data,
+        loss=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[1]),
+    )
+    differences = []
+    for batch in data:
+        loss = model(*batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = torch.nn.functional.cross_entropy(local(batch[0]), batch[1])
+        own.zero_grad()
+        expected.backward()
+        own.step()
+        differences.append((loss - expected).item())
+    return differences
+
+
+def test_a_loss_outside_of_the_model() -> None:
+    for differences in run_ranks(own_loss, 2, 0):
+        assert differences == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+def test_two_forwards_before_a_backward_are_refused() -> None:
+    from whale.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = trainers.model(transformers.GPT2LMHeadModel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = trainers.Sentences(4)
+    batch = trainers.padded([samples[place] for place in range(4)])
+    model, optimizer = prepare(accelerator, model, optimizer, sample=batch)
+    first = model(**batch).loss
+    model(**batch)
+    with pytest.raises(RuntimeError, match="call backward before the model is called again"):
+        first.backward()
+    with pytest.raises(AttributeError, match=r"model\.eval\(\) for other outputs"):
+        model(**batch).logits  # noqa: B018

@@ -1,0 +1,203 @@
+"""`WhaleTrainer` against the stock `Trainer` in one process: logged losses, gradient norms, learning
+rates, evaluations.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from tests.integration import trainers  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+from whale.integrations.transformers import WhaleTrainer  # noqa: E402
+
+STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
+TASKS = {"language_model": trainers.language_model, "classification": trainers.classification}
+Lines = list[dict[str, float]]
+
+
+def stock(task: str, folder: str, changes: dict[str, Any]) -> Lines:
+    lines, _ = TASKS[task](transformers.Trainer, folder, {}, **changes)
+    return trainers.kept(lines)
+
+
+def whale(task: str, folder: str, config: dict[str, Any], changes: dict[str, Any]) -> Lines:
+    lines, trainer = TASKS[task](WhaleTrainer, folder, {"whale": config}, **changes)
+    trainer.save_model(str(Path(folder) / "saved"))
+    return trainers.kept(lines)
+
+
+def check_same(found: Lines, expected: Lines, tolerance: float = 2e-5) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=tolerance, abs=1e-9), (name, theirs)
+
+
+def compare(
+    task: str,
+    folder: Path,
+    num_ranks: int,
+    config: dict[str, Any],
+    tolerance: float = 2e-5,
+    **changes: Any,
+) -> None:
+    (expected,) = run_ranks(stock, 1, task, str(folder / "stock"), changes)
+    assert len([line for line in expected if "loss" in line]) == 20
+    for found in run_ranks(whale, num_ranks, task, str(folder / "whale"), config, changes):
+        check_same(found, expected, tolerance)
+
+
+def test_language_model_data_parallel(tmp_path: Path) -> None:
+    """Warm-up, decay groups, clipping, accumulation with `num_items_in_batch`, a last batch of
+    three samples, shuffling.
+    """
+    compare("language_model", tmp_path, 2, {})
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whale" / "saved")
+    assert isinstance(saved, transformers.GPT2LMHeadModel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "config"), [(1, {}), (2, STAGES)])
+def test_language_model(tmp_path: Path, num_ranks: int, config: dict[str, Any]) -> None:
+    compare("language_model", tmp_path, num_ranks, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "config"), [(1, {}), (2, {}), (2, STAGES)])
+def test_classification_with_metrics(
+    tmp_path: Path, num_ranks: int, config: dict[str, Any]
+) -> None:
+    """An evaluation of 9 samples in batches of 4: the last one has fewer samples than devices."""
+    compare("classification", tmp_path, num_ranks, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{}, STAGES])
+def test_bf16(tmp_path: Path, config: dict[str, Any]) -> None:
+    compare("language_model", tmp_path, 2, config, tolerance=2e-2, bf16=True)
+
+
+@pytest.mark.slow
+def test_label_smoothing_and_no_clipping(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0}
+    compare("language_model", tmp_path, 2, STAGES, **changes)
+
+
+# ---- checkpoints
+
+
+def resumed(folder: str, config: dict[str, Any], checkpoint: str) -> Lines:
+    lines, _ = trainers.language_model(
+        WhaleTrainer, folder, {"whale": config}, save_strategy="steps", resume=checkpoint
+    )
+    return trainers.kept(lines)
+
+
+def interrupted(folder: str, config: dict[str, Any]) -> Lines:
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 2}
+    log = trainers.Log()
+    trainer = WhaleTrainer(
+        model=trainers.model(transformers.GPT2LMHeadModel),
+        args=trainers.settings(folder, **changes),
+        train_dataset=trainers.Sentences(23),
+        data_collator=trainers.padded,
+        callbacks=[log, _StopAfter(11)],
+        whale=config,
+    )
+    trainer.train()
+    return trainers.kept(log.lines)
+
+
+class _StopAfter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, STAGES), (1, {})), ((1, {}), (2, {})), ((2, {}), (2, STAGES))],
+)
+def test_resume_in_the_middle_on_other_ranks(
+    tmp_path: Path, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
+) -> None:
+    (expected,) = run_ranks(stock, 1, "language_model", str(tmp_path / "stock"), {})
+    folder = str(tmp_path / "whale")
+    run_ranks(interrupted, before[0], folder, before[1])
+    checkpoint = f"{folder}/checkpoint-10"
+    for lines in run_ranks(resumed, after[0], folder, after[1], checkpoint):
+        check_same(lines, expected[10:])
+
+
+# ---- own losses
+
+
+class _Weighted(WhaleTrainer):
+    """A script's own loss, as many have it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weights = torch.tensor([1.0, 2.0, 3.0], device=labels.device)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weights)
+        return (loss, outputs) if return_outputs else loss
+
+
+class _StockWeighted(transformers.Trainer):  # type: ignore[misc, name-defined]
+    compute_loss = _Weighted.compute_loss
+
+
+def weighted(own: bool, folder: str) -> Lines:
+    named = {"whale": STAGES} if own else {}
+    trainer = _Weighted if own else _StockWeighted
+    lines, _ = trainers.classification(trainer, folder, named, gradient_accumulation_steps=1)
+    return trainers.kept(lines)
+
+
+@pytest.mark.slow
+def test_a_subclass_with_its_own_loss(tmp_path: Path) -> None:
+    (expected,) = run_ranks(weighted, 1, False, str(tmp_path))
+    for lines in run_ranks(weighted, 2, True, str(tmp_path)):
+        check_same(lines, expected)
+
+
+class _Noisy(WhaleTrainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**{**inputs, "input_ids": inputs["input_ids"] * 1}).loss
+
+
+def test_a_loss_that_changes_the_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="another 'input_ids' than the collator gives"):
+        trainers.language_model(_Noisy, str(tmp_path), {})
+
+
+def test_what_the_plan_decides_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave auto_find_batch_size out"):
+        WhaleTrainer(
+            model=trainers.model(transformers.GPT2LMHeadModel),
+            args=trainers.settings(tmp_path, auto_find_batch_size=True),
+        )
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainers.language_model(transformers.Trainer, str(tmp_path), {}, **changes)
+    with pytest.raises(ValueError, match="was not saved by WhaleTrainer"):
+        trainers.language_model(
+            WhaleTrainer, str(tmp_path), {}, max_steps=4, resume=str(tmp_path / "checkpoint-2")
+        )
