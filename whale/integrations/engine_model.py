@@ -47,6 +47,7 @@ def spread(
 ) -> Spread:
     """Parallelizes a model with the optimizer that a script has made for it."""
     factory = Remade(optimizer, model)
+    sample = tuple(sample) if isinstance(sample, list) else sample
     engine = api.parallelize(model, sample, optimizer=factory.make, loss=loss)
     own = engine.optimizer or factory.without_parameters()
     return Spread(engine, EngineModel(engine, model), EngineOptimizer(engine, own))
@@ -113,6 +114,7 @@ class EngineModel(torch.nn.Module):
 
     def run(self, batch: Any) -> Any:
         """Trains on a batch, or evaluates it in eval mode and under `no_grad`."""
+        batch = tuple(batch) if isinstance(batch, list) else batch
         # the captured graph has its own casts
         with torch.autocast(self.engine.ranks.device.type, enabled=False):
             if not (self.training and torch.is_grad_enabled()):
