@@ -88,6 +88,12 @@ BENCHMARKS = (
         "enumeration of all divisions",
     ),
     Benchmark(
+        "unlike_replicas",
+        EMULATED,
+        "Model replicas that are not alike: emulated step near the predicted one, and times faster",
+        "the best plan of alike replicas on the same devices",
+    ),
+    Benchmark(
         "reproduce_whale",
         PREDICTED,
         "Order of the systems in the figures of the Whale paper",

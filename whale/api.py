@@ -305,10 +305,11 @@ def _plan(
 
 def _first_cut_weight(plan: Plan) -> str | None:
     """Name of a parameter that is stored in parts; None where all are whole."""
-    for sharding in plan.shardings:
-        for name, stored in sharding.stored.items():
-            if stored.is_cut:
-                return name
+    for template in plan.templates:
+        for sharding in template.shardings:
+            for name, stored in sharding.stored.items():
+                if stored.is_cut:
+                    return name
     return None
 
 
@@ -384,8 +385,9 @@ def _weights(
     init: Init | None,
     config: Config,
 ) -> dict[str, torch.Tensor]:
-    own = set(chosen.stages_of_rank(ranks.rank))
-    held = [name for name, stages in chosen.holders.items() if own & set(stages)]
+    view = chosen.of_rank(ranks.rank)
+    own = set(view.stages_of_rank(ranks.rank))
+    held = [name for name, stages in view.holders.items() if own & set(stages)]
     if 0 in own:  # what the graph does not use stays on stage 0, so that checkpoints are complete
         held.extend(first for first in dict.fromkeys(names.values()) if first not in chosen.holders)
     shards = Shards(chosen)

@@ -74,6 +74,62 @@ def _device(value: Any) -> str:
     return str(value)
 
 
+REPLICA_KEYS = ("stages", "samples", "num_micro_batch", "schedule", "num_waves", "recompute")
+STAGE_KEYS = ("ranks", "start", "split", "grid")
+
+
+def _replicas(value: Any) -> list[dict[str, Any]] | None:
+    """Model replicas that are given one by one, each with its stages."""
+    if value is None:
+        return None
+    form = (
+        'a list like [{"stages": [[0]]}, {"stages": [[1], [2, 3]], "samples": 8}], in which every '
+        "stage has the ranks of its devices"
+    )
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(form)
+    return [_replica(each, form) for each in value]
+
+
+def _replica(value: Any, form: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not isinstance(value.get("stages"), (list, tuple)):
+        raise ValueError(form)
+    for key in value:
+        if key not in REPLICA_KEYS:
+            raise ValueError(f"{form}, with the keys {', '.join(REPLICA_KEYS)}")
+    for key in ("samples", "num_micro_batch", "num_waves"):
+        if key in value and not _is_count(value[key], least=1):
+            raise ValueError(f"{form}, with a whole number of at least 1 as {key!r}")
+    schedules = get_args(Config.model_fields["schedule"].annotation)
+    if value.get("schedule", "1f1b") not in schedules:
+        raise ValueError(f"{form}, with one of {', '.join(schedules)} as 'schedule'")
+    if "recompute" in value:
+        _recompute(value["recompute"])
+    stages = [_stage(stage, form) for stage in value["stages"]]
+    if not stages:
+        raise ValueError(form)
+    return {**value, "stages": stages}
+
+
+def _stage(value: Any, form: str) -> list[int] | dict[str, Any]:
+    if isinstance(value, Mapping):
+        if not set(value) <= set(STAGE_KEYS) or "ranks" not in value:
+            raise ValueError(f"{form}, or the keys {', '.join(STAGE_KEYS)}")
+        start = value.get("start")
+        if start is not None and not isinstance(start, str) and not _is_count(start, least=1):
+            raise ValueError(f"{form}, and starts with a module or the number of an operation")
+        return {**value, "ranks": _stage(value["ranks"], form)}
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(form)
+    if not all(_is_count(rank, least=0) for rank in value) or len(set(value)) < len(value):
+        raise ValueError(form)
+    return [int(rank) for rank in value]
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 # Strict: True is no number, "8" is no number, 8.0 is not whole. Values come from scripts and JSON,
 # where such a value is a mistake.
 Whole = Annotated[int, BeforeValidator(_plain_integer), Field(strict=True)]
@@ -101,6 +157,13 @@ class Config(BaseModel):
     num_task_graph: Count | None = None
     """Cuts a model without annotations into this many stages of about the same time. None: the
     annotations decide.
+    """
+
+    replicas: Annotated[list[dict[str, Any]] | None, BeforeValidator(_replicas)] = None
+    """Model replicas one by one, alike or not: `{"stages": [[0]]}` is the whole model on rank 0,
+    `{"stages": [[1], [2, 3]], "samples": 8, "num_micro_batch": 4}` a pipeline of two stages for 8
+    samples of the mini-batch. Not given: samples by speed, cuts by time. A stage may be
+    `{"ranks": [2, 3], "start": "h.6", "split": true}`. None: replicas are alike.
     """
 
     cluster: Words | None = None

@@ -1,7 +1,7 @@
 """The exactness table on the test device: asynchronous streams, races found, NCCL's rules.
 
 What is trained locally on the CPU in float64 must come out of ranks whose accelerator is the test
-device. 20 rows run always, the whole table is slow.
+device. 22 rows run always, the whole table is slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.device.collectives import BACKEND
 from tests.device.training import check_on_device, prepare_on_device, train_on_device
 from tests.exactness import Trace, compare
-from tests.integration.table import PLANS, PlanCase
+from tests.integration.table import PLANS, UNLIKE_PLANS, PlanCase
 from tests.integration.training import has_labels_like_input, merge, train_locally
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES, MAIN
@@ -21,10 +21,13 @@ from tests.zoo import CASES, MAIN
 preload("tests.integration.training", "tests.device.training")
 
 QUICK = {
-    "chain": [plan.name for plan in PLANS if not plan.one_tensor],
+    "chain": [
+        *(plan.name for plan in PLANS if not plan.one_tensor),
+        "1 device with 2 micro-batches beside 4 stages with 3",
+    ],
     "batch_norm": ["DP 3, batch 10", "2 stages x DP 2"],
     "tied": ["2 stages x DP 2", "auto cut into 4"],
-    "gpt2": ["replicate(2) -> replicate(1)"],
+    "gpt2": ["replicate(2) -> replicate(1)", "3 stages and 4 stages on 7 devices"],
 }
 """model -> plans that always run"""
 
@@ -32,9 +35,11 @@ QUICK = {
 def _rows() -> list[object]:
     found = []
     for case in MAIN:
-        for plan in PLANS:
+        for plan in (*PLANS, *UNLIKE_PLANS):
             if plan.one_tensor and not has_labels_like_input(case):
                 continue
+            if plan in UNLIKE_PLANS and case.batch_statistics:
+                continue  # refused
             marks = () if plan.name in QUICK.get(case.name, ()) else (pytest.mark.slow,)
             found.append(pytest.param(case.name, plan, marks=marks, id=f"{case.name}, {plan.name}"))
     return found

@@ -173,6 +173,21 @@ def test_one_fault_ends_the_job_everywhere(
     assert not (tmp_path / "final.safetensors").exists()
 
 
+def test_a_fault_in_replicas_that_are_not_alike_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    """Rank 2 is the second stage of a pipeline beside rank 0, which gets no message of it: both
+    others hear of its end.
+    """
+    (tmp_path / "unlike").touch()
+    outcome = jobs.run(tmp_path, [Fault("kill", 2, step=3, place=2)], num_ranks=3, restarts=0)
+    assert outcome.exit_code != 0 and 0 in outcome.fired
+    assert len(outcome.verdicts) == 1, outcome.output[-3000:]
+    told, _, stood = outcome.verdicts[0].partition("The others stood: ")
+    assert told.startswith("rank 2 died without a word (killed, or crashed)"), told
+    assert "rank 0 at step" in stood and "rank 1 at step" in stood
+    assert outcome.ended_s[0] < PROMISED_S
+    assert not jobs.orphans()
+
+
 def test_four_faults_in_one_job(jobs: Jobs, references: References, tmp_path: Path) -> None:
     faults = [
         Fault("kill", 1, step=2, place=4),

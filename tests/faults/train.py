@@ -4,7 +4,8 @@ injector.
     whale run -n 2 --restarts 3 tests/faults/train.py FOLDER --steps 12
 
 FOLDER holds `checkpoints`, `state` (the list of faults and what became of it) and in the end
-`final.safetensors`.
+`final.safetensors`. With a file `unlike` in it, rank 0 is a model replica of its own beside a
+pipeline of the others.
 """
 
 from __future__ import annotations
@@ -76,11 +77,20 @@ def main() -> None:
     options = parser.parse_args()
     checkpoints = options.folder / "checkpoints"
     injector = Injector(int(os.environ.get("RANK", "0")), options.folder / "state")
-    wh.init({"num_micro_batch": 2, "timeout_s": TIMEOUT_S, "keep_checkpoints": options.keep})
-    model = wh.annotate(
-        build(),
-        {"layers.[0-1]": wh.replicate(1), "layers.[2-3]|head": wh.replicate(wh.num_devices() - 1)},
-    )
+    config = {"num_micro_batch": 2, "timeout_s": TIMEOUT_S, "keep_checkpoints": options.keep}
+    model: nn.Module = build()
+    if (options.folder / "unlike").exists():
+        pipeline = [[rank] for rank in range(1, int(os.environ.get("WORLD_SIZE", "3")))]
+        wh.init({**config, "replicas": [{"stages": [[0]]}, {"stages": pipeline}]})
+    else:
+        wh.init(config)
+        model = wh.annotate(
+            model,
+            {
+                "layers.[0-1]": wh.replicate(1),
+                "layers.[2-3]|head": wh.replicate(wh.num_devices() - 1),
+            },
+        )
     sample = torch.utils.data.default_collate([Samples()[index] for index in range(BATCH_SIZE)])
     engine = wh.parallelize(model, sample, optimizer=optimizer, scheduler=scheduler)
     loader = engine.loader(Samples(), BATCH_SIZE, shuffle=True, seed=3)

@@ -81,3 +81,55 @@ PLANS = (
     ),
     PlanCase("2 stages, labels=input_ids", 2, {"num_micro_batch": 2}, (1, 1), one_tensor=True),
 )
+
+
+# ---- model replicas that are not alike
+
+
+def _replica(*stages: list[int], **settings: Any) -> dict[str, Any]:
+    return {"stages": list(stages), **settings}
+
+
+UNLIKE_PLANS = (
+    PlanCase(
+        "1 device beside 2 stages",
+        3,
+        {"replicas": [_replica([0]), _replica([1], [2], num_micro_batch=2)]},
+        only_for=("chain", "gpt2", "t5"),
+    ),
+    PlanCase(
+        "1 device with 2 micro-batches beside 4 stages with 3",
+        5,
+        {
+            "replicas": [
+                _replica([4], samples=4, num_micro_batch=2),
+                _replica([1], [0], [3], [2], num_micro_batch=3, schedule="auto"),
+            ]
+        },
+        only_for=("chain", "t5"),
+    ),
+    PlanCase(
+        "3 stages and 4 stages on 7 devices",
+        7,
+        {
+            "replicas": [
+                _replica([0], [1], [2], num_micro_batch=2, schedule="zero-bubble"),
+                _replica([3], [4], [5], [6], num_micro_batch=3),
+            ]
+        },
+        only_for=("gpt2",),
+    ),
+    PlanCase(
+        "stages of 3 and 4 devices",
+        7,
+        {"replicas": [_replica([0, 1, 2], [3, 4, 5, 6])], "num_micro_batch": 2},
+        only_for=("gpt2",),
+    ),
+    PlanCase(
+        "2 alike beside 2 stages, the second on 2 devices",
+        5,
+        {"replicas": [_replica([1]), _replica([3]), _replica([2], [0, 4], samples=5)]},
+        only_for=("chain",),
+    ),
+)
+"""not for models with batch statistics, whose results depend on the micro-batches"""

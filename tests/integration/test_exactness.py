@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.exactness import Trace, compare
-from tests.integration.table import PLANS, PlanCase
+from tests.integration.table import PLANS, UNLIKE_PLANS, PlanCase
 from tests.integration.training import (
     has_labels_like_input,
     merge,
@@ -15,7 +15,7 @@ from tests.integration.training import (
     train_locally,
     train_on_rank,
 )
-from tests.ranks import ModelServer, preload
+from tests.ranks import ModelServer, RankError, preload
 from tests.zoo import CASES, MAIN
 
 preload("tests.integration.training")
@@ -35,6 +35,15 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     "plan", [plan for plan in PLANS if not plan.kinds], ids=lambda plan: plan.name
 )
 def test_trains_like_local(subject: Subject, plan: PlanCase) -> None:
+    _compare_with_local(subject, plan)
+
+
+@pytest.mark.parametrize("plan", UNLIKE_PLANS, ids=lambda plan: plan.name)
+def test_trains_like_local_with_unlike_replicas(subject: Subject, plan: PlanCase) -> None:
+    if CASES[subject[0]].batch_statistics and len(plan.config["replicas"]) > 1:
+        with pytest.raises(RankError, match="a batch norm takes the statistics"):
+            subject[1].run(train_on_rank, plan.num_ranks, plan)
+        return
     _compare_with_local(subject, plan)
 
 

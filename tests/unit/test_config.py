@@ -118,6 +118,7 @@ def test_every_field_can_be_set_and_comes_back() -> None:
         "share_memory": False, "compile": True,
         "recompute": ["layers.*"], "keep_gathered": False, "zero": 3, "optimizer_state": "bf16",
             "adapt": "on", "adapt_threshold": 0.5, "adapt_steps": 3,
+        "replicas": [{"stages": [[0]]}, {"stages": [[1], [2]], "samples": 2}],
     }  # fmt: skip
     assert set(changes) == set(Config().to_dict())
     for key, value in changes.items():

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import Settings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
 from whale.emulation.timeline import Recorder
+from whale.planning.join import joined_figures
 from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
 from whale.plans.figures import Figures
@@ -120,7 +122,7 @@ class EmulatedPlatform(Platform):
         self.factor = settings.stretch or stretch_factor(self.times.shortest_s)
         self.stub = make_stub(plan, start.figures) if start.is_stub else None
         self._cards = _open_cards(start.cards, cluster, ranks)
-        own = plan.stages_of_rank(ranks.rank)
+        own = plan.of_rank(ranks.rank).stages_of_rank(ranks.rank)
         self._all_reduces = AllReduceClock(
             all_reduces_of(plan, start.figures, plan.settings.bucket_bytes, self.factor),
             ranks,
@@ -168,8 +170,9 @@ class EmulatedPlatform(Platform):
         """The memory of this rank with the weights in it; all ranks refuse together where they do not
         fit.
         """
-        figures = self.figures.on(self.ranks.rank)
-        shared = shared_bytes(self.full_plan, figures, own_stages)
+        times = self.times.of_rank(self.ranks.rank)
+        figures = times.figures.on(self.ranks.rank)
+        shared = shared_bytes(times.plan, figures, own_stages)
         device = self._cluster.devices[self.ranks.rank]
         memory = Memory(device, figures, own_stages, shared, bucket_bytes)
         with self.ranks.together():
@@ -191,9 +194,10 @@ class EmulatedPlatform(Platform):
         stub = self.stub
         if stub is None:
             return None
-        own = set(stub.plan.stages_of_rank(self.ranks.rank))
+        view = stub.plan.of_rank(self.ranks.rank)
+        own = set(view.stages_of_rank(self.ranks.rank))
         weights: dict[str, Tensor] = {}
-        for name, stages in stub.plan.holders.items():
+        for name, stages in view.holders.items():
             if own & set(stages):
                 weights[name] = stub.model.get_parameter(name)
         # the script's own run folder may hold a real run
@@ -216,7 +220,8 @@ class EmulatedPlatform(Platform):
             self.ranks, pairs, self._cluster, self._cards, self.factor, share_memory
         )
         if self.stub is not None:
-            transport.num_bytes = self.stub.num_bytes
+            template = self.full_plan.template_of_rank(self.ranks.rank)
+            transport.num_bytes = partial(self.stub.num_bytes, template=template)
         return transport
 
     def pace(
@@ -294,8 +299,12 @@ def _figures(
     if prepared is None:
         return figures_in(plan)
     ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
-    assignment = apply_plan(plan, prepared.captured, prepared.kinds)
-    return figures_in(price(plan, prepared.captured, assignment, cluster, ratio, config.dtype))
+    captured = prepared.captured
+    known = []
+    for view in plan.by_template:
+        assignment = apply_plan(view, captured, prepared.kinds)
+        known.append(figures_in(price(view, captured, assignment, cluster, ratio, config.dtype)))
+    return known[0] if plan.is_uniform else joined_figures(captured, plan, known, cluster)
 
 
 def _bytes_of_all_ranks(times: Times) -> float:
@@ -307,14 +316,15 @@ def _bytes_of_all_ranks(times: Times) -> float:
     for state in times.figures.states:
         one = state.weight_bytes + state.buffer_bytes + (2 + STATE_PER_WEIGHT) * state.trained_bytes
         total += one * len(_ranks_of(plan, state.stages))
-    in_flight = check(times.schedule).peak_in_flight
-    for stage, figures in enumerate(times.figures.stages):
-        total += (
-            in_flight[stage]
-            * figures.memory.saved.sample_bytes
-            * plan.batch_size
-            / plan.num_micro_batch
-        )
+    for own in times.by_template:
+        in_flight = check(own.schedule).peak_in_flight
+        for stage, figures in enumerate(own.figures.stages):
+            total += (
+                in_flight[stage]
+                * figures.memory.saved.sample_bytes
+                * own.plan.batch_size
+                / own.plan.num_micro_batch
+            )
     return total
 
 

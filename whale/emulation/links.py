@@ -169,7 +169,7 @@ class AllReduceClock:
         self._own: dict[AllReduce, set[int]] = {}
         for each in all_reduces:
             if ranks.rank in each.ranks:
-                self._own[each] = set(each.stages) & set(own_stages)
+                self._own[each] = set(each.stages_of(ranks.rank)) & set(own_stages)
         self._ranks = ranks
         self._cards = cards
         self._host = cluster.devices[ranks.rank].host

@@ -50,12 +50,22 @@ class BatchInputs:
     """Brings mini-batches to the chunks of one rank."""
 
     def __init__(
-        self, plan: Plan, prepared: CapturedModel, chunks: Mapping[int, Chunk], ranks: Ranks
+        self,
+        plan: Plan,
+        prepared: CapturedModel,
+        chunks: Mapping[int, Chunk],
+        ranks: Ranks,
+        gives_rows: bool | None = None,
     ) -> None:
+        """`gives_rows`: None where the ranks of a stage have all samples together. Model replicas
+        that are not alike put rows together on all ranks; this one gives its rows or others have
+        the same.
+        """
         self._plan = plan
         self._prepared = prepared
         self._chunks = chunks
         self._ranks = ranks
+        self._gives_rows = gives_rows
 
     # ---- what is read
 
@@ -79,11 +89,21 @@ class BatchInputs:
                 found.append(stage)
         return found
 
-    @cached_property
+    @property
+    def _computes_whole_values(self) -> bool:
+        """Whether this rank needs values of the whole mini-batch, or has to help others to them."""
+        return bool(self._stages_with_whole_values) or self._gives_rows is not None
+
+    @property
     def _read_whole(self) -> frozenset[int]:
+        """Places of inputs that this rank needs of all samples."""
+        return self._behind_whole_values if self._stages_with_whole_values else frozenset()
+
+    @cached_property
+    def _behind_whole_values(self) -> frozenset[int]:
         """Places of inputs of which whole-mini-batch values read more than the size."""
         graph = self._prepared.loss.whole_graph
-        if graph is None or not self._stages_with_whole_values:
+        if graph is None:
             return frozenset()
         found = set()
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -118,7 +138,9 @@ class BatchInputs:
     def copy_rows(self, tensors: Sequence[Tensor]) -> CopiedBatch:
         """The same where this rank has only the rows of its own samples."""
         device = self._ranks.device
-        read = self._read | self._read_whole
+        read = self._read
+        if self._computes_whole_values:
+            read = read | self._behind_whole_values
         copies = []
         for place, tensor in enumerate(tensors):
             copies.append(device.start_copy(tensor) if place in read else DeviceCopy(tensor))
@@ -154,19 +176,21 @@ class BatchInputs:
         """
         here = [copy.take() for copy in batch.tensors]
         graph = self._prepared.loss.whole_graph
-        if graph is None or not self._stages_with_whole_values:
+        if graph is None or not self._computes_whole_values:
             return here
         described = self._prepared.captured.inputs
         if not here:  # no sample for this device; it takes part in the sums all the same
             device = self._ranks.device.name
             for given in described:
                 here.append(torch.empty((0, *given.shape[1:]), dtype=given.dtype, device=device))
-        group = self._group_with_all_samples(min(self._stages_with_whole_values))
+        group = self._group_with_all_samples()
+        if self._gives_rows is False:
+            samples = ()
         inputs = []
         for place, tensor in enumerate(here):
             if not described[place].batched:
                 inputs.append(tensor)
-            elif place in self._read_whole:
+            elif place in self._behind_whole_values:
                 inputs.append(_whole_rows(tensor, samples, batch_size, group))
             else:
                 inputs.append(self._only_size(tensor, batch_size))
@@ -179,10 +203,13 @@ class BatchInputs:
         row = torch.empty((1, *shape), dtype=tensor.dtype, device=self._ranks.device.name)
         return row.expand(batch_size, *shape)
 
-    def _group_with_all_samples(self, stage: int) -> dist.ProcessGroup | None:
+    def _group_with_all_samples(self) -> dist.ProcessGroup | None:
         """Ranks that together read every sample once, this one included: on a grid, this place in
         all replicas.
         """
+        if self._gives_rows is not None:
+            return self._ranks.group(range(self._ranks.num_ranks))
+        stage = min(self._stages_with_whole_values)
         device, _, place = self._plan.place_of_rank(self._ranks.rank)
         if self._plan.virtual_devices[device].grid is None:
             ranks = self._plan.ranks_of_stage(stage)

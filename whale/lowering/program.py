@@ -4,7 +4,7 @@ number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from whale import scheduling
-from whale.capture.graph import user_line
+from whale.capture.graph import CapturedGraph, user_line
+from whale.capture.kinds import ValueKind
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.lowering.blocks import BlockWeights
@@ -65,17 +66,80 @@ class Program:
     """
 
 
+@dataclass(frozen=True)
+class TemplateGraph:
+    """One graph as the model replicas of one template run it: known on every rank."""
+
+    plan: Plan
+    """of these replicas"""
+    assignment: Assignment
+    values: dict[Node, Value]
+
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        """(source stage, destination stage) of everything that crosses."""
+        return {(source, destination) for _, source, destination in self.assignment.crossings}
+
+    def schedule(
+        self, batch_size: int, num_micro_batch: int, is_training: bool
+    ) -> scheduling.Schedule:
+        """The schedule of the plan, or where that does not fit, one for this graph's own edges and
+        this number of micro-batches.
+        """
+        plan = self.plan
+        planned = {(each.source, each.destination) for each in plan.crossings}
+        if is_training and num_micro_batch == plan.num_micro_batch and self.edges == planned:
+            return plan.schedule
+        gradient_edges = {
+            (source, destination)
+            for node, source, destination in self.assignment.crossings
+            if node in self.assignment.gradients
+        }
+        graph = scheduling.StageGraph(
+            tuple(stage.virtual_device for stage in plan.stages),
+            tuple(sorted(self.edges)),
+            tuple(sorted(gradient_edges)) if is_training else (),
+        )
+        if is_training:
+            return schedule_of_plan(plan, graph, batch_size, num_micro_batch)
+        return scheduling.build_forward_only(graph, num_micro_batch)
+
+    def transfers(
+        self, schedule: scheduling.Schedule, batch_size: int
+    ) -> dict[int, list[Transfer]]:
+        """The sends and receives of every rank of these replicas, in its order."""
+        samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
+        found = {}
+        for index, device in enumerate(self.plan.virtual_devices):
+            for rank in device.all_ranks:
+                bridges = build_bridges(self.plan, self.assignment, self.values, samples, rank)
+                found[rank] = transfers_of(bridges, schedule, index)
+        return found
+
+
 @dataclass
 class Lowered:
     """This rank's part of one graph."""
 
     plan: Plan
+    """of the replicas that are like this rank's"""
     assignment: Assignment
+    """in these replicas"""
     prepared: CapturedModel
     chunks: dict[int, Chunk]
     values: dict[Node, Value]
-    outputs_of_stage: dict[int, list[Node]]
     ranks: Ranks
+    graphs: tuple[TemplateGraph, ...]
+    """the graph in the replicas of every template"""
+
+    @property
+    def own_graph(self) -> TemplateGraph:
+        return TemplateGraph(self.plan, self.assignment, self.values)
+
+    def outputs_of_stage(self, stage: int) -> list[Node]:
+        """Outputs of the model that this stage computes, in the order of its results."""
+        result_stage = self.assignment.result_stage
+        return [node for node in self.prepared.outputs if result_stage[node] == stage]
 
     @cached_property
     def first_use(self) -> dict[str, int]:
@@ -118,7 +182,7 @@ class Lowered:
     @cached_property
     def inputs(self) -> BatchInputs:
         """Brings mini-batches to this rank."""
-        return BatchInputs(self.plan, self.prepared, self.chunks, self.ranks)
+        return BatchInputs(self.plan, self.prepared, self.chunks, self.ranks, self._gives_rows())
 
     def num_empty(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """Denominators of the loss that are zero in this mini-batch (the number of labels that
@@ -134,42 +198,32 @@ class Lowered:
         nodes = self.prepared.captured.compute_nodes()
         return any("embedding" in aten_name(node) and argument(node, "sparse") for node in nodes)
 
-    def edges_are(self, plan: Plan) -> bool:
-        """Whether the plan's own schedule fits this graph."""
-        mine = {(source, destination) for _, source, destination in self.assignment.crossings}
-        return mine == {(c.source, c.destination) for c in plan.crossings}
-
-    def schedule(
-        self, batch_size: int, num_micro_batch: int, training: bool
-    ) -> scheduling.Schedule:
-        """A schedule for this graph's own edges."""
-        edges = {(source, destination) for _, source, destination in self.assignment.crossings}
-        gradient_edges = {
-            (s, d) for node, s, d in self.assignment.crossings if node in self.assignment.gradients
-        }
-        devices = tuple(stage.virtual_device for stage in self.plan.stages)
-        graph = scheduling.StageGraph(
-            devices, tuple(sorted(edges)), tuple(sorted(gradient_edges)) if training else ()
+    def _gives_rows(self) -> bool | None:
+        """Whether this rank is one of those that give every sample once, where all ranks put the
+        rows of a mini-batch together: those of the first stage of each replica that reads the
+        batch, and on a grid, which has all rows on every place, the first of it. None where replicas
+        are alike, and put rows together stage by stage.
+        """
+        if len(self.graphs) == 1:
+            return None
+        if self.ranks.rank not in self.plan.ranks:
+            return False
+        captured = self.prepared.captured
+        placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+        batch = set(placeholders[: len(captured.inputs)])
+        first = next(
+            stage
+            for stage, part in enumerate(self.assignment.slices)
+            if not batch.isdisjoint(part.inputs)
         )
-        if training:
-            return schedule_of_plan(self.plan, graph, batch_size, num_micro_batch)
-        return scheduling.build_forward_only(graph, num_micro_batch)
-
-    def transfers(
-        self, schedule: scheduling.Schedule, batch_size: int, replicas: Iterable[int]
-    ) -> dict[int, list[Transfer]]:
-        """The sends and receives of every rank of these replicas of the model, in its order."""
-        samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
-        found = {}
-        for replica in replicas:
-            for index, device in enumerate(self.plan.virtual_devices):
-                for rank in device.ranks[replica]:
-                    bridges = build_bridges(self.plan, self.assignment, self.values, samples, rank)
-                    found[rank] = transfers_of(bridges, schedule, index)
-        return found
+        device, _, place = self.plan.place_of_rank(self.ranks.rank)
+        is_grid = self.plan.virtual_devices[device].grid is not None
+        return self.plan.stages[first].virtual_device == device and (place == 0 or not is_grid)
 
     def program(self, schedule: scheduling.Schedule, batch_size: int, seed: int) -> Program:
         """What this rank does for one mini-batch of that size."""
+        if self.ranks.rank not in self.plan.ranks:
+            return self._nothing(batch_size)
         samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
         device, replica, place = self.plan.place_of_rank(self.ranks.rank)
         crossings = self.assignment.crossings
@@ -200,9 +254,26 @@ class Lowered:
             device=self.ranks.device,
             seed_parts=(
                 seed,
-                replica,
+                self.plan.first_replica + replica,
                 place if self.plan.virtual_devices[device].grid is None else 0,
             ),
+        )
+
+    def _nothing(self, batch_size: int) -> Program:
+        """The program of a rank that the plan leaves out."""
+        return Program(
+            actions=(),
+            arrived_by={},
+            chunks={},
+            source_of={},
+            bridges=Bridges({}, {}, {}),
+            samples=[],
+            edges=[],
+            batched=[],
+            batch_size=batch_size,
+            num_micro_batch=self.plan.num_micro_batch,
+            device=self.ranks.device,
+            seed_parts=(0, 0, 0),
         )
 
 
@@ -212,9 +283,13 @@ def _is_view_of_parameter(node: Node) -> bool:
     return node.op == "get_attr"
 
 
+Assign = Callable[[Plan, CapturedGraph, Mapping[Node, ValueKind]], Assignment]
+"""gives the stage of every operation of a graph in the replicas of a plan of one template"""
+
+
 def lower(
-    plan: Plan,
-    assignment: Assignment,
+    job_plan: Plan,
+    assign: Assign,
     prepared: CapturedModel,
     weights: Mapping[str, Tensor],
     ranks: Ranks,
@@ -222,14 +297,21 @@ def lower(
     blocks: BlockWeights | None = None,
 ) -> Lowered:
     """Builds the chunks of this rank. `blocks`: weights that are not always here."""
-    _refuse_rows_out_of_order(plan, assignment, prepared)
+    graphs = []
+    for view in job_plan.by_template:
+        assignment = assign(view, prepared.captured, prepared.kinds)
+        values = crossing_values(prepared.captured, assignment)
+        graphs.append(TemplateGraph(view, assignment, values))
+        _refuse_rows_out_of_order(view, assignment, prepared, len(job_plan.by_template))
+    own = graphs[job_plan.template_of_rank(ranks.rank)]
+    plan = own.plan
+    assignment = own.assignment
     _fill_whole_buffers(prepared, weights)
     outputs: dict[int, list[Node]] = {}
     for node in prepared.outputs:
         outputs.setdefault(assignment.result_stage[node], []).append(node)
     is_planned = fingerprint(prepared.captured) == plan.model
     generators = ranks.generators  # on every rank, whether or not it has a grid
-    _, replica, _ = plan.place_of_rank(ranks.rank)
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):
         terms = [node for node in prepared.terms if assignment.result_stage[node] == stage]
@@ -237,7 +319,7 @@ def lower(
         regions = _regions(plan, assignment, prepared, stage, is_planned)
         if plan.virtual_devices[device].grid is not None:
             planned = next(sharding for sharding in plan.shardings if sharding.stage == stage)
-            members = plan.virtual_devices[device].ranks[replica]
+            members = plan.virtual_devices[device].ranks[plan.place_of_rank(ranks.rank)[1]]
             communication = RealCommunication(
                 groups.grid(device),
                 ranks.backend,
@@ -252,15 +334,7 @@ def lower(
         chunks[stage] = build_chunk(
             prepared.captured, assignment, stage, terms, outputs.get(stage, ()), around
         )
-    return Lowered(
-        plan,
-        assignment,
-        prepared,
-        chunks,
-        crossing_values(prepared.captured, assignment),
-        outputs,
-        ranks,
-    )
+    return Lowered(plan, assignment, prepared, chunks, own.values, ranks, tuple(graphs))
 
 
 def _regions(
@@ -285,7 +359,9 @@ def _regions(
     return regions
 
 
-def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: CapturedModel) -> None:
+def _refuse_rows_out_of_order(
+    plan: Plan, assignment: Assignment, prepared: CapturedModel, num_templates: int
+) -> None:
     """A value whose rows are not sample after sample cannot be cut between devices, nor its parts
     put together. The same on all ranks.
     """
@@ -303,6 +379,7 @@ def _refuse_rows_out_of_order(plan: Plan, assignment: Assignment, prepared: Capt
             )
     for node in prepared.outputs:
         num_parts = len(plan.ranks_of_stage(assignment.result_stage[node])) * plan.num_micro_batch
+        num_parts *= num_templates
         if node.meta.get("rows_out_of_order") and num_parts > 1:
             raise ValueError(
                 "an output of the model has rows that are not sample after sample "

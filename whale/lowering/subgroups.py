@@ -22,6 +22,7 @@ from whale.dtypes import as_bytes, in_memory
 from whale.lowering.exchange import Groups, sent
 from whale.plans.grid import Grid
 from whale.plans.plan import Plan
+from whale.plans.virtual_devices import VirtualDevice
 from whale.sharding.row_messages import DIRECT_UP_TO_BYTES
 
 AllGather = Callable[[Tensor, dist.ProcessGroup | None], Tensor | None]
@@ -80,26 +81,32 @@ class StageGroups:
         """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such
         sums go over all replicas.
         """
-        self._plan = plan
+        self._plan = plan.of_rank(ranks.rank)
         self._ranks = ranks
         self._shortcut = shortcut
-        self._on_grid: dict[tuple[int, int], Groups] = {}
+        self._on_grid: dict[tuple[int, ...], Groups] = {}
+        """ranks of a grid -> groups of its places"""
         self._statistics: dict[tuple[int, tuple[int, ...]], Subgroup] = {}
-        for device in plan.virtual_devices:
-            if device.grid is None:
-                continue
-            subgroups = subgroups_of_grid(device.grid)
-            for replica, members in enumerate(device.ranks):
-                self._on_grid[device.index, replica] = {
-                    places: ranks.group(tuple(members[place] for place in places), PURPOSE)
-                    for places in subgroups
-                    if len(places) > 1
-                }
-            if has_statistics and plan.num_replicas > 1:
-                for places in subgroups:
-                    self._statistics[device.index, places] = self._over_replicas(
-                        [members[place] for members in device.ranks for place in places]
-                    )
+        for view in plan.by_template:
+            for device in view.virtual_devices:
+                self._make_groups(view, device, has_statistics)
+
+    def _make_groups(self, view: Plan, device: VirtualDevice, has_statistics: bool) -> None:
+        if device.grid is None:
+            return
+        subgroups = subgroups_of_grid(device.grid)
+        for members in device.ranks:
+            self._on_grid[members] = {
+                places: self._ranks.group(tuple(members[place] for place in places), PURPOSE)
+                for places in subgroups
+                if len(places) > 1
+            }
+        # not between replicas that are not alike: the planner refuses statistics there
+        if has_statistics and view.num_replicas > 1:
+            for places in subgroups:
+                self._statistics[device.index, places] = self._over_replicas(
+                    [members[place] for members in device.ranks for place in places]
+                )
 
     def _over_replicas(self, members: Sequence[int]) -> Subgroup:
         everyone = tuple(sorted(members))
@@ -121,11 +128,12 @@ class StageGroups:
         grid = self._plan.virtual_devices[device].grid
         assert grid is not None
         _, replica, place = self._plan.place_of_rank(self._ranks.rank)
+        members = self._plan.virtual_devices[device].ranks[replica]
         statistics = {}
         for (index, places), subgroup in self._statistics.items():
             if index == device:
                 statistics[places] = subgroup
-        return GridGroups(grid, place, self._on_grid[device, replica], statistics, self._shortcut)
+        return GridGroups(grid, place, self._on_grid[members], statistics, self._shortcut)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """TaskGraphs of a model for one order of the devices: as it is annotated, or cut into
 `num_task_graph` stages under the memory of heterogeneous devices.
 
-Stage k runs on one device of each of R model replicas. Replica r is taken to get the share x_r of
-the samples, in proportion to the summed speed of its devices (the shares that are planned later
-are exact). With t_i(d) the seconds of operation i for a mini-batch on device d, the dynamic
-programme (cuts.py) is given
+Stage k runs on one device of each of R model replicas, or on several that share its samples or its
+weights (`replicas.py`). Replica r is taken to get the share x_r of the samples, in proportion to
+the summed speed of its devices (the shares that are planned later are exact). With t_i(D) the
+seconds of operation i for a mini-batch on devices D together, the dynamic programme (cuts.py) is
+given
 
-    seconds of operation i on stage k   max over r of  R x_r t_i(device of stage k in replica r)
+    seconds of operation i on stage k   max over r of  R x_r t_i(devices of stage k in replica r)
     bytes of operation i on stage k     weights, gradients and optimizer state of which it is the
                                         first reader
                                         + micro-batches in flight on stage k * largest x_r
@@ -36,6 +37,7 @@ from torch.fx import Node
 
 from whale import scheduling
 from whale.annotation import Strategy
+from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import Cluster
 from whale.costs.backward_workspace import live_between
 from whale.planning.balance import Order
@@ -139,6 +141,7 @@ class PipelineCuts:
                 self,
                 memory_of=lambda nodes: self._memory(nodes, most_in_flight, recompute),
                 only_thin=recompute,
+                barred=self.behind_sums if self._is_wide else None,
             )
         except NotEnoughMemory:
             raise
@@ -152,11 +155,35 @@ class PipelineCuts:
         return self.problem.config.num_task_graph or 1
 
     @cached_property
-    def ranks(self) -> list[list[int]]:
-        """Ranks by [stage][replica]."""
+    def ranks(self) -> list[list[tuple[int, ...]]]:
+        """Ranks by [stage][replica], one each."""
         return [
-            list(self.order.ranks[stage :: self.num_stages]) for stage in range(self.num_stages)
+            [(rank,) for rank in self.order.ranks[stage :: self.num_stages]]
+            for stage in range(self.num_stages)
         ]
+
+    @property
+    def _is_wide(self) -> bool:
+        """Some stage of a replica has several devices."""
+        return any(len(members) > 1 for stage in self.ranks for members in stage)
+
+    def behind_sums(self, operations: Sequence[Node]) -> set[int]:
+        """Places in front of which a sum over samples is live. Devices that share a stage each have
+        the sum of their own samples, so no stage may start there.
+        """
+        symbol = self.problem.captured.batch_symbol
+        place_of = {node: place for place, node in enumerate(operations)}
+        found: set[int] = set()
+        for node, place in place_of.items():
+            if batch_dim(node, symbol) is None:
+                last = max((place_of[user] for user in node.users if user in place_of), default=0)
+                found.update(range(place + 1, last + 1))
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Gradients are summed over model replicas, in buffers of their size."""
+        return len(self.shares) > 1 or self.problem.has_other_replicas
 
     @cached_property
     def shares(self) -> Floats:
@@ -164,7 +191,10 @@ class PipelineCuts:
         dtype = self.problem.config.dtype
         devices = self.problem.cluster.devices
         rates = np.array(
-            [[devices[rank].kind.rate(dtype) for rank in stage] for stage in self.ranks]
+            [
+                [sum(devices[rank].kind.rate(dtype) for rank in members) for members in stage]
+                for stage in self.ranks
+            ]
         )
         of_replica: Floats = rates.sum(axis=0)
         shares: Floats = of_replica / of_replica.sum()
@@ -178,10 +208,14 @@ class PipelineCuts:
             alone[kind] = np.array(self.workload.forward_seconds(operations, kind))
         rows = []
         for stage in self.ranks:
-            by_replica = [
-                len(self.shares) * share * alone[devices[rank].kind]
-                for share, rank in zip(self.shares, stage, strict=True)
-            ]
+            by_replica = []
+            for share, members in zip(self.shares, stage, strict=True):
+                times = np.array([alone[devices[rank].kind] for rank in members])
+                together = times[0]
+                if len(members) > 1:  # they share the work by their speed; no work takes no time
+                    speeds = np.divide(1.0, times, out=np.full_like(times, np.inf), where=times > 0)
+                    together = 1.0 / speeds.sum(axis=0)
+                by_replica.append(len(self.shares) * share * together)
             rows.append(np.max(by_replica, axis=0))
         return np.array(rows)
 
@@ -194,10 +228,14 @@ class PipelineCuts:
         message takes longest. All messages that leave a host at one boundary share its network
         card.
         """
-        return tuple(
-            slowest_pair(self.problem.cluster, list(zip(here, there, strict=True)))
-            for here, there in pairwise(self.ranks)
-        )
+        found = []
+        for here, there in pairwise(self.ranks):
+            pairs: list[tuple[int, int]] = []
+            for sources, destinations in zip(here, there, strict=True):
+                pairs += even_pairs(sources, destinations)
+            narrowest = min(len(members) for members in (*here, *there))
+            found.append(slowest_pair(self.problem.cluster, pairs) / narrowest)
+        return tuple(found)
 
     def step_seconds(self, stages: Floats, crossings: Floats) -> float:
         """Seconds of a step with these forwards and crossings of a mini-batch, by simulation of one
@@ -223,12 +261,12 @@ class PipelineCuts:
         saved = self.workload.saved_by_operation(operations)
         fixed = np.array([each.fixed_bytes for each in saved])
         per_sample = np.array([each.sample_bytes for each in saved])
-        is_shared = len(self.shares) > 1
         static = np.array(
-            self.workload.static_by_operation(operations, self._names_behind, is_shared)
+            self.workload.static_by_operation(operations, self._names_behind, self.is_shared)
         )
         micro_batch = -(-self.workload.batch_size // config.num_micro_batch)
-        samples = np.ceil(self.shares * micro_batch)  # of each replica
+        widths = np.array([[len(members) for members in stage] for stage in self.ranks])
+        samples = np.ceil(self.shares[np.newaxis, :] * micro_batch / widths)  # (stages, replicas)
         flying = np.array(
             [
                 in_flight(config.schedule, stage, self.num_stages, config.num_micro_batch)
@@ -236,17 +274,23 @@ class PipelineCuts:
             ]
         ).clip(max=most_in_flight)
         rows = [
-            static + (1 if recompute else number) * (fixed + samples.max() * per_sample)
-            for number in flying
+            static + (1 if recompute else number) * (fixed + own.max() * per_sample)
+            for number, own in zip(flying, samples, strict=True)
         ]
         devices = self.problem.cluster.devices
         # memory of 0 bytes means that it is not known: no limit
         capacities = np.array(
-            [[devices[rank].kind.memory_bytes or np.inf for rank in stage] for stage in self.ranks]
+            [
+                [
+                    min(devices[rank].kind.memory_bytes or np.inf for rank in members)
+                    for members in stage
+                ]
+                for stage in self.ranks
+            ]
         )
         if recompute:  # what enters and leaves a stage is saved, too: (stages, replicas)
             crossing = 2 * self._least_alive(operations)
-            capacities = capacities - crossing * flying[:, np.newaxis] * samples[np.newaxis, :]
+            capacities = capacities - crossing * flying[:, np.newaxis] * samples
         return StageMemory(np.array(rows), capacities.min(axis=1) - self.workload.batch_bytes)
 
     def _names_behind(self, node: Node) -> list[str]:
@@ -276,6 +320,15 @@ def costs_of_cut(stages: Floats, crossings: Floats, num_micro_batch: int) -> sch
     forward = tuple(float(seconds) / num_micro_batch for seconds in stages)
     messages = {(k, k + 1): float(seconds) / num_micro_batch for k, seconds in enumerate(crossings)}
     return scheduling.Costs(forward, forward, forward, messages)
+
+
+def even_pairs(sources: Sequence[int], destinations: Sequence[int]) -> list[tuple[int, int]]:
+    """(rank, rank) of the messages between two stages of a replica whose samples are cut evenly."""
+    number = max(len(sources), len(destinations))
+    return [
+        (sources[place * len(sources) // number], destinations[place * len(destinations) // number])
+        for place in range(number)
+    ]
 
 
 def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:

@@ -25,6 +25,8 @@ from whale.planning.idle_devices import idle_decision
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.recompute import check_names
+from whale.planning.replica_specs import activations, specs_of_config
+from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import (
     Assignment,
     apply_plan,
@@ -49,6 +51,11 @@ the slowest device
 
 def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     """The plan, and where every operation of the graph runs."""
+    if problem.config.replicas is not None:
+        specs = specs_of_config(problem.config, activations(problem.captured, problem.kinds))
+        check_names(problem.captured, problem.config.recompute)
+        given, assignment = plan_of_replicas(problem, specs, fingerprint(problem.captured))
+        return with_zero(problem, given) if given.is_uniform else given, assignment
     plan, assignment = _best_plan(problem)
     plan = with_zero(problem, plan)
     idle = idle_decision(plan)
@@ -126,6 +133,7 @@ def _workload(problem: Problem) -> Workload:
         problem.optimizer_ratio,
         config.dtype,
         share,
+        problem.mini_batch_size,
     )
 
 

@@ -403,7 +403,7 @@ class PricedCut:
             tuple(memory[rank] for rank in ranks),
             tuple(kind.name for kind in kinds),
             _least_samples(problem.captured, self.assignment),
-            workload.batch_bytes / problem.batch_size,
+            workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
         )
 
     def _grid_seconds(self, stage: int, counts: Counts) -> float:
@@ -425,16 +425,21 @@ class PricedCut:
 
     @cached_property
     def _shared_bytes_of_device(self) -> dict[int, int]:
+        problem = self.problem
         replicas = self.placement.num_replicas
         devices = self.placement.virtual_devices
         found = dict.fromkeys(range(len(devices)), 0)
-        for name, held_by in holders(self.problem.captured, self.assignment).items():
+        for name, held_by in holders(problem.captured, self.assignment).items():
             owners = {self.device_of_stage[stage] for stage in held_by}
-            state = self.problem.captured.state[name]
+            state = problem.captured.state[name]
             if (
                 state.kind == "parameter"
                 and state.trainable
-                and (len(owners) > 1 or replicas * devices[min(owners)].num_devices > 1)
+                and (
+                    problem.has_other_replicas
+                    or len(owners) > 1
+                    or replicas * devices[min(owners)].num_devices > 1
+                )
             ):
                 for owner in owners:
                     found[owner] += state.num_bytes

@@ -139,7 +139,7 @@ def figures_of(
             gradient_workspace_bytes=gradient_workspace,
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
-    states = _states(workload.captured, holders, on_grids.weights)
+    states = states_of(workload.captured, holders, on_grids.weights)
     own_stages = [
         [stage for stage, members in enumerate(ranks) if rank in members]
         for rank in range(cluster.num_devices)
@@ -245,15 +245,21 @@ def price(
     optimizer_ratio: float,
     dtype: str,
 ) -> Plan:
-    """A plan with the figures of another cluster of as many devices. Stages on grids keep theirs:
-    their layouts were chosen with them.
+    """A plan of one template with the figures of another cluster of as many devices. Stages on
+    grids keep theirs: their layouts were chosen with them.
     """
     num_sharing = (
         plan.num_devices if plan.settings.colocate else plan.num_replicas
     )  # as the planner counts them
     share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(
-        captured, plan.batch_size, carries_gradient(captured), optimizer_ratio, dtype, share
+        captured,
+        plan.batch_size,
+        carries_gradient(captured),
+        optimizer_ratio,
+        dtype,
+        share,
+        plan.mini_batch_size,
     )
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
@@ -319,11 +325,14 @@ def sharded_weights(
     return found
 
 
-def _states(
+def states_of(
     captured: CapturedGraph,
     holders: Mapping[str, tuple[int, ...]],
     weights: Mapping[str, ShardedWeight],
 ) -> tuple[StateFigures, ...]:
+    """Parameters and buffers by who holds them. `holders`: stages of each; `weights`: those that
+    are cut.
+    """
     states: dict[tuple[tuple[int, ...], Parts], StateFigures] = {}
     for name, stages in holders.items():
         tensor = captured.state[name]

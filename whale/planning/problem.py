@@ -36,10 +36,20 @@ class Problem:
     batch_size: int
     optimizer_ratio: float = ADAM_STATE
     """bytes of optimizer state for each byte of trainable parameters"""
+    mini_batch_size: int = 0
+    """samples of the whole mini-batch where these devices run some of the model replicas, and get
+    `batch_size` of them: the others, which hold the same weights, are planned apart
+    (`replicas.py`). 0: `batch_size` is everything
+    """
     is_trial: bool = False
     """only whether it fits is asked: the first draft that does is enough, with one chunk on a
     device where their number is free. Less is searched than for a plan, and nothing else, so that a
     plan can be made where a trial fits"""
+
+    @property
+    def has_other_replicas(self) -> bool:
+        """Gradients of all weights are summed with model replicas outside of this problem."""
+        return self.mini_batch_size > 0
 
     @property
     def largest_micro_batch(self) -> int:

@@ -122,7 +122,7 @@ class MemoryLimits:
             ],
             memory=plan.memory,
             num_samples=[
-                max(numbers)
+                max(numbers, default=0)  # ranks of other replicas have none
                 for numbers in SampleMap(plan, batch_size, num_micro_batch).num_by_rank()
             ],
         )

@@ -5,7 +5,7 @@ an unannotated model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -61,7 +61,7 @@ def from_marks(
     of_operation = {node: index[marks[node]] for node in activations if node in marks}
     strategies = [mark.strategy for mark in said]
     labels = [
-        mark.label or _module_label([n for n in activations if of_operation.get(n) == index[mark]])
+        mark.label or label_of([n for n in activations if of_operation.get(n) == index[mark]])
         for mark in said
     ]
     unmarked = [node for node in activations if node not in of_operation]
@@ -180,16 +180,20 @@ def from_cuts(
     memory_of: Callable[[Sequence[Node]], StageMemory] | None = None,
     only_thin: bool = False,
     moves: CutMoves | None = None,
+    barred: Callable[[Sequence[Node]], Collection[int]] | None = None,
 ) -> TaskGraphs:
     """TaskGraphs of an unannotated model, cut so that the slowest is fastest, each `replicate(1)`.
 
     `memory_of` gives what each stage may hold. `only_thin`: cut where little crosses, as far as
-    there are such points, since what crosses is saved for every micro-batch in flight.
+    there are such points, since what crosses is saved for every micro-batch in flight. `barred`
+    gives places in front of which no stage may start.
     """
     activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
     times = costs.times(activations)
     crossing = np.array(live_between(activations, costs.crossing_seconds)[:-1])
     allowed = _cuttable(activations, times.max(axis=0), crossing)
+    if barred is not None:
+        allowed[list(barred(activations))] = False
     if only_thin:
         allowed = _thin(allowed, crossing, num_task_graph - 1)
     memory = memory_of(activations) if memory_of is not None else None
@@ -202,7 +206,7 @@ def from_cuts(
     for index, (start, end) in enumerate(pairwise([*cuts.starts, len(activations)])):
         part = activations[start:end]
         of_operation |= dict.fromkeys(part, index)
-        labels.append(_module_label(part))
+        labels.append(label_of(part))
     strategies = (Strategy("replicate", 1),) * num_task_graph
     return TaskGraphs(of_operation, strategies, tuple(labels), cuts.reason)
 
@@ -322,7 +326,7 @@ def _thin(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
     return thin if thin.sum() >= needed else allowed
 
 
-def _module_label(operations: Sequence[Node]) -> str:
+def label_of(operations: Sequence[Node]) -> str:
     """`transformer.h.0 .. transformer.h.5`: the modules at both ends."""
     names = [name for name in (module_name(node) for node in operations) if name]
     if not names:

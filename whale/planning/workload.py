@@ -75,6 +75,10 @@ class Workload:
     """samples of a micro-batch that a device typically gets: times are exact there and at the whole
     mini-batch, straight between
     """
+    mini_batch_size: int = 0
+    """samples of the whole mini-batch, where the devices of other model replicas do some of them; 0:
+    as `batch_size`
+    """
     _known: dict[DeviceKind, dict[Node, StageTimes]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -293,11 +297,12 @@ class Workload:
     @cached_property
     def batch_bytes(self) -> int:
         """Bytes of the whole mini-batch, which every device gets."""
-        return sum(
+        own_bytes = sum(
             self.costs[node].output_bytes
             for node in self.captured.graph.nodes
             if node.op == "placeholder"
         )
+        return own_bytes * (self.mini_batch_size or self.batch_size) // self.batch_size
 
     def saved_by_operation(self, operations: Sequence[Node]) -> list[Bytes]:
         """What each operation saves that none before it saves."""

@@ -71,24 +71,48 @@ def contradiction(plan: Plan) -> str | None:
 
 def _problems(plan: Plan) -> Iterator[str]:
     """The first of these is shown; what comes after it may rely on what it speaks of."""
-    template = plan.templates[0] if plan.templates else None
-    if template is None or not plan.replicas:
+    if not plan.templates or not plan.replicas:
         yield "it has no model replica"
         return
-    if len(plan.templates) > 1 or any(replica.template != 0 for replica in plan.replicas):
-        yield "its model replicas differ, which this Whale does not run"
-        return
+    if not _in_range([replica.template for replica in plan.replicas], len(plan.templates)):
+        yield f"a model replica is like one beyond the {len(plan.templates)} that it describes"
+    elif {replica.template for replica in plan.replicas} != set(range(len(plan.templates))):
+        yield "no model replica is like one of those that it describes"
     if plan.settings.bucket_bytes < 1:
         yield "its gradients are all-reduced in buckets of 0 bytes"
+    if not plan.batch_size >= plan.num_micro_batch >= 1:
+        yield f"it cuts {plan.batch_size} samples into {plan.num_micro_batch} micro-batches"
     yield from _devices(plan)
-    yield from _stages(plan, template)
-    yield from _crossings(template)
-    yield from _schedule(plan, template)
-    yield from _samples(plan)
-    yield from _tensors(template)
-    yield from _shardings(template)
+    yield from _task_graphs(plan)
+    yield from _shares(plan)
     if plan.figures is not None:
         yield from _figures(plan, plan.figures)
+    for view in plan.by_template:
+        yield from _stages(view, view.template)
+        yield from _crossings(view.template)
+        yield from _schedule(view, view.template)
+        yield from _samples(view)
+        yield from _tensors(view.template)
+        yield from _shardings(view.template)
+    if not plan.is_uniform:
+        yield from _templates(plan)
+
+
+def _templates(plan: Plan) -> Iterator[str]:
+    """Templates are different ways to run the same model on the same mini-batch."""
+    found = sum(view.batch_size for view in plan.by_template)
+    if found != plan.batch_size:
+        yield f"its model replicas get {found} of {plan.batch_size} samples"
+    if plan.num_micro_batch != max(view.num_micro_batch for view in plan.by_template):
+        yield f"no model replica has the {plan.num_micro_batch} micro-batches of the plan"
+    first = plan.templates[0]
+    for number, template in enumerate(plan.templates):
+        if template.tensors.keys() != first.tensors.keys():
+            yield f"template {number} has other weights than template 0"
+        if len(template.stage_of_operation) != len(first.stage_of_operation):
+            yield f"template {number} has another number of operations than template 0"
+        if len(template.loss_terms) != len(first.loss_terms):
+            yield f"template {number} has another number of loss terms than template 0"
 
 
 def _in_range(numbers: Sequence[int], count: int, least: int = 0) -> bool:
@@ -101,38 +125,61 @@ def _devices(plan: Plan) -> Iterator[str]:
     ranks = sorted(
         rank for replica in plan.replicas for members in replica.ranks for rank in members
     )
-    if ranks != list(range(plan.num_devices)):
+    if len(set(ranks)) < len(ranks) or not _in_range(ranks, plan.num_devices):
         yield f"its VirtualDevices hold ranks {ranks[:8]}, but it is for {plan.num_devices} devices"
-    counts = [len(members) for members in plan.replicas[0].ranks]
     for number, replica in enumerate(plan.replicas):
-        if [len(members) for members in replica.ranks] != counts or 0 in counts:
-            yield f"replica {number} has other VirtualDevices than replica 0"
-    if len(counts) != len(plan.template.grids):
-        yield f"its replicas have {len(counts)} VirtualDevices of {len(plan.template.grids)}"
-    for index, grid in enumerate(plan.template.grids):
-        if grid is None:
-            continue
-        if min(grid.gx, grid.gy, grid.gz) < 1 or grid.num_devices != counts[index]:
-            yield (
-                f"VirtualDevice {index} has a grid of {grid.name} devices and {counts[index]} ranks"
-            )
+        template = plan.templates[replica.template]
+        counts = [len(members) for members in replica.ranks]
+        alike = next(each for each in plan.replicas if each.template == replica.template)
+        if counts != [len(members) for members in alike.ranks] or 0 in counts:
+            yield f"replica {number} has other VirtualDevices than the replicas that it is like"
+        if len(counts) != len(template.grids):
+            yield f"replica {number} has {len(counts)} VirtualDevices of {len(template.grids)}"
+        for index, grid in enumerate(template.grids):
+            if grid is None:
+                continue
+            if min(grid.gx, grid.gy, grid.gz) < 1 or grid.num_devices != counts[index]:
+                yield (
+                    f"VirtualDevice {index} has a grid of {grid.name} devices and "
+                    f"{counts[index]} ranks"
+                )
+
+
+def _task_graphs(plan: Plan) -> Iterator[str]:
+    """What stages and TaskGraphs say of each other, before there is a view of each template."""
+    first_device = 0
+    for template in plan.templates:
+        for index, stage in enumerate(template.stages):
+            if not _in_range([stage.virtual_device], len(template.grids)):
+                yield "a stage names a VirtualDevice that is not there"
+            if not _in_range(stage.task_graphs, max(1, len(plan.task_graphs))):
+                yield f"stage {index} names a TaskGraph that is not there"
+                continue
+            if plan.is_uniform:
+                continue
+            devices = [plan.task_graphs[number].virtual_device for number in stage.task_graphs]
+            if not _in_range(devices, first_device + len(template.grids), least=first_device):
+                yield f"stage {index} names a TaskGraph of replicas that are not alike"
+        first_device += len(template.grids)
+    if not _in_range([part.virtual_device for part in plan.task_graphs], first_device):
+        yield "a TaskGraph names a VirtualDevice that is not there"
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    for number, replica in enumerate(plan.replicas):
+        if not _in_range([index for index, _ in replica.shares], len(plan.shares)):
+            yield f"replica {number} names samples that are not there"
 
 
 def _stages(plan: Plan, template: ReplicaTemplate) -> Iterator[str]:
     num_stages = len(template.stages)
     num_devices = len(template.grids)
     used = {stage.virtual_device for stage in template.stages}
-    if not used <= set(range(num_devices)):
-        yield "a stage names a VirtualDevice that is not there"
     if used != set(range(num_devices)):
         yield "a VirtualDevice runs no stage"
-    if not _in_range([part.virtual_device for part in plan.task_graphs], num_devices):
-        yield "a TaskGraph names a VirtualDevice that is not there"
     for index, stage in enumerate(template.stages):
         if stage.index != index:
             yield f"stage {index} says that it is stage {stage.index}"
-        if not _in_range(stage.task_graphs, max(1, len(plan.task_graphs))):
-            yield f"stage {index} names a TaskGraph that is not there"
         if stage.num_recomputed > stage.num_regions:
             yield (
                 f"stage {index} recomputes {stage.num_recomputed} regions of {stage.num_regions}"
@@ -201,12 +248,12 @@ def _samples(plan: Plan) -> Iterator[str]:
             yield str(error)
     if plan.least_samples not in (0, 1):
         yield f"least_samples is {plan.least_samples}, not 0 or 1"
-    for index, share in enumerate(plan.shares):
+    own_shares = {index for replica in plan.replicas for index, _ in replica.shares}
+    for index in sorted(own_shares):
+        share = plan.shares[index]
         if problem := _share_problem(plan, share):
             yield f"share {index} of its samples {problem}"
     for number, replica in enumerate(plan.replicas):
-        if not _in_range([index for index, _ in replica.shares], len(plan.shares)):
-            yield f"replica {number} names samples that are not there"
         times = [times for _, times in replica.shares]
         if sum(times) != plan.num_micro_batch or 0 in times:
             yield (
@@ -370,7 +417,10 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
             return
         holders = {rank for stage in state.stages for rank in plan.ranks_of_stage(stage)}
         ranks = [rank for part in state.parts for rank in part]
-        if not set(ranks) <= holders or len(set(ranks)) < len(ranks):
+        is_twice = any(len(set(part)) < len(part) for part in state.parts)
+        if plan.is_uniform:  # else a rank may hold several pieces of what others cut
+            is_twice = len(set(ranks)) < len(ranks)
+        if not set(ranks) <= holders or is_twice:
             yield "its figures have parts of weights on ranks that do not hold them"
         if len(state.part_bytes) != len(state.parts):
             yield "its figures have parts of weights without their bytes"

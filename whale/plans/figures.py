@@ -102,7 +102,13 @@ class StateFigures:
         heads, say.
         """
         own = [held for ranks, held in zip(self.parts, self.part_bytes) if rank in ranks]
-        return replace(self, weight_bytes=own[0][0], trained_bytes=own[0][1]) if own else self
+        if not own:
+            return self
+        return replace(
+            self,
+            weight_bytes=sum(weights for weights, _ in own),
+            trained_bytes=sum(trained for _, trained in own),
+        )
 
     def groups(self, ranks_of_stage: Callable[[int], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks that hold the same and all-reduce its gradients."""

@@ -332,16 +332,53 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     """parameters that are cut over ranks which would hold the same, in the order of their use"""
 
-    # What follows reads the fields above for plans whose replicas all have the same template. Today
-    # these are all plans (`check.py`).
+    # What follows reads the fields above. In a plan of several templates stages and VirtualDevices
+    # are counted through all of them (`templates.py`).
+
+    @property
+    def is_uniform(self) -> bool:
+        """All model replicas are alike."""
+        return len(self.templates) == 1
+
+    @cached_property
+    def by_template(self) -> tuple[Plan, ...]:
+        """For each template the plan of its replicas alone; of a uniform plan itself."""
+        from whale.plans.templates import views
+
+        return (self,) if self.is_uniform else views(self)
+
+    def of_rank(self, rank: int) -> Plan:
+        """The plan of the replicas that are like this rank's."""
+        return self.by_template[self.template_of_rank(rank)]
+
+    def template_of_rank(self, rank: int) -> int:
+        """Number of the template of the replica that this rank belongs to; of a rank that is left
+        out the first.
+        """
+        place = self._place_of_rank.get(rank)
+        return self.replicas[place[1]].template if place is not None else 0
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of the whole mini-batch, of which the replicas of one template get a part."""
+        return self.batch_size
+
+    @property
+    def first_replica(self) -> int:
+        """What replicas are counted from in the whole plan."""
+        return 0
 
     @property
     def template(self) -> ReplicaTemplate:
+        """The only one."""
+        assert self.is_uniform, "the model replicas of this plan differ: take plan.of_rank(rank)"
         return self.templates[0]
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return self.template.stages
+        from whale.plans.templates import all_stages
+
+        return self.template.stages if self.is_uniform else all_stages(self)
 
     @property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -369,20 +406,40 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
+        """Devices of the job, also where this is the plan of some of its replicas."""
         return len(self.device_of_rank)
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that run this plan, in order."""
+        return tuple(sorted(self._place_of_rank))
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks of the job that no model replica of this plan has."""
+        return tuple(sorted(set(range(self.num_devices)) - set(self.ranks)))
+
+    @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> stages that hold it; more than one: tied."""
-        return {name: holding.stages for name, holding in self.template.tensors.items()}
+        """Parameter or buffer -> stages that hold it; more than one in a template: tied."""
+        found: dict[str, tuple[int, ...]] = {}
+        first = 0
+        for template in self.templates:
+            for name, holding in template.tensors.items():
+                own = tuple(first + stage for stage in holding.stages)
+                found[name] = found.get(name, ()) + own
+            first += len(template.stages)
+        return found
 
     @cached_property
     def virtual_devices(self) -> tuple[VirtualDevice, ...]:
-        """The ordered devices of each VirtualDevice in every replica."""
-        found = []
-        for index, grid in enumerate(self.template.grids):
-            ranks = tuple(replica.ranks[index] for replica in self.replicas)
-            found.append(VirtualDevice(index, ranks, grid))
+        """The ordered devices of each VirtualDevice in every replica that has it."""
+        found: list[VirtualDevice] = []
+        for number, template in enumerate(self.templates):
+            replicas = [replica for replica in self.replicas if replica.template == number]
+            for index, grid in enumerate(template.grids):
+                ranks = tuple(replica.ranks[index] for replica in replicas)
+                found.append(VirtualDevice(len(found), ranks, grid))
         return tuple(found)
 
     @cached_property
@@ -407,7 +464,7 @@ class Plan:
     @cached_property
     def shares_by_size(self) -> dict[int, tuple[ReplicaShare, ...]]:
         """Samples in a micro-batch -> the share of every replica, for the sizes that were planned.
-        Micro-batches of one size are divided alike.
+        Micro-batches of one size are divided alike. In a plan of one template.
         """
         runs = [
             [index for index, times in replica.shares for _ in range(times)]
@@ -459,7 +516,8 @@ class Plan:
         return self.virtual_devices[self.stages[stage].virtual_device].all_ranks
 
     def place_of_rank(self, rank: int) -> tuple[int, int, int]:
-        """(VirtualDevice, replica, place inside it) of a rank."""
+        """(VirtualDevice, replica, place inside it) of a rank; in a plan of one template."""
+        assert self.is_uniform, "the model replicas of this plan differ: take plan.of_rank(rank)"
         if rank not in self._place_of_rank:
             raise ValueError(
                 f"rank {rank} is in no VirtualDevice of the plan, which has {self.num_devices} "
@@ -477,6 +535,9 @@ class Plan:
         return found
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Stages of a rank, none where it is left out; in a plan of one template."""
+        if rank not in self._place_of_rank:
+            return ()
         device = self.place_of_rank(rank)[0]
         return tuple(stage.index for stage in self.stages if stage.virtual_device == device)
 

@@ -35,6 +35,7 @@ from whale.plans.shares import (
     slowest_times,
 )
 from whale.plans.slices import Interval
+from whale.plans.templates import TemplatePlan
 from whale.plans.virtual_devices import VirtualDevice
 
 EDGE_AXES = ("z", "y", "x")
@@ -179,32 +180,98 @@ def with_samples(plan: Plan) -> Plan:
     return replace(plan, shares=tuple(index_of), replicas=tuple(replicas))
 
 
+def least_batch(plan: Plan, num_micro_batch: int) -> int:
+    """Samples that the replicas of a uniform plan need at least."""
+    widest = max(plan.num_replicas * device.num_sample_parts for device in plan.virtual_devices)
+    return num_micro_batch * widest
+
+
+def template_samples(plan: Plan, batch_size: int) -> tuple[Interval, ...]:
+    """The samples of a mini-batch that the replicas of each template get: those planned, and for
+    another size in the same proportion, each template at least what its devices need.
+    """
+    if plan.is_uniform:
+        return ((0, batch_size),)
+    views = plan.by_template
+    planned = [view.batch_size for view in views]
+    if batch_size == plan.batch_size:
+        return intervals(planned)
+    least = [least_batch(view, view.num_micro_batch) for view in views]
+    if sum(least) > batch_size:  # an evaluation takes fewer micro-batches; training refuses it
+        least = [least_batch(view, 1) for view in views]
+    if sum(least) > batch_size:
+        raise ValueError(
+            f"a mini-batch of {batch_size} samples cannot be cut over model replicas that need "
+            f"{' + '.join(map(str, least))} samples at least: one for each device that shares a "
+            f"stage. Try: a mini-batch of at least {sum(least)} samples"
+        )
+    sizes = [
+        max(fewest, batch_size * number // plan.batch_size)
+        for fewest, number in zip(least, planned, strict=True)
+    ]
+    while sum(sizes) != batch_size:  # a few roundings, or what the smallest could not give
+        change = 1 if sum(sizes) < batch_size else -1
+        free = [number for number, size in enumerate(sizes) if change > 0 or size > least[number]]
+        chosen = min(free, key=lambda number: change * sizes[number] / planned[number])
+        sizes[chosen] += change
+    return intervals(sizes)
+
+
+def own_samples(plan: Plan, batch_size: int) -> Interval:
+    """The samples of a mini-batch that the replicas of this plan get: all, unless it is the plan of
+    one template among several.
+    """
+    if isinstance(plan, TemplatePlan) and plan.whole is not None:
+        return template_samples(plan.whole, batch_size)[plan.number]
+    return (0, batch_size)
+
+
+def num_samples_by_rank(plan: Plan, batch_size: int | None = None) -> list[list[int]]:
+    """How many samples each rank runs on: [rank][micro-batch]. Replicas that are not alike may have
+    different numbers of micro-batches. `batch_size`: None for the planned one.
+    """
+    found: list[list[int]] = [[] for _ in range(plan.num_devices)]
+    size = plan.mini_batch_size if batch_size is None else batch_size
+    for view in plan.by_template:
+        numbers = SampleMap(view, size, view.num_micro_batch).num_by_rank()
+        for rank in view.ranks:
+            found[rank] = numbers[rank]
+    return found
+
+
 @dataclass(frozen=True)
 class SampleMap:
     """Sample intervals [start, stop) of one mini-batch, by micro-batch, replica, VirtualDevice and
-    place in it.
+    place in it. `plan` has one template.
     """
 
     plan: Plan
     batch_size: int
+    """of the whole mini-batch, of which the replicas of this plan may get a part"""
     num_micro_batch: int
 
     @staticmethod
     def planned(plan: Plan) -> SampleMap:
         """The samples of the mini-batch that the plan was made for."""
-        return SampleMap(plan, plan.batch_size, plan.num_micro_batch)
+        return SampleMap(plan, plan.mini_batch_size, plan.num_micro_batch)
 
     def __post_init__(self) -> None:
         for device in self.plan.virtual_devices:
             check_batch(
-                self.batch_size,
+                self._own[1] - self._own[0],
                 self.num_micro_batch,
                 self.plan.num_replicas * device.num_sample_parts,
             )
 
     @cached_property
+    def _own(self) -> Interval:
+        """The samples of these replicas."""
+        return own_samples(self.plan, self.batch_size)
+
+    @cached_property
     def micro_batches(self) -> tuple[Interval, ...]:
-        return intervals(micro_batch_sizes(self.batch_size, self.num_micro_batch))
+        start, stop = self._own
+        return _shift(intervals(micro_batch_sizes(stop - start, self.num_micro_batch)), start)
 
     @cached_property
     def _shares(self) -> dict[int, tuple[ReplicaShare, ...]]:
@@ -235,7 +302,9 @@ class SampleMap:
         return (self.replicas(micro_batch)[replica],) * device.num_devices
 
     def num_by_rank(self) -> list[list[int]]:
-        """How many samples each rank runs on: [rank][micro-batch]."""
+        """How many samples each rank runs on: [rank][micro-batch]; empty for ranks of other
+        templates.
+        """
         found: list[list[int]] = [[] for _ in range(self.plan.num_devices)]
         for micro_batch in range(self.num_micro_batch):
             for replica, share in zip(self.plan.replicas, self.shares(micro_batch), strict=True):

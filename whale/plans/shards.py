@@ -8,13 +8,19 @@ not cut it, and the devices of other stages that use it.
 
 Under ZeRO the ranks of a block hold some rows each of its parameters (`plans/blocks.py`): of the
 optimizer state and of gradients at every level, of weights at level 3.
+
+Model replicas that are not alike may cut a tensor differently: one device holds it whole, two of
+another replica hold a half each. Gradients are then summed over the **common refinement**: the
+cells between all cuts of all replicas, each with whoever holds it (`pieces`). For one purpose each
+entry must count once (checkpoints, gathering): there the shards of template 0 stand for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal
 
 import torch
@@ -86,6 +92,37 @@ class Shard:
             whole[_slices(box)] = part[_slices(own)]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Entries of a tensor that the same ranks hold."""
+
+    ranks: tuple[int, ...]
+    """in rank order"""
+    cells: tuple[Box, ...] | None
+    """boxes of the whole tensor, in order; None: all that each of these ranks holds"""
+
+    def inside(self, shard: Shard) -> tuple[tuple[slice, ...], ...]:
+        """Where the cells lie in a shard that holds them all."""
+        assert self.cells is not None
+        found = []
+        for cell in self.cells:
+            own = []
+            for dim, (start, stop) in enumerate(cell):
+                ranges = shard.ranges[dim] if shard.ranges is not None else ((0, stop),)
+                held = next(
+                    part for part in _with_offsets(ranges) if part[0][0] <= start < part[0][1]
+                )
+                first = held[1][0] + start - held[0][0]
+                own.append(slice(first, first + stop - start))
+            found.append(tuple(own))
+        return tuple(found)
+
+    @property
+    def num_entries(self) -> int:
+        assert self.cells is not None
+        return sum(math.prod(stop - start for start, stop in cell) for cell in self.cells)
+
+
 class Shards:
     """All shards of a plan: of its weights, or of the state that its ranks update."""
 
@@ -100,12 +137,61 @@ class Shards:
                     self._blocks_of.setdefault(name, []).append(block)
 
     def of(self, name: str) -> tuple[Shard, ...]:
-        """The different parts of a tensor, those of lower ranks first. What the graph does not use
-        is whole on stage 0.
+        """The different parts of a tensor, those of lower ranks first, each entry in one of them.
+        What the graph does not use is whole on stage 0.
+
+        Of replicas that cut it otherwise than those of template 0 nothing is said here.
+        """
+        if self.plan.is_uniform:
+            return self.held(name)
+        first = self.plan.by_template[0]
+        own = {
+            rank
+            for stage in self._holding(first, name).stages
+            for rank in first.ranks_of_stage(stage)
+        }
+        return tuple(shard for shard in self.held(name) if own & set(shard.ranks))
+
+    def held(self, name: str) -> tuple[Shard, ...]:
+        """All different parts of a tensor that some rank holds; they overlap where model replicas
+        cut it differently.
         """
         if name not in self._of_name:
             self._of_name[name] = self._find(name)
         return self._of_name[name]
+
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """The tensor taken apart so that the holders of each piece are the same: what gradients
+        are summed over. In the same order on every rank; pieces of one holder included.
+        """
+        shards = [shard for shard in self.held(name) if shard.ranges is None or shard.boxes(())]
+        if self.plan.is_uniform or len(shards) == 1:
+            return tuple(Piece(shard.ranks, None) for shard in shards)
+        shape = next(shard.whole_shape for shard in shards if shard.ranges is not None)
+        everything = tuple(((0, size),) for size in shape)
+        ranges = [shard.ranges or everything for shard in shards]
+        cells_of: dict[tuple[int, ...], list[Box]] = {}
+        for cell in product(
+            *(_between([each[dim] for each in ranges]) for dim in range(len(shape)))
+        ):
+            ranks: set[int] = set()
+            for shard, held in zip(shards, ranges, strict=True):
+                if all(_is_inside(interval, dim) for interval, dim in zip(cell, held, strict=True)):
+                    ranks.update(shard.ranks)
+            if ranks:
+                cells_of.setdefault(tuple(sorted(ranks)), []).append(cell)
+        return tuple(Piece(ranks, tuple(cells)) for ranks, cells in cells_of.items())
+
+    def piece_sizes(self, name: str) -> list[tuple[Piece, int]]:
+        """The pieces of a tensor that some replica cuts, with their numbers of entries."""
+        found = []
+        for piece in self.pieces(name):
+            if piece.cells is None:
+                shard = next(shard for shard in self.held(name) if shard.ranks == piece.ranks)
+                found.append((piece, math.prod(shard.shape or shard.whole_shape)))
+            else:
+                found.append((piece, piece.num_entries))
+        return found
 
     def first(self, name: str) -> Shard:
         """The first part of a tensor that is not empty."""
@@ -117,7 +203,11 @@ class Shards:
 
     def on(self, name: str, rank: int) -> Shard:
         """The part that a rank holds."""
-        return next(shard for shard in self.of(name) if rank in shard.ranks)
+        return next(shard for shard in self.held(name) if rank in shard.ranks)
+
+    @staticmethod
+    def _holding(view: Plan, name: str) -> Holding:
+        return view.template.tensors.get(name, Holding((0,)))
 
     def _find(self, name: str) -> tuple[Shard, ...]:
         if name in self._blocks_of:
@@ -125,10 +215,10 @@ class Shards:
         found: dict[Ranges | None, set[int]] = {}
         empty: list[Shard] = []
         shape: tuple[int, ...] = ()
-        template = self.plan.template
-        holding = template.tensors.get(name, Holding((0,)))
-        for number, stage in enumerate(holding.stages):
-            device = self.plan.virtual_devices[template.stages[stage].virtual_device]
+        for view, number, stage in self._places(name):
+            template = view.template
+            holding = self._holding(view, name)
+            device = view.virtual_devices[template.stages[stage].virtual_device]
             index = holding.boxes[number] if holding.boxes else WHOLE
             if index == WHOLE:
                 found.setdefault(None, set()).update(device.all_ranks)
@@ -152,6 +242,12 @@ class Shards:
         ]
         return tuple(sorted([*shards, *dict.fromkeys(empty)], key=lambda shard: shard.ranks))
 
+    def _places(self, name: str) -> Iterator[tuple[Plan, int, int]]:
+        """(plan of a template, place among its holders, stage) of all stages that hold a tensor."""
+        for view in self.plan.by_template:
+            for number, stage in enumerate(self._holding(view, name).stages):
+                yield view, number, stage
+
     def _in_rows(self, name: str) -> tuple[Shard, ...]:
         """Parts of a parameter that blocks cut."""
         found: dict[Ranges, list[int]] = {}
@@ -169,6 +265,16 @@ class Shards:
             Shard(name, ranges, tuple(sorted(ranks)), shape) for ranges, ranks in found.items()
         ]
         return tuple(sorted([*shards, *empty], key=lambda shard: shard.ranks))
+
+
+def _between(cuts: Sequence[Sequence[Range]]) -> list[Range]:
+    """The intervals between all ends of these ranges of one dim."""
+    ends = sorted({end for ranges in cuts for part in ranges for end in part})
+    return list(pairwise(ends))
+
+
+def _is_inside(interval: Range, ranges: Sequence[Range]) -> bool:
+    return any(start <= interval[0] and interval[1] <= stop for start, stop in ranges)
 
 
 def _is_empty(ranges: Ranges) -> bool:

@@ -41,7 +41,9 @@ def _devices(a: Plan, b: Plan) -> Iterator[str]:
         yield f"parallelism: {_shape(a)} -> {_shape(b)}"
     elif a.virtual_devices != b.virtual_devices and a.num_devices == b.num_devices:
         moved = [
-            rank for rank in range(a.num_devices) if a.place_of_rank(rank) != b.place_of_rank(rank)
+            rank
+            for rank in range(a.num_devices)
+            if a.of_rank(rank).stages_of_rank(rank) != b.of_rank(rank).stages_of_rank(rank)
         ]
         more = " ..." if len(moved) > SHOWN else ""
         elsewhere = f"{count(len(moved), 'device')} elsewhere"
@@ -80,8 +82,9 @@ def _cuts(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _schedule(a: Plan, b: Plan) -> Iterator[str]:
-    if a.schedule.name != b.schedule.name:
-        yield f"schedule: {a.schedule.name} -> {b.schedule.name}"
+    before, after = (" + ".join(view.schedule.name for view in plan.by_template) for plan in (a, b))
+    if before != after:
+        yield f"schedule: {before} -> {after}"
 
 
 def _shares(a: Plan, b: Plan) -> Iterator[str]:

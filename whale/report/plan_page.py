@@ -21,7 +21,7 @@ from whale.report.plan_pictures import (
     stages_picture,
     timeline_picture,
 )
-from whale.report.plan_table import summary
+from whale.report.plan_table import replicas_of, summary
 from whale.report.svg import render
 from whale.report.tables import forward_flop, layers_of, num_devices_shown, samples_by_rank
 from whale.simulation.memory import CLASSES
@@ -62,13 +62,19 @@ class Sheet:
 
 def html(plan: Plan, timeline: Timeline) -> str:
     """The page of a plan and its simulated step."""
-    title = (
-        f"Whale plan: {count(plan.num_devices, 'device')}, {count(len(plan.stages), 'stage')}, "
-        f"batch {plan.batch_size}"
-    )
+    shape = count(len(plan.stages), "stage")
+    if not plan.is_uniform:
+        shape = f"{count(plan.num_replicas, 'model replica')} that are not alike"
+    title = f"Whale plan: {count(plan.num_devices, 'device')}, {shape}, batch {plan.batch_size}"
+    stages = [("TaskGraphs on devices", stages_picture(plan.by_template[0]))]
+    if not plan.is_uniform:
+        stages = [
+            (f"TaskGraphs on devices: {replicas_of(view)}", stages_picture(view))
+            for view in plan.by_template
+        ]
     pictures = [
         ("Cluster", cluster_picture(plan, timeline)),
-        ("TaskGraphs on devices", stages_picture(plan)),
+        *stages,
         ("One step over time, and memory below each device", timeline_picture(timeline)),
         ("Memory at its fullest moment", memory_picture(timeline)),
     ]
@@ -81,7 +87,11 @@ def html(plan: Plan, timeline: Timeline) -> str:
         pictures=pictures,
         work=_work(plan, timeline),
         memory=_memory(timeline),
-        shardings=[_sharding_section(plan, sharding) for sharding in plan.shardings],
+        shardings=[
+            _sharding_section(view, sharding)
+            for view in plan.by_template
+            for sharding in view.shardings
+        ],
         decisions=Sheet(
             ("what", "choice", "why"), (), [(d.what, d.choice, d.why) for d in plan.decisions]
         ),
@@ -120,7 +130,8 @@ def _work(plan: Plan, timeline: Timeline) -> Sheet:
     counts = samples_by_rank(plan)
     rows: list[list[Cell]] = []
     for device in timeline.devices[: num_devices_shown(timeline)]:
-        own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
+        view = plan.of_rank(device.rank)
+        own = [view.stages[stage] for stage in view.stages_of_rank(device.rank)]
         key = f"devices.{device.rank}"
         samples = sum(counts[device.rank])
         flop = forward_flop(plan, device.rank, own, samples)
@@ -128,8 +139,9 @@ def _work(plan: Plan, timeline: Timeline) -> Sheet:
             [
                 str(device.rank),
                 f"{device.kind} on {device.host}",
-                f"stage {ranges([stage.index for stage in own])}",
-                layers_of(own) if len(plan.stages) > 1 else "all",
+                (f"stage {ranges([stage.index for stage in own])}" if own else "left out")
+                + _replica(plan, device.rank),
+                layers_of(own) if len(view.stages) > 1 else "all",
                 Figure(f"{key}.samples", samples, str(samples)),
                 Figure(f"{key}.forward_flop", flop, human_flop(flop)),
                 _seconds(f"{key}.busy_s", device.busy_s),
@@ -140,6 +152,16 @@ def _work(plan: Plan, timeline: Timeline) -> Sheet:
     words = ("rank", "device", "stages", "layers")
     numbers = ("samples", "forward FLOP", "busy", "wait", "idle")
     return Sheet(words, numbers, rows, len(timeline.devices) - len(rows))
+
+
+def _replica(plan: Plan, rank: int) -> str:
+    """The replica of a rank, where stages are counted in each by itself."""
+    if plan.is_uniform:
+        return ""
+    view = plan.of_rank(rank)
+    if rank not in view.ranks:
+        return ""
+    return f" of replica {view.first_replica + view.place_of_rank(rank)[1]}"
 
 
 def _memory(timeline: Timeline) -> Sheet:
@@ -192,7 +214,16 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "batch_size": plan.batch_size,
         "num_micro_batch": plan.num_micro_batch,
         "num_replicas": plan.num_replicas,
-        "schedule": plan.schedule.name,
+        "schedule": " + ".join(view.schedule.name for view in plan.by_template),
+        "templates": [
+            {
+                "replicas": [view.first_replica + number for number in range(view.num_replicas)],
+                "batch_size": view.batch_size,
+                "num_micro_batch": view.num_micro_batch,
+                "schedule": view.schedule.name,
+            }
+            for view in plan.by_template
+        ],
         **predicted,
         "devices": devices,
         "network": asdict(figures_in(plan).network),
@@ -201,7 +232,7 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
             {**asdict(stage), "ranks": list(plan.ranks_of_stage(stage.index))}
             for stage in plan.stages
         ],
-        "shardings": [_sharding(each) for each in plan.shardings],
+        "shardings": [_sharding(each) for view in plan.by_template for each in view.shardings],
         "decisions": [asdict(decision) for decision in plan.decisions],
         "notes": list(plan.notes),
         "renamed": RENAMED_FIELDS,
@@ -226,18 +257,22 @@ def _sharding(sharding: StageSharding) -> dict[str, Any]:
 
 def _work_of_devices(plan: Plan) -> list[dict[str, Any]]:
     """What each rank does: stages and layers, samples, its part of a grid, FLOP."""
-    found = []
+    found: list[dict[str, Any]] = []
     counts = samples_by_rank(plan)
     for rank, samples in enumerate(counts):
-        index, replica, place = plan.place_of_rank(rank)
-        device = plan.virtual_devices[index]
-        own = [plan.stages[stage] for stage in plan.stages_of_rank(rank)]
+        view = plan.of_rank(rank)
+        if rank not in view.ranks:
+            found.append({"virtual_device": None, "replica": None, "stages": [], "samples": 0})
+            continue
+        index, replica, place = view.place_of_rank(rank)
+        device = view.virtual_devices[index]
+        own = [view.stages[stage] for stage in view.stages_of_rank(rank)]
         found.append(
             {
                 "virtual_device": index,
-                "replica": replica,
+                "replica": view.first_replica + replica,
                 "stages": [stage.index for stage in own],
-                "layers": layers_of(own) if len(plan.stages) > 1 else "all",
+                "layers": layers_of(own) if len(view.stages) > 1 else "all",
                 "samples": sum(samples),
                 "samples_of_micro_batches": samples,
                 "shard": None

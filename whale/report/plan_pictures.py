@@ -159,7 +159,10 @@ def stages_picture(plan: Plan) -> Markup:
     wide = (WIDTH - left) / shown
     for replica in range(shown):
         drawing.text(
-            left + replica * wide, 14, shortened(f"model replica {replica}", 12, wide), fill=WEAK
+            left + replica * wide,
+            14,
+            shortened(f"model replica {plan.first_replica + replica}", 12, wide),
+            fill=WEAK,
         )
     samples = SampleMap.planned(plan)
     size = samples.micro_batches[0][1] - samples.micro_batches[0][0]

@@ -44,11 +44,30 @@ NARROWEST_PICTURE = 60
 def summary(plan: Plan) -> str:
     """The plan in one line."""
     kinds = ", ".join(f"{number} x {kind}" for kind, number in Counter(plan.device_kinds).items())
+    if not plan.is_uniform:
+        return (
+            f"{count(plan.num_devices, 'device')} ({kinds}): "
+            f"{count(plan.num_replicas, 'model replica')} that are not alike, batch "
+            f"{plan.batch_size}: {'; '.join(map(replicas_of, plan.by_template))}"
+        )
     return (
         f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x "
         f"{count(plan.num_replicas, 'model replica')}, "
         f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule "
         f"{plan.schedule.name}"
+    )
+
+
+def replicas_of(view: Plan) -> str:
+    """The alike replicas of one template in a few words."""
+    first = view.first_replica
+    which = "replica" if view.num_replicas == 1 else "replicas"
+    widths = "+".join(str(device.num_devices) for device in view.virtual_devices)
+    devices = f"{widths} device{'s' * (widths != '1')}"
+    return (
+        f"{which} {ranges(range(first, first + view.num_replicas))}: "
+        f"{count(len(view.stages), 'stage')} on {devices}, {view.batch_size} samples in "
+        f"{count(view.num_micro_batch, 'micro-batch')}, schedule {view.schedule.name}"
     )
 
 
@@ -67,17 +86,26 @@ def render_plan(plan: Plan) -> Group:
     if plan.figures is not None:
         timeline = simulate(plan)
         parts += [prediction(timeline), work_table(plan, timeline), memory_table(timeline)]
-    parts += [_task_graphs(plan), _devices(plan)]
-    for part in (sharding_tables(plan), _crossings(plan), _tied(plan), _losses(plan)):
-        if part is not None:
-            parts.append(part)
-    parts += [_Picture(plan.schedule), _decisions(plan)]
+    for view in plan.by_template:
+        if not plan.is_uniform:
+            parts.append(Text(replicas_of(view).capitalize(), style="bold"))
+        parts += _parts_of_template(view)
+    parts.append(_decisions(plan))
     if plan.notes:
         parts.append(_lines("Notes", plan.notes))
     spaced: list[RenderableType] = []
     for part in parts:
         spaced += [part, Text()]
     return Group(*spaced)
+
+
+def _parts_of_template(plan: Plan) -> list[RenderableType]:
+    """What the replicas of one template do."""
+    parts: list[RenderableType] = [_task_graphs(plan), _devices(plan)]
+    for part in (sharding_tables(plan), _crossings(plan), _tied(plan), _losses(plan)):
+        if part is not None:
+            parts.append(part)
+    return [*parts, _Picture(plan.schedule)]
 
 
 def _task_graphs(plan: Plan) -> Table:
@@ -131,7 +159,7 @@ def _devices(plan: Plan) -> Table:
             add_row(
                 table,
                 *first,
-                str(replica),
+                str(plan.first_replica + replica),
                 ranges(ranks),
                 kinds,
                 shares,

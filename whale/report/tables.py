@@ -19,7 +19,7 @@ from rich.text import Text
 
 from whale.names import listed
 from whale.plans.plan import Plan, Stage
-from whale.plans.samples import SampleMap
+from whale.plans.samples import num_samples_by_rank
 from whale.plans.sharding import StageSharding
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
@@ -94,13 +94,14 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
     )
     counts = samples_by_rank(plan)
     for device in timeline.devices[: num_devices_shown(timeline)]:
-        own = [plan.stages[stage] for stage in plan.stages_of_rank(device.rank)]
+        view = plan.of_rank(device.rank)
+        own = [view.stages[stage] for stage in view.stages_of_rank(device.rank)]
         shares = (device.busy_s, device.wait_s, timeline.idle_s(device.rank))
         add_row(
             table,
             str(device.rank),
             f"{device.kind} on {device.host}",
-            ranges([stage.index for stage in own]),
+            ranges([stage.index for stage in own]) if own else "left out",
             layers_of(own),
             str(sum(counts[device.rank])),
             human_flop(forward_flop(plan, device.rank, own, sum(counts[device.rank]))),
@@ -141,13 +142,16 @@ def of_memory(device: DeviceTimeline) -> str:
 
 def samples_by_rank(plan: Plan) -> list[list[int]]:
     """Number of samples, as [rank][micro-batch]."""
-    return SampleMap.planned(plan).num_by_rank()
+    return num_samples_by_rank(plan)
 
 
 def forward_flop(plan: Plan, rank: int, stages: Sequence[Stage], num_samples: int) -> float:
     """FLOP of the forward of so many samples on these stages of a rank. Devices of a grid do the
     work for a sample together, each its part.
     """
+    plan = plan.of_rank(rank)
+    if rank not in plan.ranks:
+        return 0.0
     work = {sharding.stage: sharding.work for sharding in plan.shardings}
     place = plan.place_of_rank(rank)[2]
     flop = 0.0

@@ -44,7 +44,9 @@ class Adapting:
 
     def _can_measure(self) -> bool:
         reason = None
-        if self._job.plan.shardings:
+        if not self._job.plan.is_uniform or self._job.plan.left_out:
+            reason = "samples move only between model replicas that are alike, on all devices"
+        elif self._job.plan.shardings:
             reason = (
                 "devices of a sharded part wait for each other inside a forward, so all seem as "
                 "slow as the slowest"

@@ -117,7 +117,7 @@ class Batches:
 
     def own_samples(self, lowered: Lowered, batch_size: int) -> list[tuple[int, int]]:
         """Sample intervals of a mini-batch that this rank trains on, one for each micro-batch."""
-        num_micro_batch = largest_micro_batches(self._job.plan, batch_size)
+        num_micro_batch = largest_micro_batches(lowered.plan, batch_size)
         executor = self._shapes.executor(lowered, batch_size, num_micro_batch, is_training=True)
         return list(executor.program.samples)
 

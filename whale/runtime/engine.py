@@ -28,12 +28,18 @@ from whale.runtime.block_gradients import BlockGradients
 from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
-from whale.runtime.gradients import GradientSynchroniser, Held, by_backward_order
+from whale.runtime.gradients import GradientSynchroniser, Held, HeldPiece, by_backward_order
 from whale.runtime.local_model import local_model, save_pretrained
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
-from whale.runtime.shapes import Job, Shapes, largest_micro_batches, widest
+from whale.runtime.shapes import (
+    Job,
+    Shapes,
+    evaluation_micro_batches,
+    largest_micro_batches,
+    widest,
+)
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
 from whale.runtime.update import (
@@ -63,7 +69,7 @@ class Engine:
         groups: set[tuple[int, ...]] = set()
         for name in self.plan.holders:
             for shards in (job.shards, job.state_shards):
-                groups.update(shard.ranks for shard in shards.of(name) if len(shard.ranks) > 1)
+                groups.update(piece.ranks for piece in shards.pieces(name) if len(piece.ranks) > 1)
         groups.update(block.ranks for block in self.plan.blocks)
         for ranks in sorted(groups):  # every rank makes every group, in the same order
             job.ranks.group(ranks)
@@ -76,6 +82,7 @@ class Engine:
             self._shapes.transport,
             job.platform,
             self._block_gradients(),
+            self._global_order(),
         )
         self._updater = Updater(self._trainable(), optimizer, scheduler, job, self._shapes.first)
         self._checkpoints = Checkpoints(job, self._updater)
@@ -199,7 +206,7 @@ class Engine:
         if isinstance(whole_or_own, ShardedBatch):
             self._reads_shards = True
         # the last batch of an epoch may be too small for all micro-batches
-        num_micro_batch = largest_micro_batches(self.plan, batch_size)
+        num_micro_batch = largest_micro_batches(lowered.plan, batch_size)
         executor = self._shapes.executor(lowered, batch_size, num_micro_batch, is_training=True)
         self._gradients.begin(lowered.trained)
         waited_before = self._waited_s
@@ -438,9 +445,7 @@ class Engine:
             )
         lowered = self._shapes.evaluation(layout, tensors)
         prepared = lowered.prepared
-        num_micro_batch = (
-            1 if prepared.loss.reductions else largest_micro_batches(self.plan, layout.batch_size)
-        )
+        num_micro_batch = evaluation_micro_batches(lowered.plan, layout.batch_size, prepared)
         executor = self._shapes.executor(
             lowered, layout.batch_size, num_micro_batch, is_training=False
         )
@@ -618,28 +623,28 @@ class Engine:
         """This rank's trainable parameters, in the order in which backward reaches them. Another
         shape of the batch may train others.
         """
-        own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        shards = self._job.state_shards
         rank = self._job.ranks.rank
+        view = self.plan.of_rank(rank)
+        own = set(view.stages_of_rank(rank))
+        shards = self._job.state_shards
         updated = self._job.updated
         trainable = {name for name, _ in self._trainable()}
         names = [
-            name
-            for name, stages in self.plan.holders.items()
-            if name in trainable and own & set(stages)
+            name for name, stages in view.holders.items() if name in trainable and own & set(stages)
         ]
         held = []
         for name in by_backward_order(names, lowered.first_use):
             tensor = updated[name]
             assert isinstance(tensor, torch.nn.Parameter)
-            held.append(
-                Held(
-                    name,
-                    tensor,
-                    shards.on(name, rank).ranks,
-                    tuple(sorted(own & set(self.plan.holders[name]))),
-                )
-            )
+            stages = tuple(sorted(own & set(view.holders[name])))
+            shard = shards.on(name, rank)
+            pieces = [
+                HeldPiece(piece.ranks, piece.inside(shard))
+                for piece in shards.pieces(name)
+                if rank in piece.ranks and piece.cells is not None
+            ]
+            holders = {each for piece in pieces for each in piece.ranks} or shard.ranks
+            held.append(Held(name, tensor, tuple(sorted(holders)), stages, tuple(pieces)))
         return held
 
     def _block_gradients(self) -> BlockGradients | None:
@@ -647,9 +652,19 @@ class Engine:
         zero = self._job.zero
         if zero is None or not zero.blocks:
             return None
-        own = set(self.plan.stages_of_rank(self._job.ranks.rank))
-        stages_of = {name: own & set(stages) for name, stages in self.plan.holders.items()}
+        view = self.plan.of_rank(self._job.ranks.rank)
+        own = set(view.stages_of_rank(self._job.ranks.rank))
+        stages_of = {name: own & set(stages) for name, stages in view.holders.items()}
         return BlockGradients(zero, stages_of, self._shapes.first.first_use)
+
+    def _global_order(self) -> dict[str, int] | None:
+        """The order in which all ranks all-reduce gradients: parameters that backward reaches first
+        come first. None where replicas are alike, or where messages are told apart by tags.
+        """
+        if self.plan.is_uniform or self._job.ranks.backend.has_tags:
+            return None
+        names = by_backward_order(list(self.plan.holders), self._shapes.first.first_use)
+        return {name: place for place, name in enumerate(names)}
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """(name, parameter) pairs for the optimizer, in the model's own order."""

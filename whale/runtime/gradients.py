@@ -10,6 +10,12 @@ Holders that are CPU ranks of one host all-reduce through memory instead, at the
 the core that would run the backward, so that there is nothing to hide, and faster: 28 MB between 2
 ranks 9.5 instead of 16 to 23 ms (`distributed/same_host_collectives.py`). They go through their
 groups in one order, that of the ranks in them, so that no two wait for each other.
+
+Model replicas that are not alike have groups that overlap in many ways: {0, 3}, {0, 4}, {1, 4} ...
+Where messages have no tags (NCCL) all ranks then send out their buckets in one order over all
+groups, that of backward (`order`): two ranks that meet in two groups would otherwise wait for each
+other. Replicas may also cut a parameter differently. Its pieces then go into the buckets of their
+own holders, and back into the gradient when the sums are there.
 """
 
 from __future__ import annotations
@@ -30,6 +36,16 @@ from whale.plans.buckets import bucket_size
 from whale.runtime.block_gradients import BlockGradients
 
 HALF = (torch.float16, torch.bfloat16)
+Cells = tuple[tuple[slice, ...], ...]
+"""boxes of a parameter as it lies on this rank"""
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """Entries of a parameter that the same ranks hold."""
+
+    ranks: tuple[int, ...]
+    cells: Cells
 
 
 @dataclass(frozen=True)
@@ -42,11 +58,48 @@ class Held:
     """all holders, this rank included"""
     stages: tuple[int, ...]
     """stages of this rank that use it"""
+    pieces: tuple[HeldPiece, ...] = ()
+    """where other replicas cut it otherwise: its pieces, each with its own holders"""
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is summed as a whole."""
+        if not self.pieces:
+            return [Unit(self, self.ranks)]
+        return [Unit(self, piece.ranks, piece.cells) for piece in self.pieces]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A parameter, or a piece of one, with those that sum its gradient."""
+
+    parameter: Held
+    ranks: tuple[int, ...]
+    cells: Cells | None = None
+    """None: the whole parameter"""
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    @property
+    def tensor(self) -> torch.nn.Parameter:
+        return self.parameter.tensor
+
+    @property
+    def num_entries(self) -> int:
+        if self.cells is None:
+            return self.tensor.numel()
+        return sum(self.tensor[cell].numel() for cell in self.cells)
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Views of a tensor of the parameter's shape."""
+        return [whole] if self.cells is None else [whole[cell] for cell in self.cells]
 
 
 @dataclass
 class Bucket:
-    parameters: list[Held]
+    units: list[Unit]
     group: dist.ProcessGroup | None
     buffer: Tensor
     views: list[Tensor]
@@ -60,7 +113,6 @@ class Bucket:
 class _Group:
     buckets: list[Bucket]
     through_memory: bool
-    num_sent: int = 0
 
 
 class GradientSynchroniser:
@@ -74,10 +126,12 @@ class GradientSynchroniser:
         transport: Transport | None,
         platform: Platform,
         blocks: BlockGradients | None = None,
+        order: Mapping[str, int] | None = None,
     ) -> None:
         """`transport`: all-reduces go through memory where it reaches all holders that way.
         `blocks`: reduces gradients of parameters that are cut; only what several ranks hold alike
-        is all-reduced after it.
+        is all-reduced after it. `order`: of parameters, the same on all ranks, in which buckets of
+        all groups go out; None: each group goes by itself.
         """
         self.held = held
         self._blocks = blocks
@@ -86,36 +140,36 @@ class GradientSynchroniser:
         self._transport = transport
         self._platform = platform
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._bucket_of: dict[str, Bucket] = {}
+        self._buckets_of: dict[str, list[Bucket]] = {}
         self._pending: dict[str, set[int]] = {}
         self._stage: int | None = None
         self._trained: Collection[str] = ()
-        shared: dict[tuple[int, ...], list[Held]] = {}
+        shared: dict[tuple[int, ...], list[Unit]] = {}
         for parameter in held:
-            if len(parameter.ranks) > 1:
-                shared.setdefault(parameter.ranks, []).append(parameter)
-        for key, parameters in shared.items():
+            for unit in parameter.units:
+                if len(unit.ranks) > 1:
+                    shared.setdefault(unit.ranks, []).append(unit)
+        for key, units in shared.items():
             through_memory = transport is not None and transport.reaches_through_memory(key)
-            buckets = [
-                self._bucket(part, ranks.group(key)) for part in _cut(parameters, bucket_bytes)
-            ]
+            buckets = [self._bucket(part, ranks.group(key)) for part in _cut(units, bucket_bytes)]
             self._groups[key] = _Group(buckets, through_memory)
-            for parameter in parameters:
+        for parameter in held:
+            if parameter.name in self._buckets_of:
                 parameter.tensor.register_post_accumulate_grad_hook(
                     _on_accumulated(weakref.ref(self), parameter)
                 )
+        self._queues = _queues(self._groups, order)
 
-    def _bucket(self, parameters: list[Held], group: dist.ProcessGroup | None) -> Bucket:
-        sizes = [p.tensor.numel() for p in parameters]
-        buffer = torch.zeros(
-            sum(sizes), dtype=parameters[0].tensor.dtype, device=parameters[0].tensor.device
-        )
+    def _bucket(self, units: list[Unit], group: dist.ProcessGroup | None) -> Bucket:
+        sizes = [unit.num_entries for unit in units]
+        buffer = torch.zeros(sum(sizes), dtype=units[0].tensor.dtype, device=units[0].tensor.device)
         views = [
-            view.view_as(p.tensor) for view, p in zip(buffer.split(sizes), parameters, strict=True)
+            view.view_as(unit.tensor) if unit.cells is None else view
+            for view, unit in zip(buffer.split(sizes), units, strict=True)
         ]
-        bucket = Bucket(parameters, group, buffer, views)
-        for p in parameters:
-            self._bucket_of[p.name] = bucket
+        bucket = Bucket(units, group, buffer, views)
+        for unit in units:
+            self._buckets_of.setdefault(unit.name, []).append(bucket)
         return bucket
 
     def begin(self, trained: Collection[str]) -> None:
@@ -125,16 +179,17 @@ class GradientSynchroniser:
         self._trained = trained
         for parameter in self.held:
             parameter.tensor.grad = None
+        for queue in self._queues:
+            queue.num_sent = 0
         for group in self._groups.values():
-            group.num_sent = 0
             for bucket in group.buckets:
-                bucket.waiting = sum(p.name in trained for p in bucket.parameters)
+                bucket.waiting = sum(unit.name in trained for unit in bucket.units)
                 bucket.work = None
                 bucket.is_full = False
         self._pending = {
             p.name: set(p.stages)
             for p in self.held
-            if p.name in self._bucket_of and p.name in trained
+            if p.name in self._buckets_of and p.name in trained
         }
         self._stage = None
         self._closed.clear()
@@ -185,6 +240,7 @@ class GradientSynchroniser:
                     self._transport.collectives.all_reduce(bucket.buffer, ranks)
                 elif bucket.work is not None:
                     bucket.work.wait()
+                self._put_back(bucket)
         self._platform.wait_for_all_reduces()
 
     def _accumulated(self, parameter: Held) -> None:
@@ -196,28 +252,91 @@ class GradientSynchroniser:
         pending.discard(stage)
         if pending:
             return
-        self._bucket_of[parameter.name].waiting -= 1
-        group = self._groups[parameter.ranks]
-        while group.num_sent < len(group.buckets) and group.buckets[group.num_sent].waiting == 0:
-            self._close(group.buckets[group.num_sent], group.through_memory)
-            group.num_sent += 1
+        for bucket in self._buckets_of[parameter.name]:
+            bucket.waiting -= 1
+        for queue in self._queues:
+            while queue.num_sent < len(queue.buckets) and queue.next_bucket.waiting == 0:
+                self._close(queue.next_bucket, queue.through_memory[queue.num_sent])
+                queue.num_sent += 1
 
     def _close(self, bucket: Bucket, through_memory: bool) -> None:
         """Sends out a bucket whose gradients are final."""
-        if not any(parameter.name in self._trained for parameter in bucket.parameters):
+        if not any(unit.name in self._trained for unit in bucket.units):
             return
         with torch.no_grad():
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                gradient = parameter.tensor.grad
+            for unit, view in zip(bucket.units, bucket.views, strict=True):
+                if unit.cells is not None:
+                    self._fill_from_pieces(unit, view)
+                    continue
+                gradient = unit.tensor.grad
                 if gradient is None:
                     view.zero_()
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                if parameter.name in self._trained:
-                    parameter.tensor.grad = view
+                if unit.name in self._trained:
+                    unit.tensor.grad = view
         bucket.is_full = through_memory
         if not through_memory:
             bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+    def _fill_from_pieces(self, unit: Unit, view: Tensor) -> None:
+        """Copies the piece of a gradient into its place in a bucket."""
+        if unit.name not in self._trained:
+            view.zero_()
+            return
+        gradient = unit.tensor.grad
+        if gradient is None:
+            gradient = torch.zeros_like(unit.tensor)
+        elif gradient.is_sparse:
+            gradient = gradient.to_dense()
+        unit.tensor.grad = gradient
+        torch.cat([part.reshape(-1) for part in unit.parts(gradient)], out=view)
+
+    def _put_back(self, bucket: Bucket) -> None:
+        """Copies the sums of pieces into their gradients."""
+        if not bucket.is_full and bucket.work is None:
+            return
+        with torch.no_grad():
+            for unit, view in zip(bucket.units, bucket.views, strict=True):
+                gradient = unit.tensor.grad
+                if unit.cells is None or unit.name not in self._trained or gradient is None:
+                    continue
+                parts = unit.parts(gradient)
+                for part, summed in zip(
+                    parts, view.split([part.numel() for part in parts]), strict=True
+                ):
+                    part.copy_(summed.view_as(part))
+
+
+@dataclass
+class _Queue:
+    """Buckets that go out one after the other."""
+
+    buckets: list[Bucket]
+    through_memory: list[bool]
+    num_sent: int = 0
+
+    @property
+    def next_bucket(self) -> Bucket:
+        return self.buckets[self.num_sent]
+
+
+def _queues(
+    groups: Mapping[tuple[int, ...], _Group], order: Mapping[str, int] | None
+) -> list[_Queue]:
+    """One queue for each group, or one for all of them in the given order of parameters."""
+    if order is None:
+        return [
+            _Queue(group.buckets, [group.through_memory] * len(group.buckets))
+            for group in groups.values()
+        ]
+    keyed = []
+    for ranks, group in groups.items():
+        for number, bucket in enumerate(group.buckets):
+            last = max(order[unit.name] for unit in bucket.units)
+            keyed.append(((last, ranks, number), bucket, group.through_memory))
+    keyed.sort(key=lambda each: each[0])
+    return [_Queue([bucket for _, bucket, _ in keyed], [memory for _, _, memory in keyed])]
 
 
 def _on_accumulated(
@@ -234,34 +353,40 @@ def _on_accumulated(
     return accumulated
 
 
-def _cut(parameters: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    """Pieces of at most `bucket_bytes` (or one parameter), of one dtype each, in order; smaller
-    ones of a small model.
+def _cut(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
+    """Buckets of at most `bucket_bytes` (or one unit), of one dtype each, in order; smaller ones of
+    a small model.
     """
-    total = sum(
-        parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters
-    )
-    bucket_bytes = bucket_size(total, bucket_bytes)
-    pieces: list[list[Held]] = []
+    sizes = [unit.num_entries * unit.tensor.element_size() for unit in units]
+    bucket_bytes = bucket_size(sum(sizes), bucket_bytes)
+    buckets: list[list[Unit]] = []
     size = 0
-    for parameter in parameters:
-        num_bytes = parameter.tensor.numel() * parameter.tensor.element_size()
+    for unit, num_bytes in zip(units, sizes, strict=True):
         fits = (
-            pieces
-            and pieces[-1][0].tensor.dtype == parameter.tensor.dtype
+            buckets
+            and buckets[-1][0].tensor.dtype == unit.tensor.dtype
             and size + num_bytes <= bucket_bytes
         )
         if not fits:
-            pieces.append([])
+            buckets.append([])
             size = 0
-        pieces[-1].append(parameter)
+        buckets[-1].append(unit)
         size += num_bytes
-    return pieces
+    return buckets
 
 
-def counted_parameters(held: Sequence[Held], rank: int) -> list[Held]:
-    """Parameters with a gradient that this rank answers for in the norm of all: each counts on one
-    of its holders, which share the work.
+@dataclass(frozen=True)
+class CountedGradient:
+    """A gradient, or a piece of one, that a rank answers for in the norm of all."""
+
+    name: str
+    gradient: Tensor
+    """its values, without those that a sparse gradient leaves out"""
+
+
+def counted_gradients(held: Sequence[Held], rank: int) -> list[CountedGradient]:
+    """Gradients that this rank answers for in the norm of all: each counts on one of its holders,
+    which share the work.
 
     All holders of a set of parameters have them in the same order, so they agree on who counts
     what.
@@ -270,22 +395,24 @@ def counted_parameters(held: Sequence[Held], rank: int) -> list[Held]:
         tuple[int, ...], list[int]
     ] = {}  # numbers that each holder of these parameters counts
     found = []
-    for parameter in held:
-        counted = num_counted.setdefault(parameter.ranks, [0] * len(parameter.ranks))
+    for unit in (unit for parameter in held for unit in parameter.units):
+        counted = num_counted.setdefault(unit.ranks, [0] * len(unit.ranks))
         place = counted.index(min(counted))
-        counted[place] += parameter.tensor.numel()
-        if parameter.ranks[place] == rank and parameter.tensor.grad is not None:
-            found.append(parameter)
+        counted[place] += unit.num_entries
+        gradient = unit.tensor.grad
+        if unit.ranks[place] == rank and gradient is not None:
+            if gradient.is_sparse:
+                # pieces of a sparse gradient: none of them is shared, else it would be dense
+                gradient = (
+                    gradient.coalesce().values() if unit.cells is None else gradient.to_dense()
+                )
+            found += [CountedGradient(unit.name, part) for part in unit.parts(gradient)]
     return found
 
 
-def squared_norm(counted: Sequence[Held], device: str) -> Tensor:
-    """Sum of squares of the gradients of these parameters."""
-    dense = []
-    for parameter in counted:
-        gradient = parameter.tensor.grad
-        assert gradient is not None
-        dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+def squared_norm(counted: Sequence[CountedGradient], device: str) -> Tensor:
+    """Sum of squares of these gradients."""
+    dense = [each.gradient for each in counted]
     if not dense:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.nn.utils.get_total_norm(dense).double().square()

@@ -27,7 +27,7 @@ from torch import Tensor
 from whale.compat import foreach_norm, fused_step, has_fused_step
 from whale.config import Config
 from whale.devices import LocalDevice
-from whale.runtime.gradients import Held, scale_gradients
+from whale.runtime.gradients import CountedGradient, Held, scale_gradients
 from whale.runtime.loss_scale import DeviceLossScale
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -107,8 +107,8 @@ class MaskedUpdates:
 
     # ---- before the all-reduce
 
-    def norms(self, counted: Sequence[Held], is_scaled: bool) -> Norms:
-        """Of the gradients of these parameters, which this rank answers for."""
+    def norms(self, counted: Sequence[CountedGradient], is_scaled: bool) -> Norms:
+        """Of these gradients, which this rank answers for."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device.name)
         norms = _norms(counted)
         if norms is None:
@@ -130,8 +130,8 @@ class MaskedUpdates:
         parts[FIRST_BAD + rank] = norms.bad
         return parts
 
-    def _numbers_of(self, counted: Sequence[Held]) -> Tensor:
-        key = tuple(parameter.name for parameter in counted)
+    def _numbers_of(self, counted: Sequence[CountedGradient]) -> Tensor:
+        key = tuple(each.name for each in counted)
         if key not in self._numbers:
             numbers = [float(self._number_of[name]) for name in key]
             on_host = torch.tensor(numbers, dtype=torch.float64)
@@ -186,16 +186,11 @@ class MaskedUpdates:
         return left_out
 
 
-def _norms(counted: Sequence[Held]) -> Tensor | None:
-    """Norm of the gradient of each of these parameters, [parameters] float64; None without any."""
-    gradients = []
-    for parameter in counted:
-        gradient = parameter.tensor.grad
-        assert gradient is not None
-        gradients.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
-    if not gradients:
+def _norms(counted: Sequence[CountedGradient]) -> Tensor | None:
+    """Norm of each of these gradients, [gradients] float64; None without any."""
+    if not counted:
         return None
-    norms = [norm.double() for norm in foreach_norm(gradients)]
+    norms = [norm.double() for norm in foreach_norm([each.gradient for each in counted])]
     return torch.stack(norms)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from whale.distributed.ranks import Ranks
 from whale.dtypes import as_bytes
 from whale.names import listed
-from whale.plans.shards import Shards
+from whale.plans.shards import Piece, Shard, Shards
 
 logger = logging.getLogger("whale")
 
@@ -99,19 +99,19 @@ class ReplicaCheck:
         self._every = every
         self._pending: tuple[int, Tensor, dist.Work] | None = None
         holders: set[tuple[int, ...]] = set()
-        names: dict[tuple[int, ...], list[str]] = {}
+        views: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for name in sorted(shards.plan.holders):
-            for shard in shards.of(name):
-                if len(shard.ranks) > 1:
-                    holders.add(shard.ranks)
-                    is_mine = ranks.rank in shard.ranks
+            for piece in shards.pieces(name):
+                if len(piece.ranks) > 1:
+                    holders.add(piece.ranks)
+                    is_mine = ranks.rank in piece.ranks
                     if is_mine and isinstance(weights[name], torch.nn.Parameter):
-                        names.setdefault(shard.ranks, []).append(name)
+                        views.setdefault(piece.ranks, {}).update(
+                            _views(name, weights[name], piece, shards.on(name, ranks.rank))
+                        )
         self._holders = sorted(holders)
         """sets of ranks that share weights in this plan, the same list on every rank"""
-        self._shared = [
-            Shared(group, {name: weights[name] for name in names[group]}) for group in sorted(names)
-        ]
+        self._shared = [Shared(group, views[group]) for group in sorted(views)]
 
     def check(self) -> None:
         """Before the first step: compares now."""
@@ -213,6 +213,19 @@ class ReplicaCheck:
                 when,
                 listed([str(each) for each in found], SHOWN),
             )
+
+
+def _views(name: str, weight: Tensor, piece: Piece, shard: Shard) -> dict[str, Tensor]:
+    """What this rank holds of a piece, by name: the weight, or where other replicas cut it
+    otherwise, views of its cells.
+    """
+    if piece.cells is None:
+        return {name: weight}
+    whole = weight.detach()
+    return {
+        f"{name}{[list(interval) for interval in cell]}": whole[own]
+        for cell, own in zip(piece.cells, piece.inside(shard), strict=True)
+    }
 
 
 def _hash(shared: Shared, numbers: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale import scheduling
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.clean import tied_names
@@ -29,18 +28,17 @@ from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.blocks import BlockWeights
-from whale.lowering.program import Lowered, lower
+from whale.lowering.program import Assign, Lowered, lower
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.planner import (
-    Assignment,
     apply_plan,
     check_loss_and_buffers,
     fingerprint,
     follow_plan,
 )
 from whale.plans.plan import Plan
-from whale.plans.samples import SampleMap
+from whale.plans.samples import least_batch, num_samples_by_rank, own_samples
 from whale.plans.shards import Shards
 from whale.runtime.executor import Executor
 from whale.runtime.zero import Zero, trained_parts
@@ -125,16 +123,17 @@ class Shapes:
         self._job = job
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
-            edges = {(crossing.source, crossing.destination) for crossing in job.plan.crossings}
+            pairs: set[tuple[int, int]] = set()
             # a communicator for each pair is dear: made for those that talk, by `executor`
-            pairs = _pairs(job.plan, edges) if job.ranks.backend.has_tags else ()
+            for view in job.plan.by_template if job.ranks.backend.has_tags else ():
+                pairs |= _pairs(view, {(each.source, each.destination) for each in view.crossings})
             self.transport = job.platform.transport(pairs, job.config.share_memory)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
             if len(ranks) > 1:
                 job.ranks.group(ranks)
         for device in job.plan.virtual_devices:
-            if device.grid is not None and job.plan.num_replicas > 1:
+            if device.grid is not None and len(device.ranks) > 1:
                 for place in range(device.num_devices):
                     job.ranks.group(tuple(members[place] for members in device.ranks))
         has_statistics = any(
@@ -149,11 +148,10 @@ class Shapes:
         self._training: OrderedDict[Any, Lowered] = OrderedDict()
         self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
         self._executors: dict[tuple[int, int, int], Executor] = {}
-        assignment = apply_plan(job.plan, job.prepared.captured, job.prepared.kinds)
-        self.first = self._lower(assignment, job.prepared)
+        self.first = self._lower(apply_plan, job.prepared)
         self._training[job.sample.key] = self.first
 
-    def _lower(self, assignment: Assignment, prepared: CapturedModel) -> Lowered:
+    def _lower(self, assign: Assign, prepared: CapturedModel) -> Lowered:
         """The chunks of this rank for one graph of the model."""
         job = self._job
         weights: Mapping[str, Tensor] = job.weights
@@ -163,7 +161,7 @@ class Shapes:
             residence = job.zero.residence
             if residence is not None:
                 blocks = BlockWeights(residence, job.zero.block_of, residence.pool.slot_of)
-        return lower(job.plan, assignment, prepared, weights, job.ranks, self._groups, blocks)
+        return lower(job.plan, assign, prepared, weights, job.ranks, self._groups, blocks)
 
     def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
         def capture() -> Lowered:
@@ -173,7 +171,7 @@ class Shapes:
             known = {finding.name for finding in job.prepared.capture.findings.gradient_changes()}
             if any(finding.name not in known for finding in captured.findings.gradient_changes()):
                 refuse(captured.findings)  # the self-check of the first capture did not see these
-            prepared = prepare(captured, job.plan.num_micro_batch, job.config.loss_per_micro_batch)
+            prepared = prepare(captured, _num_parts(job.plan), job.config.loss_per_micro_batch)
             check_loss_and_buffers(
                 prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
             )
@@ -182,8 +180,7 @@ class Shapes:
                 fingerprint(prepared.captured),
                 "All ranks must run the same script on the same versions",
             )
-            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return self._lower(assignment, prepared)
+            return self._lower(follow_plan, prepared)
 
         return self._find(self._training, layout.key, capture)
 
@@ -196,15 +193,16 @@ class Shapes:
             job = self._job
             captured = capture_evaluation(job.model, layout, tensors, job.task)
             prepared = prepare(
-                captured, num_micro_batch=1, loss_per_micro_batch=job.config.loss_per_micro_batch
+                captured,
+                num_micro_batch=len(job.plan.templates),  # not at one place where there are several
+                loss_per_micro_batch=job.config.loss_per_micro_batch,
             )
             if (
                 prepared.not_additive is not None
                 and max(job.plan.num_micro_batch, widest(job.plan)) > 1
             ):
                 raise ValueError(prepared.not_additive.message)
-            assignment = follow_plan(job.plan, prepared.captured, prepared.kinds)
-            return self._lower(assignment, prepared)
+            return self._lower(follow_plan, prepared)
 
         return self._find(self._evaluation, layout.key, capture)
 
@@ -218,9 +216,10 @@ class Shapes:
             known[key] = capture()
             if self.transport is not None and self._job.ranks.backend.has_tags:
                 # an evaluation, or a batch of another shape, may have edges that the plan has not
-                crossings = known[key].assignment.crossings
-                edges = [(source, destination) for _, source, destination in crossings]
-                self.transport.connect(_pairs(self._job.plan, edges))
+                pairs: set[tuple[int, int]] = set()
+                for graph in known[key].graphs:
+                    pairs |= _pairs(graph.plan, graph.edges)
+                self.transport.connect(pairs)
         known.move_to_end(key)
         return known[key]
 
@@ -229,7 +228,7 @@ class Shapes:
         has not changed.
         """
         for lowered in (*self._training.values(), *self._evaluation.values()):
-            lowered.plan = plan
+            lowered.plan = plan.of_rank(self._job.ranks.rank)
         self._executors.clear()
 
     def executors(self) -> list[Executor]:
@@ -241,21 +240,13 @@ class Shapes:
         key = (id(lowered), batch_size, num_micro_batch)
         if key not in self._executors:
             job = self._job
-            is_planned = (
-                is_training
-                and num_micro_batch == job.plan.num_micro_batch
-                and lowered.edges_are(job.plan)
-            )
-            if is_planned:
-                schedule = job.plan.schedule
-            else:
-                schedule = lowered.schedule(batch_size, num_micro_batch, is_training)
+            schedule = lowered.own_graph.schedule(batch_size, num_micro_batch, is_training)
             program = lowered.program(schedule, batch_size, job.config.seed)
             if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
                 _warn_of_memory(job.plan, batch_size)
             compiles = job.config.compile and is_training
             num_samples = [stop - start for start, stop in program.samples]
-            channels = self._channels(lowered, schedule, batch_size)
+            channels = self._channels(lowered, batch_size, is_training)
             self._executors[key] = Executor(
                 program,
                 self.transport,
@@ -268,24 +259,28 @@ class Shapes:
             self._executors[key].unconnected = channels.pairs
         return self._executors[key]
 
-    def _channels(
-        self, lowered: Lowered, schedule: scheduling.Schedule, batch_size: int
-    ) -> _Channels:
+    def _channels(self, lowered: Lowered, batch_size: int, is_training: bool) -> _Channels:
         """What a program needs of the transport; the same pairs on every rank."""
         job = self._job
         window = job.config.num_posted_receives
         if self.transport is None or job.ranks.backend.has_tags:
             return _Channels(window)
-        transfers = lowered.transfers(schedule, batch_size, range(job.plan.num_replicas))
+        transfers: dict[int, list[Transfer]] = {}
+        for graph in lowered.graphs:
+            number = largest_micro_batches(graph.plan, batch_size)
+            if not is_training:
+                number = evaluation_micro_batches(graph.plan, batch_size, lowered.prepared)
+            schedule = graph.schedule(batch_size, number, is_training)
+            transfers |= graph.transfers(schedule, batch_size)
         pairs = set()
         for rank, own in transfers.items():
             for transfer in own:
                 for peer in transfer.peers:
                     pairs.add((rank, peer) if transfer.is_send else (peer, rank))
-        if job.ranks.device.num_queues is not None:
-            _, replica, _ = job.plan.place_of_rank(job.ranks.rank)
+        if job.ranks.device.num_queues is not None and job.ranks.rank in lowered.plan.ranks:
+            _, replica, _ = lowered.plan.place_of_rank(job.ranks.rank)
             members = {
-                rank for device in job.plan.virtual_devices for rank in device.ranks[replica]
+                rank for device in lowered.plan.virtual_devices for rank in device.ranks[replica]
             }  # replicas send each other no messages
             own_replica = {rank: transfers[rank] for rank in members}
             window = self._safe_window(own_replica, window)
@@ -310,7 +305,7 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
     device has.
     """
     loads = plan.loads
-    most = map(max, SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank())
+    most = [max(numbers, default=0) for numbers in num_samples_by_rank(plan, batch_size)]
     full = [(rank, number) for rank, number in enumerate(most) if number > loads[rank].most]
     if full:
         rank, number = full[0]
@@ -332,13 +327,26 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
 
 
 def largest_micro_batches(plan: Plan, batch_size: int) -> int:
-    """Number of micro-batches of this batch: as planned, fewer for a smaller one."""
-    return max(1, min(plan.num_micro_batch, batch_size // widest(plan)))
+    """Number of micro-batches that the replicas of a plan of one template cut their part of this
+    batch into: as planned, fewer for a smaller one.
+    """
+    start, stop = own_samples(plan, batch_size)
+    return max(1, min(plan.num_micro_batch, (stop - start) // widest(plan)))
+
+
+def evaluation_micro_batches(plan: Plan, batch_size: int, prepared: CapturedModel) -> int:
+    """The same of an evaluation: one where sums over samples are all-reduced."""
+    return 1 if prepared.loss.reductions else largest_micro_batches(plan, batch_size)
 
 
 def widest(plan: Plan) -> int:
-    """Largest number of devices that one micro-batch is cut over."""
-    return max(plan.num_replicas * device.num_sample_parts for device in plan.virtual_devices)
+    """Largest number of devices that one micro-batch of all replicas is cut over."""
+    return sum(least_batch(view, 1) for view in plan.by_template)
+
+
+def _num_parts(plan: Plan) -> int:
+    """Micro-batches of a mini-batch; replicas that are not alike have them at different times."""
+    return max(plan.num_micro_batch, len(plan.templates))
 
 
 def _pairs(plan: Plan, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:

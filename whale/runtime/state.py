@@ -21,6 +21,7 @@ from whale.plans.samples import SampleMap
 from whale.plans.shards import Shard, Shards
 from whale.runtime.executor import StepOutcome
 from whale.runtime.result import Totals
+from whale.runtime.shapes import evaluation_micro_batches
 
 
 def gather_state(
@@ -117,13 +118,15 @@ def gather_outputs(
     prepared = lowered.prepared
     found: dict[Node, Tensor] = {}
     symbol = prepared.captured.batch_symbol
-    samples = SampleMap(lowered.plan, program.batch_size, program.num_micro_batch)
-    for stage, nodes in sorted(lowered.outputs_of_stage.items()):
-        for place, node in enumerate(nodes):
-            parts = _gather_parts(lowered, outcome, samples, (stage, place), node, ranks)
-            if ranks.rank == 0:
-                dim = batch_dim(node, symbol)
-                found[node] = torch.cat(parts, dim) if dim is not None else reduce(torch.add, parts)
+    samples = []
+    for graph in lowered.graphs:
+        number = evaluation_micro_batches(graph.plan, program.batch_size, prepared)
+        samples.append(SampleMap(graph.plan, program.batch_size, number))
+    for node in prepared.outputs:
+        parts = _gather_parts(lowered, outcome, samples, node, ranks)
+        if ranks.rank == 0:
+            dim = batch_dim(node, symbol)
+            found[node] = torch.cat(parts, dim) if dim is not None else reduce(torch.add, parts)
     if ranks.rank != 0:
         return None
     loss = (
@@ -141,33 +144,36 @@ def gather_outputs(
 def _gather_parts(
     lowered: Lowered,
     outcome: StepOutcome,
-    samples: SampleMap,
-    result: tuple[int, int],
+    samples: Sequence[SampleMap],
     node: Node,
     ranks: Ranks,
 ) -> list[Tensor]:
-    """The parts of one output (its stage, and its place there) in order of micro-batch, replica,
-    device, on rank 0; none elsewhere.
+    """The parts of one output in the order of the samples (template, micro-batch, replica, device)
+    on rank 0; none elsewhere. `samples`: of every template.
 
     Devices of a grid have a sum over all samples of their replica, so one of them gives it; what
     has no samples, one device in all.
     """
-    plan = lowered.plan
-    (stage, place) = result
-    device = plan.virtual_devices[plan.stages[stage].virtual_device]
     has_samples = batch_dim(node, lowered.prepared.captured.batch_symbol) is not None
     owners: list[tuple[int, int]] = []
-    for micro_batch in range(samples.num_micro_batch):
-        for replica in range(plan.num_replicas):
-            intervals = zip(
-                device.ranks[replica],
-                samples.devices(micro_batch, replica, device.index),
-                strict=True,
-            )
-            holders = [(micro_batch, rank) for rank, (start, stop) in intervals if start < stop]
-            owners += holders if has_samples or device.grid is None else holders[:1]
+    for graph, own in zip(lowered.graphs, samples, strict=True):
+        plan = graph.plan
+        device = plan.virtual_devices[
+            plan.stages[graph.assignment.result_stage[node]].virtual_device
+        ]
+        for micro_batch in range(own.num_micro_batch):
+            for replica in range(plan.num_replicas):
+                intervals = zip(
+                    device.ranks[replica],
+                    own.devices(micro_batch, replica, device.index),
+                    strict=True,
+                )
+                holders = [(micro_batch, rank) for rank, (start, stop) in intervals if start < stop]
+                owners += holders if has_samples or device.grid is None else holders[:1]
     if not has_samples and node not in lowered.prepared.summed_outputs:
         owners = owners[:1]
+    stage = lowered.assignment.result_stage[node]
+    place = lowered.outputs_of_stage(stage).index(node)
     parts = []
     for micro_batch, rank in owners:
         part = _exchange(

@@ -25,7 +25,7 @@ from whale.lowering.program import Lowered
 from whale.runtime.gradients import (
     Held,
     by_backward_order,
-    counted_parameters,
+    counted_gradients,
     scale_gradients,
     squared_norm,
 )
@@ -229,7 +229,7 @@ class Updater:
         part. `is_scaled`: gradients still have the loss scale in them.
         """
         ranks = self._ranks
-        counted = counted_parameters(held, ranks.rank)
+        counted = counted_gradients(held, ranks.rank)
         if self.masked is not None:
             norms = self.masked.norms(counted, is_scaled)
             parts = self.masked.parts(loss, norms, num_empty(), (ranks.rank, ranks.num_ranks))

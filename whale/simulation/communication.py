@@ -32,6 +32,7 @@ from whale.cluster.network import Link, Network
 from whale.plans.buckets import bucket_size
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
+from whale.plans.templates import stage_offsets
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,14 @@ class AllReduce:
     num_buckets: int
     leaving: tuple[tuple[str, float], ...] = ()
     """hosts that its ring leaves, and for how long it takes their network cards"""
+    stages_by_rank: tuple[tuple[int, ...], ...] = ()
+    """of each rank, its own stages of these, as its replica counts them; empty: all ranks count
+    them alike
+    """
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages of which this rank may run some, whose gradients are reduced."""
+        return self.stages_by_rank[self.ranks.index(rank)] if self.stages_by_rank else self.stages
 
     def first_ready(self, closed: float, last_backward_s: float) -> float:
         """When the first bucket can go, where the last backward of these stages on a rank ends at
@@ -122,16 +131,35 @@ def all_reduces_of(
     """All all-reduces of gradients in a step, their times stretched by `factor`."""
     found = []
     for state in figures.states:
-        for ranks in state.groups(plan.ranks_of_stage):
-            if len(ranks) > 1 and state.trained_bytes:
-                size = bucket_size(state.trained_bytes, bucket_bytes)
-                num_buckets = math.ceil(state.trained_bytes / size) if figures.overlaps else 1
+        for number, ranks in enumerate(state.groups(plan.ranks_of_stage)):
+            trained_bytes = state.trained_bytes
+            if not plan.is_uniform and state.part_bytes:
+                trained_bytes = state.part_bytes[number][1]  # pieces between cuts differ in size
+            if len(ranks) > 1 and trained_bytes:
+                size = bucket_size(trained_bytes, bucket_bytes)
+                num_buckets = math.ceil(trained_bytes / size) if figures.overlaps else 1
                 seconds, leaving = all_reduce_seconds(
-                    state.trained_bytes, num_buckets, ranks, figures.network
+                    trained_bytes, num_buckets, ranks, figures.network
                 )
                 cards = tuple((host, factor * time) for host, time in leaving)
-                found.append(AllReduce(state.stages, ranks, factor * seconds, num_buckets, cards))
+                own = () if plan.is_uniform else _own_stages(plan, state.stages, ranks)
+                found.append(
+                    AllReduce(state.stages, ranks, factor * seconds, num_buckets, cards, own)
+                )
     return found
+
+
+def _own_stages(
+    plan: Plan, stages: Sequence[int], ranks: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """For each rank its own among these stages of the whole plan, as its replica counts them."""
+    first_stages = stage_offsets(plan)
+    found = []
+    for rank in ranks:
+        first = first_stages[plan.template_of_rank(rank)]
+        own = plan.of_rank(rank).stages_of_rank(rank)
+        found.append(tuple(stage for stage in own if first + stage in stages))
+    return tuple(found)
 
 
 def all_reduce_seconds(

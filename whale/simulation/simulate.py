@@ -71,13 +71,17 @@ class _Rank:
         rank: int,
         actions: Sequence[Action],
         samples: Sequence[int],
-        replica: int,
+        times: Times,
         account: Account,
     ) -> None:
+        """`times`: of the replicas that are like this rank's. A rank that the plan leaves out has
+        no actions.
+        """
         self.rank = rank
         self.actions = actions
         self.samples = samples
-        self.replica = replica
+        self.times = times
+        self.replica = times.plan.place_of_rank(rank)[1] if actions else -1
         self.account = account
         self.place = 0
         self.waits_since: float | None = None
@@ -117,21 +121,22 @@ class _Simulation:
         """by rank: end of its last all-reduce"""
 
     def _rank(self, rank: int) -> _Rank:
-        device, replica, _ = self.plan.place_of_rank(rank)
-        own = self.plan.stages_of_rank(rank)
-        figures = self.figures.on(rank)
-        account = Account(figures, own, shared_bytes(self.plan, figures, own), self.bucket_bytes)
-        return _Rank(
-            rank, self.times.schedule.orders[device], self.times.num_samples(rank), replica, account
-        )
+        times = self.times.of_rank(rank)
+        own = times.plan.stages_of_rank(rank)
+        figures = times.figures.on(rank)
+        account = Account(figures, own, shared_bytes(times.plan, figures, own), self.bucket_bytes)
+        if not own:
+            return _Rank(rank, (), (), times, account)
+        device = times.plan.place_of_rank(rank)[0]
+        return _Rank(rank, times.schedule.orders[device], times.num_samples(rank), times, account)
 
     def run(self) -> Timeline:
         for each in self.all_reduces:
             self.open[each] = {
-                (r, stage)
-                for stage in each.stages
-                for r in self.plan.ranks_of_stage(stage)
-                if r in each.ranks
+                (rank, stage)
+                for rank in each.ranks
+                for stage in each.stages_of(rank)
+                if stage in self.ranks[rank].account.own_stages
             }
         for state in self.ranks:
             state.account.place_weights()
@@ -177,7 +182,7 @@ class _Simulation:
         state.note_memory(now)
         heapq.heappush(
             self.queue,
-            (now + self.factor * self.times.seconds(action, state.rank, samples), state.rank),
+            (now + self.factor * state.times.seconds(action, state.rank, samples), state.rank),
         )
 
     def _end(self, state: _Rank, action: Action, now: float) -> None:
@@ -195,7 +200,7 @@ class _Simulation:
 
     def _send(self, state: _Rank, action: Action, now: float) -> None:
         edge = action.edge
-        for piece in self.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
+        for piece in state.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
             if piece.source != state.rank:
                 continue
             key = (edge, action.micro_batch, action.gradient, piece.destination)
@@ -203,7 +208,7 @@ class _Simulation:
                 str(action), piece.source, piece.destination, piece.num_bytes, now
             )
             self.arrivals.setdefault(key, []).append(arrival)
-            if key in self.waiting and self._is_on_its_way(key, state.replica):
+            if key in self.waiting and self._is_on_its_way(key, state):
                 heapq.heappush(
                     self.queue, (max(now, *self.arrivals[key]), self.waiting.pop(key).rank)
                 )
@@ -212,7 +217,7 @@ class _Simulation:
         """Whether everything is there; if not, the rank is called again when it is."""
         edge = action.edge
         key = (edge, action.micro_batch, action.gradient, state.rank)
-        if not self._is_on_its_way(key, state.replica):
+        if not self._is_on_its_way(key, state):
             state.waits_since = now
             self.waiting[key] = state
             return False
@@ -226,9 +231,10 @@ class _Simulation:
             state.waits_since = None
         return True
 
-    def _is_on_its_way(self, key: MessageKey, replica: int) -> bool:
+    def _is_on_its_way(self, key: MessageKey, state: _Rank) -> bool:
+        """Whether all pieces of a message were sent; `state`: a rank of the same replica."""
         edge, micro_batch, gradient, rank = key
-        pieces = self.times.pieces(edge, micro_batch, replica, gradient)
+        pieces = state.times.pieces(edge, micro_batch, state.replica, gradient)
         return len(self.arrivals.get(key, ())) == sum(piece.destination == rank for piece in pieces)
 
     def _close(self, state: _Rank, stage: int, now: float) -> None:
@@ -250,7 +256,7 @@ class _Simulation:
             closings = [
                 times
                 for stage, times in self.ranks[rank].last_backward.items()
-                if stage in each.stages
+                if stage in each.stages_of(rank)
             ]
             start, closed = max(closings, key=lambda times: times[1])
             first = max(first, each.first_ready(closed, closed - start))

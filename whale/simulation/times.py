@@ -5,7 +5,7 @@ Simulation and emulation take the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.plans.figures import Figures, Seconds
@@ -38,6 +38,20 @@ class Times:
     figures: Figures
 
     @cached_property
+    def by_template(self) -> tuple[Times, ...]:
+        """The times of the replicas of each template, whose stages are counted from 0."""
+        if self.plan.is_uniform:
+            return (self,)
+        views = replace(self.plan, figures=self.figures).by_template
+        return tuple(Times(view, view.figures) for view in views if view.figures is not None)
+
+    def of_rank(self, rank: int) -> Times:
+        """The times of the replicas that are like this rank's."""
+        return self.by_template[
+            self.plan.template_of_rank(rank) if len(self.by_template) > 1 else 0
+        ]
+
+    @cached_property
     def schedule(self) -> Schedule:
         return self.plan.schedule
 
@@ -59,6 +73,8 @@ class Times:
 
     def seconds(self, action: Action, rank: int, num_samples: float) -> float:
         """Seconds of a compute action on the device of this rank."""
+        if not self.plan.is_uniform:
+            return self.of_rank(rank).seconds(action, rank, num_samples)
         kind = self.plan.device_kinds[rank]
         seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
         if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
@@ -141,12 +157,13 @@ class Times:
         nothing: they would stretch a step to hours.
         """
         times = []
-        for rank in range(self.plan.num_devices):
-            samples = self.num_samples(rank)
-            device = self.plan.place_of_rank(rank)[0]
+        for rank in self.plan.ranks:
+            own = self.of_rank(rank)
+            samples = own.num_samples(rank)
+            device = own.plan.place_of_rank(rank)[0]
             times += [
-                self.seconds(a, rank, samples[a.micro_batch])
-                for a in self.schedule.orders[device]
+                own.seconds(a, rank, samples[a.micro_batch])
+                for a in own.schedule.orders[device]
                 if a.is_compute
             ]
         return min((time for time in times if time >= NEXT_TO_NOTHING * max(times)), default=0.0)
