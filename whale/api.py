@@ -43,7 +43,7 @@ from whale.lowering.weights import (
     refuse_shared_memory,
     take_weights,
 )
-from whale.planning.planner import Problem, fingerprint, make_plan
+from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
 from whale.plans.plan import Plan
 from whale.plans.shards import Shards
@@ -52,6 +52,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.local_model import refuse_use
 from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
+from whale.search.choose import choose_plan
 
 logger = logging.getLogger("whale")
 
@@ -284,7 +285,7 @@ def _plan(
     optimizer: OptimizerFactory | None = None,
 ) -> Plan:
     refuse_unknown_sizes(prepared.captured)
-    made, _ = make_plan(
+    made, _ = choose_plan(
         Problem(
             captured=prepared.captured,
             kinds=prepared.kinds,

@@ -8,10 +8,18 @@ import contextlib
 import operator
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapValidator,
+)
 
 from whale.names import current_names, nearest
 
@@ -55,6 +63,11 @@ def _zero(value: Any) -> int | str:
     if value == "auto" or (type(value) is int and value in (0, 1, 2, 3)):
         return value  # type: ignore[no-any-return]
     raise ValueError("0, 1, 2, 3 or 'auto'")
+
+
+def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    """The value as checked, or "auto" as it is."""
+    return value if isinstance(value, str) and value == "auto" else check(value)
 
 
 def _keep_gathered(value: Any) -> bool | str:
@@ -137,6 +150,10 @@ Count = Annotated[Whole, Field(ge=1)]
 AboveZero = Annotated[
     float, BeforeValidator(_plain_integer), Field(strict=True, gt=0, allow_inf_nan=False)
 ]
+CountOrAuto = Annotated[
+    Count, WrapValidator(_or_auto), PlainSerializer(lambda value: value, return_type=Any)
+]
+"""a number, or "auto" until the search has chosen one (`whale/search`): planning sees numbers"""
 Switch = Annotated[bool, Field(strict=True)]
 Words = Annotated[str, Field(strict=True)]
 
@@ -149,14 +166,19 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    num_micro_batch: Count = 1
+    strategy: Literal["auto", "data"] | None = None
+    """`auto`: Whale chooses what is not set (stages, their devices, micro-batches, schedule) and
+    takes the fastest plan that it finds; `data`: plain data parallelism. None: `auto` for a model
+    without annotations and without `num_task_graph`, else what these say."""
+
+    num_micro_batch: CountOrAuto = 1
     """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds
-    fewer samples.
+    fewer samples. `auto`: chosen; so is it where `strategy` is `auto` and no number is given.
     """
 
-    num_task_graph: Count | None = None
+    num_task_graph: CountOrAuto | None = None
     """Cuts a model without annotations into this many stages of about the same time. None: the
-    annotations decide.
+    annotations decide. `auto`: chosen.
     """
 
     replicas: Annotated[list[dict[str, Any]] | None, BeforeValidator(_replicas)] = None
@@ -341,7 +363,14 @@ class Config(BaseModel):
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, checked like a new one."""
-        return Config({**self.to_dict(), **current_names(changes, RENAMED_KEYS, "Config")})
+        given = {key: value for key, value in self.to_dict().items() if self.is_given(key)}
+        return Config({**given, **current_names(changes, RENAMED_KEYS, "Config")})
+
+    def is_given(self, key: str) -> bool:
+        """Whether the user gave this setting, with whatever value: what is not given may be
+        chosen.
+        """
+        return key in self.model_fields_set
 
     @property
     def folder(self) -> str | None:

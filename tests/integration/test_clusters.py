@@ -161,8 +161,8 @@ def train(
         (NO_READING, 2, {}, {}, [8, 2]),
         (NO_READING, 2, {"num_micro_batch": 2}, {}, [8, 2]),
         (UNEVEN, 2, {"num_micro_batch": 2}, {"0": 1, "2|4": 1}, [10, 10]),
-        (IDLE, 2, {}, {}, [10, 0]),
-        (IDLE, 2, {"num_micro_batch": 5}, {}, [10, 0]),
+        (IDLE, 2, {"strategy": "data"}, {}, [10, 0]),
+        (IDLE, 2, {"strategy": "data", "num_micro_batch": 5}, {}, [10, 0]),
         (
             UNEVEN.replace("{kind: slow}", "{kind: slow}, {kind: slow}"),
             3,

@@ -110,6 +110,7 @@ def test_replace_changes_only_what_is_named() -> None:
 
 def test_every_field_can_be_set_and_comes_back() -> None:
     changes = {
+        "strategy": "data",
         "num_micro_batch": 2, "num_task_graph": 2, "colocate": True, "schedule": "gpipe", "seed": 1, "loss_per_micro_batch": True,
         "clip_grad_norm": 1.0, "max_captures": 2, "bucket_bytes": 10, "timeout_s": 5.0, "check_capture": False, "check_batches": False,
             "check_replicas": 5,

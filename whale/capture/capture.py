@@ -63,7 +63,9 @@ def capture_model(
             compare_with_eager(capture, model, on_device, task)
     elif trust is Trust.NOBODY:
         refuse(capture.findings)
-    captured_model = prepare(capture, config.num_micro_batch, config.loss_per_micro_batch)
+    # a number that is yet to be chosen stays 1 where the loss depends on it
+    count = 1 if config.num_micro_batch == "auto" else config.num_micro_batch  # type: ignore[comparison-overlap]
+    captured_model = prepare(capture, count, config.loss_per_micro_batch)
     if trust is Trust.COMPARE and not config.loss_per_micro_batch:
         with weights_on(model, task.device):
             why_not = compare_parts(captured_model, model, on_device)

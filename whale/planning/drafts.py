@@ -20,6 +20,7 @@ from whale.capture.graph import user_line
 from whale.capture.kinds import ValueKind
 from whale.capture.sample_states import batch_dim
 from whale.costs.costs import value_bytes
+from whale.planning.arrangement import Arrangement
 from whale.planning.balance import DeviceLoads, Order
 from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.grids import GridProblem, with_grids
@@ -116,6 +117,8 @@ class OrderDrafts:
     problem: Problem
     workload: Workload
     order: Order
+    arrangement: Arrangement | None = None
+    """devices and cuts that were chosen before; None: by annotations, or `num_task_graph`"""
 
     def best(self) -> Draft:
         """The draft with the best number of chunks; raises where memory is too small for each."""
@@ -123,6 +126,8 @@ class OrderDrafts:
         drafts: dict[int, Draft] = {}
         refused: list[ValueError] = []
         counts = chunk_counts(problem.config, len(self._placement.virtual_devices))
+        if self.arrangement is not None:
+            counts = (self.arrangement.num_chunks,)
         for num_chunks in counts[:1] if problem.is_trial else counts:
             try:
                 drafts[num_chunks] = self._with_chunks(num_chunks)
@@ -158,13 +163,7 @@ class OrderDrafts:
         """VirtualDevices with the ranks of this order; refuses a batch that they cannot share."""
         problem = self.problem
         config = problem.config
-        wanted = self._cuts.wanted
-        placement = place(
-            [strategy.num_devices for strategy in wanted.strategies],
-            problem.cluster.num_devices,
-            colocate=config.colocate,
-        )
-        placement = with_grids(placement, wanted)
+        placement = self._wanted_placement()
         devices = placement.virtual_devices
         widest = max(placement.num_replicas * device.num_sample_parts for device in devices)
         check_batch(problem.batch_size, config.num_micro_batch, widest)
@@ -175,12 +174,32 @@ class OrderDrafts:
             placement, virtual_devices=tuple(self.order.of(device) for device in devices)
         )
 
+    def _wanted_placement(self) -> DevicePlacement:
+        """VirtualDevices as they were chosen, or in the order that annotations give."""
+        if self.arrangement is not None:
+            return self.arrangement.placement
+        wanted = self._cuts.wanted
+        placement = place(
+            [strategy.num_devices for strategy in wanted.strategies],
+            self.problem.cluster.num_devices,
+            colocate=self.problem.config.colocate,
+        )
+        return with_grids(placement, wanted)
+
     def _with_chunks(self, num_chunks: int) -> Draft:
+        if self.arrangement is not None and self.arrangement.starts is not None:
+            return self._fastest(self._arranged_cuts(self.arrangement), 1)
         if num_chunks == 1:
             return self._fastest(self._whole_cuts(), 1)
         return self._fastest(
             self._chunked_cuts(num_chunks), 1 if self.problem.is_trial else CHUNKED_CUTS
         )
+
+    def _arranged_cuts(self, arrangement: Arrangement) -> Iterator[Cut]:
+        kinds = self.problem.kinds
+        activations = [node for node in self._operations if kinds[node] is ValueKind.ACTIVATION]
+        task_graphs = arrangement.task_graphs(activations)
+        yield Cut(task_graphs, task_graphs.reason, self._placement, is_chunked=True)
 
     def _whole_cuts(self) -> Iterator[Cut]:
         for task_graphs, why in self._cuts.each():

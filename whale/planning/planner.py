@@ -143,7 +143,7 @@ def _orders(problem: Problem) -> tuple[Order, ...]:
 
 def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:
     """The refusal with what would fit."""
-    if not isinstance(error, NotEnoughMemory):
+    if not isinstance(error, NotEnoughMemory) or not problem.is_advised:
         return error  # it says so itself
 
     def fits(changed: Problem) -> bool:

@@ -183,6 +183,7 @@ class PricedCut:
             self.stage_graph,
             count,
             costs,
+            self.problem.schedule_tries,
         )
         fastest = Priced(stages, schedule, self._device_loads(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
@@ -201,7 +202,11 @@ class PricedCut:
             shares,
         ).limit(costs)
         schedule = lean_schedule(
-            name, self.stage_graph, count, limits, FEW_TRIES if is_trial else None
+            name,
+            self.stage_graph,
+            count,
+            limits,
+            FEW_TRIES if is_trial else self.problem.schedule_tries,
         )
         lean = Priced(stages, schedule, self._device_loads(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest

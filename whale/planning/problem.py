@@ -46,6 +46,13 @@ class Problem:
     device where their number is free. Less is searched than for a plan, and nothing else, so that a
     plan can be made where a trial fits"""
 
+    is_advised: bool = True
+    """a refusal names changes that were tried and help (`suggestions.py`), which takes a while"""
+    schedule_tries: int | None = None
+    """size of the search for each order of actions; None: as large as the list scheduler's own
+    budget allows
+    """
+
     @property
     def has_other_replicas(self) -> bool:
         """Gradients of all weights are summed with model replicas outside of this problem."""

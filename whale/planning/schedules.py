@@ -63,12 +63,16 @@ def fixed_schedule(
 
 
 def fastest_schedule(
-    name: str, graph: scheduling.StageGraph, num_micro_batch: int, costs: scheduling.Costs
+    name: str,
+    graph: scheduling.StageGraph,
+    num_micro_batch: int,
+    costs: scheduling.Costs,
+    tries: int | None = None,
 ) -> scheduling.Schedule:
-    """The fastest schedule of this name, whatever the memory."""
+    """The fastest schedule of this name, whatever the memory. `tries`: size of the search."""
     if name in FIXED_ORDERS:
         return fixed_schedule(name, graph, num_micro_batch)
-    return scheduling.build(name, graph, num_micro_batch, costs)
+    return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
 
 
 def lean_schedule(

@@ -191,24 +191,31 @@ def from_cuts(
     activations = [node for node in operations if kinds[node] is ValueKind.ACTIVATION]
     times = costs.times(activations)
     crossing = np.array(live_between(activations, costs.crossing_seconds)[:-1])
-    allowed = _cuttable(activations, times.max(axis=0), crossing)
+    allowed = cuttable(activations, times.max(axis=0), crossing)
     if barred is not None:
         allowed[list(barred(activations))] = False
     if only_thin:
-        allowed = _thin(allowed, crossing, num_task_graph - 1)
+        allowed = thin_points(allowed, crossing, num_task_graph - 1)
     memory = memory_of(activations) if memory_of is not None else None
     chain = _ModelChain(times, crossing, allowed, memory, costs)
     cuts = _best_message_part(chain)
     if moves is not None:
         cuts = _moved(chain, cuts, moves)
+    return from_starts(activations, cuts.starts, (1,) * num_task_graph, cuts.reason)
+
+
+def from_starts(
+    activations: Sequence[Node], starts: Sequence[int], widths: Sequence[int], reason: str
+) -> TaskGraphs:
+    """TaskGraphs that start at these activations, each `replicate` over so many devices."""
     of_operation: dict[Node, int] = {}
     labels = []
-    for index, (start, end) in enumerate(pairwise([*cuts.starts, len(activations)])):
+    for index, (start, end) in enumerate(pairwise([*starts, len(activations)])):
         part = activations[start:end]
         of_operation |= dict.fromkeys(part, index)
         labels.append(label_of(part))
-    strategies = (Strategy("replicate", 1),) * num_task_graph
-    return TaskGraphs(of_operation, strategies, tuple(labels), cuts.reason)
+    strategies = tuple(Strategy("replicate", width) for width in widths)
+    return TaskGraphs(of_operation, strategies, tuple(labels), reason)
 
 
 MESSAGE_PARTS = (1.0, 0.5, 0.25, 0.1, 0.0)
@@ -298,7 +305,7 @@ def _move_cuts(
     return starts_at(places)
 
 
-def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:
+def cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarray) -> np.ndarray:
     """(operations,): whether a stage may start here. Of positions with only free operations between
     them it is the one where least crosses.
     """
@@ -315,7 +322,7 @@ def _cuttable(activations: Sequence[Node], times: np.ndarray, crossing: np.ndarr
     return allowed
 
 
-def _thin(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
+def thin_points(allowed: np.ndarray, crossing: np.ndarray, needed: int) -> np.ndarray:
     """The allowed points where at most `THIN` times as much crosses as at the thinnest of the
     middle half of the model, or all of them if these are fewer than `needed`.
     """

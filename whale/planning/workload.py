@@ -86,6 +86,15 @@ class Workload:
         default_factory=dict, compare=False, repr=False
     )
 
+    def with_share(self, share: int) -> Workload:
+        """The same with times that are exact for another share. Costs of the whole mini-batch and
+        what is saved for backward do not depend on it, and are computed once for all.
+        """
+        made = replace(self, share=share, _known={})
+        made.__dict__["costs"] = self.costs
+        made.__dict__["saved"] = self.saved
+        return made
+
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
         """Costs of every operation for the whole mini-batch."""
@@ -128,6 +137,11 @@ class Workload:
         known = self._times_of_nodes(kind)
         times = self.batch_size / self.share
         return [times * known[node].forward.of(self.share) for node in operations]
+
+    def times_by_operation(self, operations: Sequence[Node], kind: DeviceKind) -> list[StageTimes]:
+        """Times of each operation alone on such a device, as functions of the samples."""
+        known = self._times_of_nodes(kind)
+        return [known[node] for node in operations]
 
     def _times_of_nodes(self, kind: DeviceKind) -> dict[Node, StageTimes]:
         if kind not in self._known:

@@ -1,0 +1,170 @@
+"""The search: what it may choose, that it holds what is fixed, that it is the same in every run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import whale as wh
+from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.plans.plan import Plan
+from whale.search.shapes import compositions, device_classes, shapes
+
+WIDTH = 64
+LAYERS = 8
+BATCH = 32
+MIXED = (("fast", 2), ("slow", 1)), (("old", 4),)
+"""seven devices of three kinds on two hosts"""
+KINDS = {
+    "fast": DeviceKind("fast", 20e9, 10**9, 50e9),
+    "slow": DeviceKind("slow", 12e9, 10**9, 40e9),
+    "old": DeviceKind("old", 6e9, 10**9, 20e9),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x).square().mean()
+        return result
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(x))).square().mean()
+        return result
+
+
+def mixed(memory_bytes: int = 10**9, between: float = 1e7) -> Cluster:
+    """Seven devices; a slow network, so that data parallelism is not the best plan."""
+    devices = []
+    for host, parts in enumerate(MIXED):
+        names = [name for name, number in parts for _ in range(number)]
+        for place, name in enumerate(names):
+            kind = KINDS[name]
+            kind = DeviceKind(name, kind.flop_per_s, memory_bytes, kind.bytes_per_s)
+            devices.append(Device(len(devices), f"host{host}", place, kind))
+    return Cluster(tuple(devices), Link(1e9, 1e-6), Link(between, 1e-5))
+
+
+def plan_of(
+    model: nn.Module | None = None, cluster: Cluster | None = None, **config: object
+) -> Plan:
+    return wh.plan(
+        model or Net(), torch.randn(BATCH, WIDTH), cluster=cluster or mixed(), config=dict(config)
+    )
+
+
+def strategy_of(plan: Plan) -> str:
+    return next(each.choice for each in plan.decisions if each.what == "strategy")
+
+
+def test_the_search_beats_data_parallelism_and_every_even_pipeline() -> None:
+    found = wh.simulate(plan_of()).step_s
+    others = [plan_of(strategy="data")]
+    others += [
+        plan_of(num_task_graph=7, num_micro_batch=number, schedule=schedule)
+        for number in (4, 16)
+        for schedule in ("1f1b", "auto")
+    ]
+    assert found <= min(wh.simulate(plan).step_s for plan in others) * (1 + 1e-9)
+
+
+def test_the_search_gives_the_same_plan_in_every_run() -> None:
+    assert plan_of().to_json() == plan_of().to_json()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 14])
+def test_seven_devices_in_any_number_of_stages(stages: int) -> None:
+    plan = plan_of(num_task_graph=stages, num_micro_batch=4)
+    assert len(plan.stages) == stages and plan.num_micro_batch == 4
+    ranks = sorted(rank for device in plan.virtual_devices for rank in device.all_ranks)
+    assert ranks == list(range(7))
+
+
+def test_what_is_fixed_holds() -> None:
+    plan = plan_of(num_micro_batch=2, schedule="gpipe", recompute=True)
+    assert plan.num_micro_batch == 2
+    assert plan.schedule.name == "gpipe" or len(plan.stages) == 1
+    assert plan.settings.recompute is True
+
+
+def test_stages_may_have_unequal_widths() -> None:
+    widths = set(compositions([3, 4]))
+    assert (3, 4) in widths and (7,) in widths and (1, 2, 4) in widths
+    assert len(widths) == 2**6
+
+
+def test_devices_of_one_kind_on_one_host_are_one_class() -> None:
+    assert [len(each.ranks) for each in device_classes(mixed())] == [2, 1, 4]
+    uniform = Cluster.uniform(4)
+    signatures = {tuple(map(len, shape.replicas[0])) for shape in shapes(uniform)}
+    assert len(signatures) == len(list(shapes(uniform)))
+
+
+def test_batch_norms_keep_one_micro_batch_unless_the_user_says_otherwise() -> None:
+    plan = plan_of(Normed())
+    assert plan.num_micro_batch == 1
+    assert any("batch norm" in decision.why for decision in plan.decisions)
+    assert plan_of(Normed(), num_micro_batch=4).num_micro_batch == 4
+
+
+def test_data_is_plain_data_parallelism() -> None:
+    plan = plan_of(strategy="data")
+    assert len(plan.stages) == 1 and plan.num_replicas == 7
+
+
+def test_data_with_stages_contradicts_itself() -> None:
+    with pytest.raises(ValueError, match=r'"strategy": "data".*"num_task_graph": 7'):
+        plan_of(strategy="data", num_task_graph=7)
+
+
+def test_a_model_too_large_for_each_device_is_cut_without_any_setting() -> None:
+    """Data parallelism does not fit; the refusal of the fixed plan offers the one that does."""
+    model = Net(layers=16, width=WIDTH)
+    memory = 400_000
+    with pytest.raises(ValueError, match=r'"strategy": "auto".*fits'):
+        plan_of(model, mixed(memory), strategy="data")
+    plan = plan_of(model, mixed(memory))
+    assert len(plan.stages) > 1
+
+
+def test_nothing_fits_is_proved() -> None:
+    with pytest.raises(ValueError, match="No plan fits: weights, gradients and optimizer state"):
+        plan_of(Net(layers=16), mixed(10_000))
+
+
+def test_a_fixed_setting_that_makes_every_plan_impossible_is_named() -> None:
+    with pytest.raises(ValueError, match=r'"num_task_graph": 2.*impossible'):
+        plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1)
+
+
+def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whale.search.search import Search
+
+    drafts = 0
+    draft = Search.draft
+
+    def interrupted(self: Search, *args: object, **options: object) -> object:
+        nonlocal drafts
+        drafts += 1
+        if drafts == 3:
+            raise KeyboardInterrupt
+        return draft(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Search, "draft", interrupted)
+    plan = plan_of()
+    why = next(each.why for each in plan.decisions if each.what == "strategy")
+    assert "interrupted" in why and drafts == 3

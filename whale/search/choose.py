@@ -1,0 +1,317 @@
+"""The plan for what the user gave: by the settings alone where these say everything, by the search
+where they leave something open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whale.config import Config
+from whale.names import count
+from whale.planning.planner import make_plan
+from whale.planning.problem import Problem
+from whale.planning.stages import Assignment
+from whale.plans.plan import Decision, Plan
+from whale.plans.shares import DoesNotFit
+from whale.search.drafting import Drafted, actions_seconds
+from whale.search.estimate import Point, Shape
+from whale.search.search import Budget, Progress, Search, search
+from whale.search.settings import AUTO, OpenSettings, is_open, settled
+from whale.simulation.simulate import simulate
+from whale.units import human_bytes, human_seconds
+
+STRATEGY = "strategy"
+"""what the decision of the search is called in a plan"""
+LEAST_GAIN = 0.01
+"""of the step: data parallelism is kept where nothing is faster by more"""
+
+OFFER = Budget(estimates=100, cut_moves=40, drafts=1, polished=0)
+"""what is tried to offer a plan that fits"""
+
+Report = Callable[[Progress], None]
+
+
+def silent(_: Progress) -> None:
+    """Takes the progress of a search and says nothing."""
+
+
+def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assignment]:
+    """The plan, and where every operation of the graph runs."""
+    if why_fixed(problem) is not None:
+        fixed = replace(problem, config=settled(problem.config))
+        try:
+            return make_plan(fixed)
+        except DoesNotFit as error:
+            raise _with_offer(problem, error) from None
+    if is_annotated(problem):
+        return _with_annotations(problem)
+    plain, refused = _data_parallel(problem)
+    if plain is not None and _is_good_enough(problem, plain[0]):
+        return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
+    done = search(problem, OpenSettings.of(problem), progress=progress)
+    return _best_of(problem, done, plain, refused)
+
+
+def why_fixed(problem: Problem) -> str | None:
+    """Why nothing is searched; None: the search chooses."""
+    config = problem.config
+    if config.strategy == "data":
+        _refuse_contradiction(problem)
+        return '"strategy": "data"'
+    if config.replicas is not None:
+        return '"replicas" is set'
+    has_auto = any(
+        config.is_given(key) and getattr(config, key) == AUTO
+        for key in ("num_micro_batch", "num_task_graph")
+    )
+    if config.strategy == AUTO or has_auto:
+        return None
+    if is_annotated(problem):
+        return "the model is annotated"
+    if config.colocate:
+        return '"colocate" is set'
+    stages = config.num_task_graph
+    number = problem.cluster.num_devices
+    if stages is not None:
+        # what a hand-made plan can do is done as it always was
+        return f'"num_task_graph": {stages}' if number % stages == 0 or number == 1 else None
+    if number == 1:
+        return "there is one device"
+    if problem.cluster.is_uniform and problem.cluster.devices[0].kind.is_cpu:
+        return "equal CPUs: what their links and threads do to each other is not known"
+    return None
+
+
+def _refuse_contradiction(problem: Problem) -> None:
+    """Refuses data parallelism for what asks for something else."""
+    stages = problem.config.num_task_graph
+    other = None
+    if is_annotated(problem):
+        other = "the model is annotated"
+    elif problem.config.is_given("num_task_graph") and stages not in (None, 1):
+        other = f'"num_task_graph": {stages!r} asks for stages'
+    if other is not None:
+        raise ValueError(
+            f'"strategy": "data" is plain data parallelism, but {other}: leave one of the two out'
+        )
+
+
+def is_annotated(problem: Problem) -> bool:
+    return bool(problem.marks) or problem.default_strategy is not None
+
+
+def _data_config(config: Config, settings: OpenSettings) -> Config:
+    """The config of plain data parallelism with what the user fixed."""
+    return settled(config).replace(
+        num_task_graph=None, num_micro_batch=settings.num_micro_batch or 1, strategy="data"
+    )
+
+
+def _data_parallel(
+    problem: Problem,
+) -> tuple[tuple[Plan, Assignment] | None, ValueError | None]:
+    """The plan of data parallelism, or why there is none."""
+    settings = OpenSettings.of(problem)
+    if settings.num_stages is not None:
+        return None, None
+    config = _data_config(problem.config, settings)
+    try:
+        return make_plan(replace(problem, config=config, is_advised=False)), None
+    except ValueError as error:
+        return None, error
+
+
+def _is_good_enough(problem: Problem, plan: Plan) -> bool:
+    """Whether no plan on these devices can be faster by more than `LEAST_GAIN`: the step is near to
+    what it takes with all devices busy all the time.
+    """
+    made = Search(problem, OpenSettings.of(problem), Budget())
+    everything = tuple(range(problem.cluster.num_devices))
+    least = made.estimator.bound(Point(Shape(((everything,),)), 1))
+    return least >= (1 - LEAST_GAIN) * simulate(plan).step_s
+
+
+def _best_of(
+    problem: Problem,
+    done: Search,
+    plain: tuple[Plan, Assignment] | None,
+    refused: ValueError | None,
+) -> tuple[Plan, Assignment]:
+    """The best plan of a search, or data parallelism where that is as good; raises where there is
+    neither.
+    """
+    best = done.best
+    if best is None and plain is None:
+        raise _nothing_fits(problem, done, refused)
+    if best is None:
+        assert plain is not None
+        return _with_decision(problem, plain, f"{_counts(done)}; no other plan could be made")
+    if plain is not None:
+        step_s = simulate(plain[0]).step_s
+        score_s = step_s + actions_seconds(plain[0])
+        if best.score_s > (1 - LEAST_GAIN) * score_s:
+            why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
+            return _with_decision(problem, plain, why)
+    return _with_decision(problem, (best.plan, best.assignment), _why(done, best, plain), best)
+
+
+def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
+    others = []
+    if plain is not None:
+        others.append(f"data parallel {human_seconds(simulate(plain[0]).step_s)}")
+    different = {
+        each.candidate.describe(): each.step_s
+        for each in sorted(done.drafted, key=lambda each: -each.step_s)
+        if each.candidate.describe() != best.candidate.describe()
+    }
+    for text, step_s in sorted(different.items(), key=lambda item: item[1])[:2]:
+        others.append(f"{text} {human_seconds(step_s)}")
+    compared = f"; next: {'; '.join(others)}" if others else ""
+    return f"{_counts(done)}; a step takes {human_seconds(best.step_s)}{compared}"
+
+
+def _counts(done: Search) -> str:
+    interrupted = ", interrupted" if done.is_interrupted else ""
+    estimates = count(done.num_estimates, "arrangement")
+    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{interrupted}"
+
+
+def _with_decision(
+    problem: Problem,
+    made: tuple[Plan, Assignment],
+    why: str,
+    best: Drafted | None = None,
+) -> tuple[Plan, Assignment]:
+    plan, assignment = made
+    choice = "data parallel" if best is None else best.candidate.describe()
+    decisions = [Decision(STRATEGY, choice, why)]
+    why_one = OpenSettings.of(problem).why_one_micro_batch
+    if why_one is not None:
+        text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'
+        decisions.append(Decision("micro-batches", "1", text))
+    return replace(plan, decisions=(*decisions, *plan.decisions)), assignment
+
+
+def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> ValueError:
+    """The refusal: what keeps every plan from fitting, and the least change."""
+    told = [each.problem for each in done.tried if each.problem]
+    first = str(refused) if refused is not None else (told[0] if told else "no plan fits")
+    fixed = _fixed_names(problem.config)
+    if fixed:
+        return DoesNotFit(f"{first}. {_without_fixed(problem, done, fixed)}")
+    return DoesNotFit(f"{first}. {_none_fits(problem, done)}")
+
+
+def _fixed_names(config: Config) -> list[str]:
+    """The settings that hold, as the user wrote them."""
+    names = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves")
+    return [f'"{name}": {getattr(config, name)}' for name in names if not is_open(config, name)]
+
+
+def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
+    """Whether it is the fixed settings that make every plan impossible."""
+    opened = replace(problem, config=open_up(problem.config))
+    best = search(opened, OpenSettings.of(opened), budget=OFFER).best
+    if best is None:
+        return _none_fits(problem, done)
+    verb = "makes" if len(fixed) == 1 else "make"
+    return (
+        f"{', '.join(fixed)} {verb} every plan impossible. Try: leave it open: "
+        f"{best.candidate.describe()} fits, {human_seconds(best.step_s)} a step"
+    )
+
+
+def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
+    """The refusal of a hand-made plan with one that fits, found by the search; as it is where
+    annotations hold, or nothing fits.
+    """
+    if is_annotated(problem) or problem.config.colocate:
+        return error
+    open_config = open_up(problem.config)
+    done = search(
+        replace(problem, config=open_config),
+        OpenSettings.of(replace(problem, config=open_config)),
+        budget=OFFER,
+    )
+    best = done.best
+    if best is None:
+        if "Try: " in str(error):
+            return error
+        return DoesNotFit(f"{error}. {_none_fits(problem, done)}")
+    text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
+    offer = (
+        f'{text.rstrip(".")}. "strategy": "auto" without these settings finds a plan that fits: '
+        f"{best.candidate.describe()}, {human_seconds(best.step_s)} a step"
+    )
+    return DoesNotFit(f"{offer}.{tries}{changes}" if tries else offer)
+
+
+def open_up(config: Config) -> Config:
+    """The config with everything that the search chooses left open."""
+    given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
+    for key in ("num_task_graph", "num_micro_batch", "schedule", "num_waves", "recompute"):
+        given.pop(key, None)
+    return Config({**given, "strategy": AUTO})
+
+
+def _none_fits(problem: Problem, done: Search) -> str:
+    """Why no plan fits: proved where weights alone are too much for all devices together."""
+    outline = done.outline
+    needed = float(outline.static_bytes(False).sum())
+    memories = [device.kind.memory_bytes for device in problem.cluster.devices]
+    if not all(memories):
+        return f"Searched: {_counts(done)}, none fits"
+    if needed > sum(memories):
+        return (
+            "No plan fits: weights, gradients and optimizer state take "
+            f"{human_bytes(needed)}, all {count(len(memories), 'device')} together have "
+            f"{human_bytes(sum(memories))}. Try: {human_bytes(needed - sum(memories))} more memory, "
+            "so further devices, or an optimizer with less state"
+        )
+    return (
+        f"Searched: {_counts(done)}, none fits; weights, gradients and optimizer state take "
+        f"{human_bytes(needed)} of {human_bytes(sum(memories))}, the rest must hold activations. "
+        "Try: a smaller batch, further devices, or fewer samples at once"
+    )
+
+
+def _with_annotations(problem: Problem) -> tuple[Plan, Assignment]:
+    """An annotated model: what is marked stays; micro-batches and schedule are chosen."""
+    settings = OpenSettings.of(problem)
+    best: tuple[float, Plan, Assignment] | None = None
+    refused: ValueError | None = None
+    tried = 0
+    counts = settings.micro_batches(problem.batch_size)
+    schedules = [settings.schedule] if settings.schedule is not None else ["1f1b", AUTO]
+    worse = 0
+    for number in counts:
+        steps = []
+        for schedule in schedules:
+            changes = {"num_micro_batch": number, "num_task_graph": None, "schedule": schedule}
+            config = settled(problem.config).replace(**changes)
+            try:
+                plan, assignment = make_plan(replace(problem, config=config, is_advised=False))
+            except ValueError as error:
+                refused = refused or error
+                continue
+            tried += 1
+            score_s = simulate(plan).step_s + actions_seconds(plan)
+            steps.append(score_s)
+            if best is None or score_s < best[0]:
+                best = (score_s, plan, assignment)
+        if best is None or (steps and min(steps) <= best[0]):
+            worse = 0
+        elif (worse := worse + 1) == PATIENCE:
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    why = f"{count(tried, 'plan')} made; what is annotated stays"
+    text = f"as annotated, {count(best[1].num_micro_batch, 'micro-batch')}, {best[1].schedule.name}"
+    decisions = (Decision(STRATEGY, text, why), *best[1].decisions)
+    return replace(best[1], decisions=decisions), best[2]
+
+
+PATIENCE = 2
+"""so many larger numbers of micro-batches in a row that are slower end the comparison"""

@@ -1,0 +1,114 @@
+"""A candidate becomes a plan: cut, list-scheduled, proved and simulated as a hand-made plan is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whale.config import Config
+from whale.planning.arrangement import Arrangement
+from whale.planning.assemble import assemble
+from whale.planning.balance import Order
+from whale.planning.drafts import OrderDrafts
+from whale.planning.planner import fingerprint
+from whale.planning.pricing import typical_share
+from whale.planning.problem import Problem
+from whale.planning.schedules import ACTION_S
+from whale.planning.stages import Assignment
+from whale.plans.plan import Plan
+from whale.search.candidate import Candidate
+from whale.search.outline import Outline
+from whale.simulation.simulate import simulate
+
+CHOSEN = "chosen by the search"
+DRAFT_TRIES = 60
+"""size of the search for the order of actions of a draft; the best plan gets a full one"""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A candidate as a plan."""
+
+    candidate: Candidate
+    plan: Plan
+    assignment: Assignment
+    step_s: float
+    """simulated"""
+
+    @cached_property
+    def score_s(self) -> float:
+        """What the search makes small: the simulated step, and what the runtime adds to every
+        action, which the simulation does not count.
+        """
+        return self.step_s + actions_seconds(self.plan)
+
+
+def actions_seconds(plan: Plan) -> float:
+    """Seconds that the runtime adds to the forwards and backwards of the busiest rank."""
+    most = 0
+    for template in plan.templates:
+        for order in template.schedule.orders:
+            most = max(most, sum(action.is_compute for action in order))
+    return ACTION_S * most
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Makes plans of candidates for one problem."""
+
+    problem: Problem
+    outline: Outline
+
+    @cached_property
+    def model(self) -> str:
+        """The fingerprint of the captured model, computed once."""
+        return fingerprint(self.problem.captured)
+
+    def draft(self, candidate: Candidate, tries: int | None = DRAFT_TRIES) -> Drafted:
+        """The plan of a candidate whose replicas are alike; raises ValueError where it cannot be:
+        it does not fit, or the model may not be cut so.
+        """
+        first = candidate.replicas[0]
+        config = self.config_of(candidate)
+        problem = replace(self.problem, config=config, schedule_tries=tries)
+        width = max(first.widths)
+        share = typical_share(
+            problem.batch_size, first.num_micro_batch, len(candidate.replicas) * width
+        )
+        workload = self.outline.workload(share)
+        order = Order(CHOSEN, tuple(range(problem.cluster.num_devices)))
+        drafts = OrderDrafts(problem, workload, order, arrangement_of(candidate))
+        draft = drafts.best()
+        plan = assemble(problem, workload, draft, self.model)
+        return Drafted(candidate, plan, draft.assignment, simulate(plan).step_s)
+
+    def config_of(self, candidate: Candidate) -> Config:
+        """The settings that a user would give for this candidate."""
+        first = candidate.replicas[0]
+        is_chunked = first.num_chunks > 1
+        return self.problem.config.replace(
+            num_task_graph=None,
+            num_micro_batch=first.num_micro_batch,
+            schedule=first.schedule,
+            num_waves=first.num_chunks // 2 if is_chunked else None,
+            recompute=_as_setting(candidate.memory.recompute),
+        )
+
+
+def _as_setting(recompute: bool | str | tuple[str, ...]) -> bool | str | list[str]:
+    return list(recompute) if isinstance(recompute, tuple) else recompute
+
+
+def arrangement_of(candidate: Candidate) -> Arrangement:
+    """What planning needs of a candidate whose replicas are alike."""
+    first = candidate.replicas[0]
+    ranks = []
+    for stage in range(len(first.groups)):
+        ranks.append(tuple(replica.groups[stage].ranks for replica in candidate.replicas))
+    return Arrangement(
+        ranks=tuple(ranks),
+        starts=first.starts,
+        num_chunks=first.num_chunks,
+        is_loop=first.schedule == "interleaved",
+        why_cuts=CHOSEN,
+    )

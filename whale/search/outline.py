@@ -1,0 +1,281 @@
+"""The captured model as a chain of segments: all that estimates compute on.
+
+A segment lies between two neighbouring points where a stage may start. Of the points that the
+operations have, those where little crosses are kept, at most `MOST_POINTS`, so that an estimate
+takes microseconds whatever the model.
+
+    seconds   of a segment on each kind of device, forward and backward, for any number of samples
+    static    bytes of weights with gradients and optimizer state, where they are first read
+    saved     bytes that backward needs: of a micro-batch, and for each of its samples
+    crossing  bytes for each sample that cross in front of a segment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from torch.fx import Node
+
+from whale.capture.kinds import ValueKind
+from whale.capture.sample_states import batch_dim
+from whale.cluster.cluster import DeviceKind
+from whale.costs.backward_workspace import COPIES, live_between
+from whale.planning.problem import Problem
+from whale.planning.stages import carries_gradient, live_operations, state_behind
+from whale.planning.task_graphs import cuttable, thin_points
+from whale.planning.workload import INSIDE_OPERATIONS, Workload
+
+Floats = npt.NDArray[np.float64]
+
+MOST_POINTS = 160
+"""points where a stage may start, in the outline"""
+
+
+@dataclass(frozen=True)
+class SegmentTimes:
+    """Seconds of every segment for one number of samples on one kind of device."""
+
+    forward: Floats
+    """(segments,)"""
+    backward: Floats
+    input_part: float
+    """of the whole backward, what the gradients of inputs take"""
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of the whole model, forward and backward."""
+        return float(self.forward.sum() + self.backward.sum())
+
+
+@dataclass(frozen=True)
+class TiedBytes:
+    """A parameter that distant segments read: each of their stages holds it."""
+
+    segments: tuple[int, ...]
+    trained_bytes: int
+
+
+@dataclass
+class Outline:
+    """One captured model with a mini-batch of one size."""
+
+    problem: Problem
+    _workloads: dict[int, Workload] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[DeviceKind, int], SegmentTimes] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def operations(self) -> list[Node]:
+        return live_operations(self.problem.captured)
+
+    @cached_property
+    def activations(self) -> list[Node]:
+        kinds = self.problem.kinds
+        return [node for node in self.operations if kinds[node] is ValueKind.ACTIVATION]
+
+    @cached_property
+    def _gradients(self) -> frozenset[Node]:
+        return carries_gradient(self.problem.captured)
+
+    def workload(self, share: int) -> Workload:
+        """The cost model, exact for `share` samples of a micro-batch on a device."""
+        if share not in self._workloads:
+            self._workloads[share] = self._any_workload.with_share(share)
+        return self._workloads[share]
+
+    @cached_property
+    def _any_workload(self) -> Workload:
+        problem = self.problem
+        return Workload(
+            problem.captured,
+            problem.batch_size,
+            self._gradients,
+            problem.optimizer_ratio,
+            problem.config.dtype,
+        )
+
+    # ---- points
+
+    @cached_property
+    def points(self) -> npt.NDArray[np.int64]:
+        """(segments + 1,): places among the activations where segments start, and their number."""
+        activations = self.activations
+        kind = max(
+            (device.kind for device in self.problem.cluster.devices),
+            key=lambda each: each.rate(self.problem.config.dtype),
+        )
+        times = np.array(self._any_workload.forward_seconds(activations, kind))
+        crossing = np.array(self._alive[:-1])
+        allowed = cuttable(activations, times, crossing) & ~self._crosses_sums
+        inner = np.flatnonzero(thin_points(allowed, crossing, self._least_points))
+        if len(inner) > MOST_POINTS:
+            inner = self._thinned(inner, np.cumsum(times), crossing)
+        return np.concatenate([[0], inner, [len(activations)]]).astype(np.int64)
+
+    @cached_property
+    def _crosses_sums(self) -> npt.NDArray[np.bool_]:
+        """(activations,): a sum over samples crosses here, of which devices that share samples
+        would each have a part.
+        """
+        symbol = self.problem.captured.batch_symbol
+
+        def is_sum(node: Node) -> float:
+            return float(batch_dim(node, symbol) is None)
+
+        return np.array(live_between(self.activations, is_sum)[:-1]) > 0
+
+    @property
+    def _least_points(self) -> int:
+        """Stages that are wanted at most: devices times chunks."""
+        return 4 * self.problem.cluster.num_devices
+
+    @staticmethod
+    def _thinned(inner: np.ndarray, elapsed: Floats, crossing: Floats) -> np.ndarray:
+        """Of points that are close to each other in time, the one where least crosses."""
+        bins = (elapsed[inner - 1] / elapsed[-1] * MOST_POINTS).astype(np.int64)
+        best: dict[int, int] = {}
+        for point, place in zip(inner.tolist(), bins.tolist(), strict=True):
+            if place not in best or crossing[point] < crossing[best[place]]:
+                best[place] = point
+        return np.array(sorted(best.values()))
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.points) - 1
+
+    def starts(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """First operations of stages that start with these segments."""
+        return tuple(int(self.points[cut]) for cut in cuts)
+
+    # ---- bytes
+
+    @cached_property
+    def _alive(self) -> list[float]:
+        """Bytes for each sample that cross in front of each activation."""
+        workload = self._any_workload
+        size = workload.batch_size
+        return live_between(self.activations, lambda node: workload.costs[node].output_bytes / size)
+
+    @cached_property
+    def crossing_bytes(self) -> Floats:
+        """(segments + 1,): bytes for each sample in front of a segment; 0 at both ends."""
+        alive = np.array(self._alive)[np.minimum(self.points, len(self.activations))]
+        alive[0] = alive[-1] = 0.0
+        return alive
+
+    def _by_segment(self, values: Sequence[float]) -> Floats:
+        sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+        by_segment: Floats = np.diff(sums[self.points])
+        return by_segment
+
+    @cached_property
+    def saved_sample_bytes(self) -> Floats:
+        """(segments,)"""
+        saved = self._any_workload.saved_by_operation(self.activations)
+        return self._by_segment([each.sample_bytes for each in saved])
+
+    @cached_property
+    def saved_fixed_bytes(self) -> Floats:
+        """(segments,)"""
+        saved = self._any_workload.saved_by_operation(self.activations)
+        return self._by_segment([each.fixed_bytes for each in saved])
+
+    @cached_property
+    def workspace_sample_bytes(self) -> Floats:
+        """(segments,): bytes for each sample that backward works with, at most."""
+        workload = self._any_workload
+        largest = np.array(
+            [
+                COPIES * workload.costs[node].output_bytes / workload.batch_size
+                for node in self.activations
+            ]
+        )
+        return np.array(
+            [
+                largest[start:end].max(initial=0.0)
+                for start, end in zip(self.points[:-1], self.points[1:], strict=True)
+            ]
+        )
+
+    @cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        """Parameter or buffer -> segments that read it, in order."""
+        kinds = self.problem.kinds
+        segment_of = np.searchsorted(self.points, np.arange(len(self.activations)), "right") - 1
+        found: dict[str, list[int]] = {}
+        for place, node in enumerate(self.activations):
+            for name, _ in state_behind(node, kinds):
+                segments = found.setdefault(name, [])
+                if not segments or segments[-1] != segment_of[place]:
+                    segments.append(int(segment_of[place]))
+        return found
+
+    @cached_property
+    def tied(self) -> tuple[TiedBytes, ...]:
+        """Parameters that several segments read, the large ones: others change nothing."""
+        state = self.problem.captured.state
+        largest = max((tensor.num_bytes for tensor in state.values()), default=0)
+        found = []
+        for name, segments in self._readers.items():
+            tensor = state[name]
+            is_large = tensor.num_bytes > 0.01 * largest
+            if len(segments) > 1 and tensor.kind == "parameter" and tensor.trainable and is_large:
+                found.append(TiedBytes(tuple(segments), tensor.num_bytes))
+        return tuple(found)
+
+    def _bytes_where_first_read(self, trained_factor: float, other_factor: float) -> Floats:
+        state = self.problem.captured.state
+        found = np.zeros(self.num_segments)
+        for name, segments in self._readers.items():
+            tensor = state[name]
+            factor = trained_factor if tensor.trainable else other_factor
+            found[segments[0]] += factor * tensor.num_bytes
+        return found
+
+    @cached_property
+    def trained_bytes(self) -> Floats:
+        """(segments,): bytes of parameters with a gradient, where they are first read."""
+        return self._bytes_where_first_read(1.0, 0.0)
+
+    def static_bytes(self, is_shared: bool) -> Floats:
+        """(segments,): weights, gradients and optimizer state, where they are first read.
+        `is_shared`: gradients lie in buckets to be all-reduced, too.
+        """
+        ratio = self.problem.optimizer_ratio
+        trained = 2.0 + is_shared + ratio + INSIDE_OPERATIONS * (2 + ratio)
+        return self._bytes_where_first_read(trained, 1.0)
+
+    def tied_bytes(self, tied: TiedBytes, is_shared: bool = True) -> float:
+        """What a stage holds of a tied parameter that is first read elsewhere."""
+        return tied.trained_bytes * (2.0 + is_shared + self.problem.optimizer_ratio)
+
+    @cached_property
+    def largest_weight_bytes(self) -> int:
+        state = self.problem.captured.state
+        return max((tensor.num_bytes for tensor in state.values() if tensor.trainable), default=0)
+
+    @property
+    def batch_bytes(self) -> int:
+        return self._any_workload.batch_bytes
+
+    # ---- seconds
+
+    def times(self, kind: DeviceKind, num_samples: int) -> SegmentTimes:
+        """Seconds of every segment for so many samples of a micro-batch."""
+        key = (kind, num_samples)
+        if key not in self._times:
+            # shares that are close have the same line: models of this size see few of them
+            share = 1 << max(0, num_samples.bit_length() - 1)
+            workload = self.workload(min(share, self.problem.batch_size))
+            each = workload.times_by_operation(self.activations, kind)
+            forward = [times.forward.of(num_samples) for times in each]
+            inputs = [times.input_backward.of(num_samples) for times in each]
+            weights = [times.weight_backward.of(num_samples) for times in each]
+            backward = self._by_segment(inputs) + self._by_segment(weights)
+            whole = float(backward.sum())
+            part = sum(inputs) / whole if whole else 0.0
+            self._times[key] = SegmentTimes(self._by_segment(forward), backward, part)
+        return self._times[key]

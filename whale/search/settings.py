@@ -1,0 +1,109 @@
+"""What the user fixed, and what is open to the search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.capture.graph import user_line
+from whale.config import Config
+from whale.operations.nodes import trains_batch_norm
+from whale.planning.problem import Problem
+from whale.planning.schedules import FIXED_ORDERS
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""numbers of micro-batches that are tried"""
+AUTO = "auto"
+CHUNK_COUNTS = (1, 2, 4)
+"""stages on each group of devices that are tried"""
+
+
+@dataclass(frozen=True)
+class OpenSettings:
+    """What holds; None: open."""
+
+    num_stages: int | None = None
+    num_micro_batch: int | None = None
+    schedule: str | None = None
+    recompute: bool | str | tuple[str, ...] = AUTO
+    num_waves: int | None = None
+    why_one_micro_batch: str | None = None
+    """why the number of micro-batches stays 1 though the user did not set it"""
+
+    @staticmethod
+    def of(problem: Problem) -> OpenSettings:
+        """What the config of a problem leaves open."""
+        config = problem.config
+        why = None
+        count: int | None = None
+        if not is_open(config, "num_micro_batch"):
+            count = config.num_micro_batch
+        else:
+            is_asked = config.is_given("num_micro_batch")  # "auto": the user knows
+            why = why_one(problem, is_asked)
+            count = 1 if why is not None else None
+        given = config.recompute
+        return OpenSettings(
+            num_stages=None if is_open(config, "num_task_graph") else config.num_task_graph,
+            num_micro_batch=count,
+            schedule=None if is_open(config, "schedule") else config.schedule,
+            recompute=tuple(given) if isinstance(given, list) else given,
+            num_waves=config.num_waves,
+            why_one_micro_batch=why,
+        )
+
+    def micro_batches(self, most: int) -> list[int]:
+        """Numbers of micro-batches to try, at most so many."""
+        if self.num_micro_batch is not None:
+            return [self.num_micro_batch] if self.num_micro_batch <= most else []
+        return [count for count in COUNTS if count <= most]
+
+    def schedule_of(self, num_groups: int) -> str:
+        """The schedule of a replica with so many groups: made for its costs, where open."""
+        if self.schedule is not None:
+            return self.schedule
+        return AUTO if num_groups > 1 else "1f1b"
+
+    def chunk_counts(self, num_groups: int) -> list[int]:
+        """Numbers of stages on each of so many groups of devices."""
+        if self.num_stages is not None:
+            chunks, rest = divmod(self.num_stages, num_groups)
+            return [chunks] if chunks and not rest else []
+        if num_groups == 1:
+            return [1]
+        if self.num_waves is not None:
+            return [2 * self.num_waves]
+        if self.schedule in ("wave", "interleaved"):
+            return [2]
+        return [1] if self.schedule in FIXED_ORDERS else list(CHUNK_COUNTS)
+
+
+def is_open(config: Config, key: str) -> bool:
+    """Whether a setting is the search's to choose: not given, or given as "auto"."""
+    return not config.is_given(key) or getattr(config, key) in (AUTO, None)
+
+
+def settled(config: Config) -> Config:
+    """The config with the numbers that planning needs where the user said "auto"."""
+    changes: dict[str, int | None] = {}
+    if config.num_micro_batch == AUTO:  # type: ignore[comparison-overlap]
+        changes["num_micro_batch"] = 1
+    if config.num_task_graph == AUTO:  # type: ignore[comparison-overlap]
+        changes["num_task_graph"] = None
+    return config.replace(**changes) if changes else config
+
+
+def why_one(problem: Problem, is_asked: bool) -> str | None:
+    """Why results depend on the number of micro-batches by definition, if they do. `is_asked`: the
+    user said "auto", which lets batch statistics be those of micro-batches.
+    """
+    captured = problem.captured
+    if problem.not_additive is not None or any(
+        "all_reduce" in node.meta for node in captured.compute_nodes()
+    ):
+        return "the loss is no sum over samples"
+    if problem.config.loss_per_micro_batch and not is_asked:
+        return '"loss_per_micro_batch": the loss depends on their number'
+    for node in captured.compute_nodes():
+        if trains_batch_norm(node) and not is_asked:
+            return f"batch norms ({user_line(node)}) take their statistics over each of them"
+    return None

@@ -1,0 +1,174 @@
+"""Which devices may stand where: shapes of replicas and stages, enumerated.
+
+Devices of one kind on one host are a class, and nothing depends on which of them is taken. Classes
+are laid in a line, in every order that differs; a line is cut into model replicas,
+
+    slices   every replica gets the same number of every class
+    blocks   the first replica gets the first devices of the line, the next the next ones
+
+and the devices of a replica into stages: in all ways where they are few, else into stages of about
+equal width for each class. Shapes that differ only in which device of a class is where are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+
+from whale.cluster.cluster import Cluster, DeviceKind
+from whale.search.estimate import Shape, Stages
+
+FEW_DEVICES = 8
+"""of a replica: so many are cut into stages in all ways"""
+MOST_CLASSES = 4
+"""so many are laid in lines in all orders"""
+STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""stages of one class that are tried in a long line"""
+MOST_SHAPES = 20_000
+"""so many are enumerated at most"""
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Devices that nothing tells apart."""
+
+    kind: DeviceKind
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def device_classes(cluster: Cluster) -> tuple[DeviceClass, ...]:
+    """Devices of one kind on one host; of one kind on all hosts, where there are many hosts."""
+    found: dict[tuple[DeviceKind, str], list[int]] = {}
+    for device in cluster.devices:
+        found.setdefault((device.kind, device.host), []).append(device.rank)
+    if len(found) > MOST_CLASSES:
+        merged: dict[DeviceKind, list[int]] = {}
+        for (kind, _), ranks in found.items():
+            merged.setdefault(kind, []).extend(ranks)
+        found = {(kind, ""): ranks for kind, ranks in merged.items()}
+    classes = []
+    for (kind, _), ranks in found.items():
+        hosts = tuple(dict.fromkeys(cluster.devices[rank].host for rank in ranks))
+        classes.append(DeviceClass(kind, hosts, tuple(ranks)))
+    return tuple(classes)
+
+
+def lines(classes: Sequence[DeviceClass]) -> list[tuple[DeviceClass, ...]]:
+    """The classes in every order that differs; in some good ones where there are many."""
+    if len(classes) > MOST_CLASSES:
+        by_memory = sorted(classes, key=lambda each: (-each.kind.memory_bytes, each.kind.name))
+        return list(dict.fromkeys([tuple(classes), tuple(by_memory), tuple(by_memory[::-1])]))
+    found: dict[tuple[tuple[DeviceKind, int], ...], tuple[DeviceClass, ...]] = {}
+    for order in permutations(classes):
+        key = tuple((each.kind, len(each.ranks)) for each in order)
+        found.setdefault(key, order)
+    return list(found.values())
+
+
+def shapes(cluster: Cluster) -> Iterator[Shape]:
+    """All shapes on all devices of the cluster, each once."""
+    seen: set[object] = set()
+    kinds = [device.kind.name for device in cluster.devices]
+    hosts = [device.host for device in cluster.devices]
+
+    def signature(shape: Shape) -> object:
+        """What tells two shapes apart: kinds and hosts of every stage, in any order of the
+        replicas.
+        """
+        replicas = []
+        for stages in shape.replicas:
+            replicas.append(
+                tuple(tuple(sorted((kinds[rank], hosts[rank]) for rank in each)) for each in stages)
+            )
+        return tuple(sorted(replicas))
+
+    for line in lines(device_classes(cluster)):
+        for shape in _on_line(line):
+            key = signature(shape)
+            if key not in seen:
+                seen.add(key)
+                yield shape
+            if len(seen) >= MOST_SHAPES:
+                return
+
+
+def _on_line(line: Sequence[DeviceClass]) -> Iterator[Shape]:
+    number = sum(len(each.ranks) for each in line)
+    for num_replicas in range(1, number + 1):
+        slices = _slices(line, num_replicas)
+        if slices is not None:
+            yield from _with_stages(slices, [len(each.ranks) // num_replicas for each in line])
+        blocks = _blocks(line, num_replicas)
+        if blocks is not None and blocks != slices:
+            runs = [len(blocks[0])]
+            yield from _with_stages(blocks, runs)
+
+
+def _slices(line: Sequence[DeviceClass], num_replicas: int) -> list[tuple[int, ...]] | None:
+    """The ranks of every replica; None where a class does not divide."""
+    if any(len(each.ranks) % num_replicas for each in line):
+        return None
+    found = []
+    for replica in range(num_replicas):
+        ranks: list[int] = []
+        for each in line:
+            part = len(each.ranks) // num_replicas
+            ranks.extend(each.ranks[replica * part : (replica + 1) * part])
+        found.append(tuple(ranks))
+    return found
+
+
+def _blocks(line: Sequence[DeviceClass], num_replicas: int) -> list[tuple[int, ...]] | None:
+    ranks = [rank for each in line for rank in each.ranks]
+    if len(ranks) % num_replicas:
+        return None
+    part = len(ranks) // num_replicas
+    return [tuple(ranks[start : start + part]) for start in range(0, len(ranks), part)]
+
+
+def _with_stages(replicas: Sequence[tuple[int, ...]], runs: Sequence[int]) -> Iterator[Shape]:
+    """Shapes with the devices of every replica cut alike. `runs`: devices of each class in a
+    replica, in their order.
+    """
+    for widths in compositions(runs):
+        found: list[Stages] = []
+        for ranks in replicas:
+            stages = []
+            start = 0
+            for width in widths:
+                stages.append(ranks[start : start + width])
+                start += width
+            found.append(tuple(stages))
+        yield Shape(tuple(found))
+
+
+def compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Widths of stages on devices that come in runs of equal ones."""
+    if sum(runs) <= FEW_DEVICES:
+        yield from _all_compositions(sum(runs))
+    else:
+        yield from _even_compositions(runs)
+
+
+def _all_compositions(number: int) -> Iterator[tuple[int, ...]]:
+    if number == 0:
+        yield ()
+        return
+    for first in range(number, 0, -1):
+        for rest in _all_compositions(number - first):
+            yield (first, *rest)
+
+
+def _even_compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every run in some number of stages of about equal width; and all of them together."""
+    counts = [[each for each in STAGE_COUNTS if each < run] + [run] for run in runs]
+    if len(runs) > 1:
+        yield (sum(runs),)
+    for chosen in product(*counts):
+        widths: list[int] = []
+        for run, stages in zip(runs, chosen, strict=True):
+            width, rest = divmod(run, stages)
+            widths.extend([width + 1] * rest + [width] * (stages - rest))
+        yield tuple(widths)
