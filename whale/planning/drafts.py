@@ -10,7 +10,7 @@ OrderDrafts.best        for every number of chunks on a device that the config a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from torch.fx import Node
@@ -117,7 +117,7 @@ class OrderDrafts:
     problem: Problem
     workload: Workload
     order: Order
-    arrangement: Arrangement | None = None
+    arrangement: Arrangement | None = field(default=None, kw_only=True)
     """devices and cuts that were chosen before; None: by annotations, or `num_task_graph`"""
 
     def best(self) -> Draft:

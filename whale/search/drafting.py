@@ -77,7 +77,7 @@ class Drafting:
         )
         workload = self.outline.workload(share)
         order = Order(CHOSEN, tuple(range(problem.cluster.num_devices)))
-        drafts = OrderDrafts(problem, workload, order, arrangement_of(candidate))
+        drafts = OrderDrafts(problem, workload, order, arrangement=arrangement_of(candidate))
         draft = drafts.best()
         plan = assemble(problem, workload, draft, self.model)
         return Drafted(candidate, plan, draft.assignment, simulate(plan).step_s)
