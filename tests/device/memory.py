@@ -26,6 +26,7 @@ from tests.device.settings import settings
 from tests.device.streams import (
     DeviceError,
     Stream,
+    all_streams,
     call_before_waits,
     current_stream,
     errors,
@@ -161,9 +162,17 @@ def _give_back(block: Block) -> None:
     for access in block.accesses:
         is_ordered = block.stream.is_after(access.stream, access.number)
         if access.stream != block.stream.id and not is_ordered:
-            if access.stream not in block.recorded:
+            if not _is_recorded(block, access):
                 errors.append(_freed_too_early(block, access))
     _free.setdefault((block.num_bytes, block.stream.id), []).append(block)
+
+
+def _is_recorded(block: Block, access: Access) -> bool:
+    """Whether a stream named by `record_stream` is that of the access, or comes after it."""
+    if access.stream in block.recorded:
+        return True
+    recorded = [stream for stream in all_streams if stream.id in block.recorded]
+    return any(stream.is_after(access.stream, access.number) for stream in recorded)
 
 
 def _freed_too_early(block: Block, access: Access) -> DeviceError:

@@ -19,7 +19,7 @@ from tests.device.local_device import use_test_device
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.ranks import ModelServer, preload
-from whale.runtime.update import NonFiniteError
+from whale.runtime.step_update import NonFiniteError
 
 preload("tests.device.test_masked_update")
 WIDTH = 6

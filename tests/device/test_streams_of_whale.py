@@ -130,9 +130,11 @@ SPLIT = PlanCase("split over 2", 2, {"num_micro_batch": 2})
 
 @dataclass(frozen=True)
 class Waits:
-    """What a rank waited for in `NUM_COUNTED` steps, each with a look at its loss."""
+    """What a rank waited for in `NUM_COUNTED` steps."""
 
     host_waits: dict[str, int]
+    """each step with a look at its loss"""
+    without_looks: dict[str, int]
     num_pageable: int
 
 
@@ -151,26 +153,45 @@ def count_waits(subject: Subject, plan: PlanCase) -> Waits:
     counters.clear()
     for _ in range(NUM_COUNTED):
         assert engine.step(batch).loss > 0
-    return Waits(dict(counters.host_waits), counters.pageable_copies)
+    with_looks = dict(counters.host_waits)
+    num_pageable = counters.pageable_copies
+    counters.clear()
+    for _ in range(NUM_COUNTED):
+        engine.step(batch)
+    return Waits(with_looks, dict(counters.host_waits), num_pageable)
 
 
-@pytest.mark.parametrize(
-    ("row", "most_pageable"),
-    [(PLAN_NAMED["DP 2"], 0), (PLAN_NAMED["2 stages"], 0), (SPLIT, 4)],
-    ids=lambda value: getattr(value, "name", str(value)),
+MOST_WAITS = {
+    "1 rank": 1,
+    "DP 2": 1,
+    "2 stages": 1,
+    "2 stages x DP 2": 1,
+    "wave": 1,
+    "zero-bubble": 1,
+    "split over 2": 1,
+}
+"""job -> host waits of a step at most: for its loss, where somebody looks, else for that of the step
+before
+"""
+ZERO_BUBBLE = PlanCase(
+    "zero-bubble", 2, {"num_micro_batch": 4, "num_task_graph": 2, "schedule": "zero-bubble"}
 )
-def test_rows_12_and_13_host_waits_of_a_step(
-    server: ModelServer, row: PlanCase, most_pageable: int
-) -> None:
-    """One wait a step, for loss and norm. Before: 2 (norm of this rank, then loss and norm of all).
+COUNTED = {plan.name: plan for plan in (*PLANS, SPLIT, WAVE, ZERO_BUBBLE)}
 
-    Nothing of the mini-batch comes from pageable memory. Before: 3 copies a step, and 7 with a
-    split, of which 4 small ones are left: 2 in every micro-batch of a sharded chunk.
+
+@pytest.mark.parametrize("name", MOST_WAITS)
+def test_rows_12_and_13_host_waits_of_a_step(server: ModelServer, name: str) -> None:
+    """Before: 2 waits a step (norm of this rank, then loss and norm of all), and 1 in 1b36873.
+
+    Nothing comes from pageable memory. Before: 3 copies a step, and 7 with a split.
     """
+    row = COUNTED[name]
     ranks = server.run(count_waits, row.num_ranks, row, backend=BACKEND)
     for rank in ranks:
-        assert sum(rank.host_waits.values()) <= NUM_COUNTED, rank.host_waits
-        assert rank.num_pageable <= most_pageable * NUM_COUNTED
+        most = MOST_WAITS[name] * NUM_COUNTED
+        assert sum(rank.host_waits.values()) <= most, rank.host_waits
+        assert sum(rank.without_looks.values()) <= most, rank.without_looks
+        assert rank.num_pageable == 0
 
 
 # ---- row 5: receives wait on hardware queues that compute needs

@@ -17,7 +17,7 @@ import whale as wh
 from tests.exactness import local_training, run_loss
 from tests.integration.layers import EXACT, build, in_two_stages, make_batch, sgd
 from tests.ranks import run_ranks
-from whale.runtime.update import NonFiniteError
+from whale.runtime.step_update import NonFiniteError
 
 # ---- ranks that are not copies of each other
 # --------------------------------------------------------------------------

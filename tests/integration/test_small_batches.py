@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.ranks import run_ranks
-from whale.runtime.update import NonFiniteError
+from whale.runtime.step_update import NonFiniteError
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,17 @@ NICENESS = 15
 class Handle:
     """A save under way."""
 
-    def __init__(self, path: Path, num_bytes: int, future: Future[Path]) -> None:
+    def __init__(self, path: Path, snapshot: Snapshot | None, future: Future[Path]) -> None:
         self.path = path
         """where the checkpoint will be"""
-        self.num_bytes = num_bytes
+        self.num_bytes = snapshot.num_bytes if snapshot is not None else 0
         """of this rank's tensors"""
+        self.before_changes: Callable[[], None] = lambda: None
+        """to be called before the saved tensors change: on an accelerator they are still being
+        copied, and what is launched after this call waits for that
+        """
+        if snapshot is not None:
+            self.before_changes = snapshot.follow
         self._future = future
 
     def done(self) -> bool:
@@ -59,7 +65,7 @@ def nothing_to_save(path: Path) -> Handle:
     """A save that is over and wrote nothing."""
     future: Future[Path] = Future()
     future.set_result(path)
-    return Handle(path, 0, future)
+    return Handle(path, None, future)
 
 
 class AsyncSaver:
@@ -107,8 +113,8 @@ class AsyncSaver:
         rank_values: Mapping[str, Any] | None = None,
         parts: Mapping[str, Part] | None = None,
     ) -> Handle:
-        """Copies this rank's state and starts writing it. Training can change the tensors as soon
-        as this returns.
+        """Copies this rank's state and starts writing it. Training can change the tensors after
+        `before_changes` of what this returns; those of a CPU at once.
 
         `values`: of the job; rank 0's count. `rank_values`: of this rank. `parts`: for tensors that
         are only a part of the whole one. What cannot be saved at all (a function among the values,
@@ -122,7 +128,7 @@ class AsyncSaver:
             tensors, rank_values, parts, self._buffers if self._keep_buffers else None
         )
         future: Future[Path] = Future()
-        handle = Handle(target.final, snapshot.num_bytes, future)
+        handle = Handle(target.final, snapshot, future)
         # not a daemon: a script that ends right after `save` still gets its checkpoint
         threading.Thread(
             target=self._run, args=(target, snapshot, job_values, future), name="whale-checkpoint"

@@ -32,18 +32,34 @@ from whale.checkpoint.tensor_files import (
     write_bytes,
     write_tensors,
 )
-from whale.devices import LocalDevice, device_of
+from whale.devices import LocalDevice, Moment, device_of
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's state at one moment: copies on the CPU, which training does not touch."""
+    """A rank's state at one moment: copies on the CPU, which training does not touch. Those of an
+    accelerator may still be on their way.
+    """
 
     tensors: dict[str, Tensor]
     parts: dict[str, Part]
     """of tensors that are only a part; the others are whole"""
     values: dict[str, Any]
     """as JSON"""
+    arrivals: tuple[tuple[LocalDevice, Moment], ...] = ()
+    """when the copies of each device are whole"""
+
+    def wait(self) -> None:
+        """Returns when all copies are whole."""
+        for device, moment in self.arrivals:
+            device.wait_for(moment)
+
+    def follow(self) -> None:
+        """Work that is launched later on these devices runs after the copies: it may change what
+        was copied. The host does not wait.
+        """
+        for device, moment in self.arrivals:
+            device.follow(moment)
 
     @property
     def num_bytes(self) -> int:
@@ -56,8 +72,9 @@ def take_snapshot(
     parts: Mapping[str, Part] | None = None,
     buffers: dict[str, Tensor] | None = None,
 ) -> Snapshot:
-    """Copies of all tensors, and the values as JSON. Returns when the copies are whole, so that
-    training can continue at once.
+    """Copies of all tensors, and the values as JSON. Copies of a CPU's tensors are whole when this
+    returns. Those of an accelerator run beside compute, through pinned memory: nothing may change
+    the tensors before `Snapshot.follow`.
 
     `buffers`: memory that stays from save to save, changed here. Copying into memory that was used
     before took 0.08 s for 256 MiB, into new memory 0.40 s (the system must clear new pages first).
@@ -77,10 +94,16 @@ def take_snapshot(
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = device.empty_on_host(tensor.shape, tensor.dtype)
         copies[name] = reused[name] = copy
-        copy.copy_(tensor.detach(), non_blocking=device.is_accelerator)
+    arrivals = []
     for device in devices.values():
-        device.synchronise()
-    return Snapshot(copies, parts, encode(dict(values or {}), "values"))
+        with device.beside():
+            for name, tensor in tensors.items():
+                if tensor.device.type == device.type:
+                    copies[name].copy_(tensor.detach(), non_blocking=device.is_accelerator)
+                    device.used_here(tensor)
+            if device.is_accelerator:
+                arrivals.append((device, device.event()))
+    return Snapshot(copies, parts, encode(dict(values or {}), "values"), tuple(arrivals))
 
 
 def assign_writers(
@@ -108,6 +131,7 @@ def write_rank(target: Target, rank: int, snapshot: Snapshot) -> RankReport:
     file = folder / rank_file(rank)
     try:
         with plain_errors("writing", file, snapshot.num_bytes):
+            snapshot.wait()
             os.makedirs(folder, exist_ok=True)
             written = write_tensors(file, snapshot.tensors, {"format": "pt"})
             tensors = _entries(snapshot, file.name, written.block_checksums)

@@ -345,7 +345,7 @@ def _on_the_cpu(target: Any, args: tuple[Any, ...], kwargs: Any, device: torch.d
         if not is_training or probability in (0.0, 1.0):
             return target(*args)
         mask = torch.empty(x.shape, dtype=x.dtype).bernoulli_(1.0 - probability)
-        return x * mask.div_(1.0 - probability).to(device, non_blocking=True)
+        return x * device_of(device).start_copy(mask.div_(1.0 - probability)).take()
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -353,7 +353,7 @@ def _on_the_cpu(target: Any, args: tuple[Any, ...], kwargs: Any, device: torch.d
         return value.cpu() if isinstance(value, Tensor) else value
 
     drawn = target(*pytree.tree_map(moved, args), **pytree.tree_map(moved, kwargs))
-    return pytree.tree_map(lambda value: value.to(device), drawn)
+    return pytree.tree_map(lambda value: device_of(device).start_copy(value).take(), drawn)
 
 
 def _is_size(value: Any) -> bool:

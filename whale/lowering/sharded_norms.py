@@ -80,7 +80,7 @@ def _statistics(x: Tensor, dims: list[int], subgroup: Subgroup) -> tuple[Tensor,
         variance = mean = x.new_zeros(shape)
     rows = mean.numel()
     everyone = all_gather(
-        torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_tensor([float(count)])]),
+        torch.cat([mean.reshape(-1), variance.reshape(-1) * count, x.new_full((1,), float(count))]),
         subgroup,
     )
     means = everyone[:, :rows]
@@ -170,7 +170,7 @@ class _RMSNorm(torch.autograd.Function):
         values = wide(x)
         squares = values.square().sum(dims, keepdim=True)
         sums = all_reduce(
-            torch.cat([squares.reshape(-1), squares.new_tensor([float(_entries(x, dims))])]),
+            torch.cat([squares.reshape(-1), squares.new_full((1,), float(_entries(x, dims)))]),
             subgroup,
         )
         total = float(sums[-1])
@@ -224,7 +224,7 @@ class _BatchNorm(torch.autograd.Function):
         dims, shape = _around_channels(x)
         values = wide(x)
         num_here = float(x.numel() // max(1, x.shape[1]))
-        sums = all_reduce(torch.cat([values.sum(dims), values.new_tensor([num_here])]), subgroup)
+        sums = all_reduce(torch.cat([values.sum(dims), values.new_full((1,), num_here)]), subgroup)
         count = sums[-1].clone()
         mean = sums[:-1] / count
         variance = all_reduce((values - mean.view(shape)).square_().sum(dims), subgroup) / count

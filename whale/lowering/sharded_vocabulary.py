@@ -155,7 +155,7 @@ class _Rows:
         self.num_here = values.shape[1]
         self.num_classes = classes.num_classes
         self.weight_sum = (
-            values.new_tensor(float(self.num_here)) if weight is None else weight.sum()
+            values.new_full((), float(self.num_here)) if weight is None else weight.sum()
         )
         self.probabilities: Tensor | None = None
         self.own: Tensor | None = None
@@ -195,7 +195,7 @@ class _Rows:
         """
         if self.probabilities is not None:
             assert own is not None
-            return own, own.new_tensor(float(len(own)))
+            return own, own.new_full((), float(len(own)))
         target = self.counted if own is None else own
         all_weights = self.num_classes if weight_sum is None else weight_sum
         return (

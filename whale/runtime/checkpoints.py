@@ -90,9 +90,7 @@ class Checkpoints:
             _add(
                 tensors,
                 parts,
-                pieces(
-                    MODEL + name, self._job.weights[name].detach(), shard, self._whole[name].shape
-                ),
+                pieces(MODEL + name, self._to_save(name), shard, self._whole[name].shape),
             )
         rank_values: dict[str, Any] = {}
         if updater.optimizer is not None:
@@ -118,7 +116,20 @@ class Checkpoints:
         if ranks.rank == 0:
             random_tensors, values["rng"] = pack_rng(RNG)
             tensors |= random_tensors
-        return self._savers[folder].save(step, tensors, values, rank_values, parts)
+        handle = self._savers[folder].save(step, tensors, values, rank_values, parts)
+        if self._job.zero is not None:
+            handle.before_changes()  # parts of weights move with every step
+        else:
+            updater.before_update(handle.before_changes)
+        return handle
+
+    def _to_save(self, name: str) -> Tensor:
+        """A tensor of this rank that nothing but an update changes: of a buffer, which a forward
+        may write, a copy on the device.
+        """
+        tensor = self._job.weights[name].detach()
+        is_parameter = isinstance(self._job.weights[name], torch.nn.Parameter)
+        return tensor if is_parameter or tensor.device.type == "cpu" else tensor.clone()
 
     def load(self, path: Path, data: Any) -> int | None:
         """Loads the latest good checkpoint and gives its step; None when there is none. Nothing
@@ -199,6 +210,7 @@ class Checkpoints:
 
     def _apply(self, staged: _Staged, data: Any) -> None:
         updater = self._updater
+        updater.wait_for_copies()
         with torch.no_grad():
             for name, tensor in self._job.weights.items():
                 tensor.copy_(staged.weights[name])

@@ -41,14 +41,9 @@ from whale.runtime.shapes import (
     widest,
 )
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
+from whale.runtime.step_update import NonFiniteError, Update
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
-from whale.runtime.update import (
-    NonFiniteError,
-    OptimizerFactory,
-    SchedulerFactory,
-    Update,
-    Updater,
-)
+from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from whale.devices import HostCopy
     from whale.distributed.ranks import Ranks
     from whale.distributed.transport import Transport
-    from whale.runtime.update import Update
+    from whale.runtime.step_update import Update
 
 
 @dataclass(frozen=True)

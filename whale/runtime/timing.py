@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from whale.devices import LocalDevice, Moment
 from whale.runtime.executor import StepOutcome
 from whale.runtime.result import Timing
-from whale.runtime.update import Update
+from whale.runtime.step_update import Update
 from whale.scheduling import Action, Kind
 
 

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, 
 from whale.runtime.result import Totals
 from whale.runtime.shapes import Job
 from whale.runtime.stage_updates import StageUpdates
+from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
 
 logger = logging.getLogger("whale")
 
@@ -65,68 +65,6 @@ def _check_factories(optimizer: object, scheduler: object) -> None:
             "such as scheduler=lambda optimizer: "
             f"torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
         )
-
-
-class NonFiniteError(ValueError):
-    """A loss or gradient is not a finite number. Raised on every rank alike."""
-
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
-        """the step that has it: on an accelerator it is found while the next one runs"""
-
-
-@dataclass
-class Update:
-    """What became of one step."""
-
-    updater: Updater
-    step: int
-    totals: Totals
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    """seconds until loss and gradient norm of all ranks were there"""
-    is_left_out: bool | None = None
-    """None: only the device knows yet"""
-    rate: float | None = None
-    schedule_before: ScheduleState | None = None
-    """what the LR scheduler's step changed, where it did not wait for the numbers"""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the update was left out on all ranks."""
-        if self.is_left_out is None:
-            loss, squared_norm = self.totals.values()[:2]
-            return self.updater.leaves_out(loss, squared_norm)
-        return self.is_left_out
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the step that follows."""
-        if self.rate is None:
-            self.updater.settle()
-        assert self.rate is not None
-        return self.rate
-
-
-@dataclass(frozen=True)
-class ScheduleState:
-    """An LR scheduler and the options of its optimizer's groups at one moment."""
-
-    scheduler: dict[str, Any]
-    options: list[dict[str, Any]]
-
-    @staticmethod
-    def of(scheduler: Any, optimizer: torch.optim.Optimizer) -> ScheduleState:
-        options = []
-        for group in optimizer.param_groups:
-            options.append({key: value for key, value in group.items() if key != "params"})
-        return ScheduleState(dict(scheduler.state_dict()), options)
-
-    def put_back(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        scheduler.load_state_dict(self.scheduler)
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group.update(options)
 
 
 class Updater:
@@ -172,6 +110,8 @@ class Updater:
             self.loss_scale = self.masked.loss_scale
         elif config.precision == "fp16":
             self.loss_scale = LossScale()
+        self._before_update: list[Callable[[], None]] = []
+        """to be called before weights or states change"""
         self._pending: Update | None = None
         """the last step, whose totals the host has not looked at"""
 
@@ -184,6 +124,7 @@ class Updater:
             return None
         if self._by_stage is None:
             self._by_stage = StageUpdates(self.optimizer, held)
+        self.wait_for_copies()
         self._by_stage.begin(lending)
         return self._by_stage
 
@@ -214,6 +155,18 @@ class Updater:
             if self.optimizer is not None and self.optimizer.param_groups
             else 0.0
         )
+
+    # ---- weights and states that are being copied
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Has this called once, before weights or states of the optimizer change."""
+        self._before_update.append(call)
+
+    def wait_for_copies(self) -> None:
+        """Weights and states may change after this call; the host does not wait."""
+        for call in self._before_update:
+            call()
+        self._before_update.clear()
 
     # ---- the update of a step
 
@@ -251,6 +204,7 @@ class Updater:
         """Steps the optimizer, unless this step is to be skipped. `is_scaled`: gradients still have
         the loss scale in them.
         """
+        self.wait_for_copies()
         update = Update(self, step, totals)
         if self.masked is not None:
             self._apply_masked(self.masked, held, update, is_scaled)

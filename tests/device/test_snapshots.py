@@ -1,0 +1,104 @@
+"""Checkpoints beside training on an accelerator: the copy runs on a stream of its own, and the next
+update waits for it there, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale as wh
+from tests.device import streams
+from tests.device.collectives import BACKEND
+from tests.device.local_device import use_test_device
+from tests.device.settings import settings
+from tests.device.streams import counters
+from tests.ranks import ModelServer, preload
+
+preload("tests.device.test_snapshots")
+WIDTH = 8
+BATCH_SIZE = 6
+KERNEL_S = 0.003
+NUM_KERNELS = 20
+"""what the device has to do before the copy"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    """Forks ranks that have the test device."""
+    with ModelServer(use_test_device) as found:
+        yield found
+
+
+def _engine() -> Any:
+    torch.manual_seed(1)
+    wh.init({"check_replicas": 0, "check_batches": False})
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return wh.parallelize(
+        model.double(),
+        _batch(0),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
+        loss=lambda output, batch: (output - batch).square().mean(),
+    )
+
+
+def _batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH_SIZE, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _save_between_steps(_: None, folder: str, waits: bool) -> tuple[bool, int, float, float]:
+    """Whether the device was done when `save` returned, host waits of `save` and of the steps
+    after it, the loss of a later step, and the same of an engine that was loaded.
+    """
+    engine = _engine()
+    device = engine._job.ranks.device
+    engine.step(_batch(0))
+    engine._settle()
+    streams.synchronize()
+    settings.kernel_s = KERNEL_S
+    busy = torch.ones(1, device=device.name)
+    for _ in range(NUM_KERNELS):
+        busy = busy + 1
+    counters.clear()
+    handle = engine.save(folder)
+    if not waits:
+        engine._updater._before_update.clear()
+    num_waits = sum(counters.host_waits.values())
+    is_over = all(device.is_over(moment) for _, moment in _arrivals(handle))
+    engine.step(_batch(1))
+    settings.kernel_s = 0.0
+    loss = engine.step(_batch(2)).loss
+    handle.wait()
+    streams.synchronize()
+    other = _engine()
+    other.load(folder)
+    other.step(_batch(1))
+    return is_over, num_waits, loss, other.step(_batch(2)).loss
+
+
+def _arrivals(handle: Any) -> Any:
+    return handle.before_changes.__self__.arrivals
+
+
+def test_a_snapshot_is_taken_beside_training(server: ModelServer, tmp_path: Path) -> None:
+    """Before, `save` waited until the device had done all its work and all copies."""
+    ((is_over, num_waits, loss, loaded),) = server.run(
+        _save_between_steps, 1, str(tmp_path), True, backend=BACKEND
+    )
+    assert num_waits == 0
+    assert not is_over
+    assert loss == loaded
+
+
+def test_an_update_that_does_not_wait_for_the_copy_is_a_race(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    """A mutant: the device finds that weights are written while they are copied."""
+    with pytest.raises(Exception, match=r"race: .* copy to host"):
+        server.run(_save_between_steps, 1, str(tmp_path), False, backend=BACKEND)
