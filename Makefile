@@ -4,6 +4,7 @@
 # make docs      the documentation site; make docs-serve shows it while you write
 # make results   runs the benchmarks and writes the page of results
 # make setup-integrations  what the slow tests of trainers, trackers and model families need; test-all does it
+# make gpu-check on a host with GPUs: exactness, races, bandwidth, speed in ten minutes; writes whale-doctor.md
 # PYTHON=python3.12 make setup   takes another Python
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # two files at a time; the tests of one file share their captured models, so they stay together (tests/conftest.py)
 PYTEST_OPTIONS ?= -n 2
 
-.PHONY: setup-integrations train test test-all setup browser lint docs docs-serve results clean
+.PHONY: setup-integrations train test test-all setup browser lint docs docs-serve results clean gpu-check
 
 train: setup
 	$(VENV)/bin/whale run -n 4 examples/train_m6.py
@@ -23,6 +24,10 @@ test: lint
 
 test-all: lint browser setup-integrations
 	WHALE_THOROUGH=1 $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
+
+# on any host with GPUs, with a build of torch that knows them: one report file to attach to an issue
+gpu-check: setup
+	$(VENV)/bin/whale doctor --gpu -o whale-doctor.md
 
 # the page of a plan is tested in a real browser; without one that test is skipped and says so
 browser:

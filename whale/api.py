@@ -427,7 +427,7 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
         if name in different and id(tensor) not in done:
             done.add(id(tensor))
             moved = in_memory(tensor.detach()).to(ranks.device.name)
-            torch.distributed.broadcast(moved, src=0)
+            torch.distributed.broadcast(moved, src=0, group=ranks.world)
             with torch.no_grad():
                 tensor.copy_(moved)
 

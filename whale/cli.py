@@ -319,6 +319,55 @@ def profile(
         _stop(f"whale profile: {failure}", failure.exit_code)
 
 
+@app.command()
+def doctor(
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Also train on the accelerators of this host: exactness, races, bandwidth, speed. "
+            "At most ten minutes.",
+        ),
+    ] = False,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--num-ranks", help="With --gpu: how many ranks. [default: as for run]"),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="With --gpu: the report to write.")
+    ] = Path("whale-doctor.md"),
+    small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
+) -> None:
+    """Say what this host has for training, what is missing and how to get it; exit code 1 when
+    something is.
+    """
+    from whale.doctor.facts import all_facts  # brings torch
+
+    facts = all_facts()
+    table = Table(title="whale doctor", show_header=False)
+    section = ""
+    for fact in facts:
+        if fact.section != section:
+            section = fact.section
+            table.add_section()
+        mark = {"ok": "", "look": "[yellow]look[/yellow]", "missing": "[red]missing[/red]"}
+        table.add_row(fact.section, fact.name, Text(fact.value), mark[fact.status], fact.advice)
+    Console().print(table)
+    is_well = all(fact.status != "missing" for fact in facts)
+    if gpu:
+        from whale import launcher
+        from whale.doctor.gpu_check import check_gpus
+
+        if not output.absolute().parent.is_dir():
+            _stop(f"whale doctor: -o {output}: there is no folder {output.parent}")
+        if num_ranks is not None and num_ranks < 1:
+            _stop(f"whale doctor: -n {num_ranks}: at least 1 rank is needed")
+        is_well &= check_gpus(num_ranks or launcher.default_num_ranks(), output, small)
+        print(f"whale doctor: {'all is well' if is_well else 'something is wrong'}, see {output}")
+    if not is_well:
+        raise typer.Exit(FAILED)
+
+
 for _command in (cli_plans.show, cli_plans.diff, cli_plans.compare, cli_plans.simulate):
     app.command()(_command)
 

@@ -174,6 +174,10 @@ def install() -> None:
     own = torch.library.Library("aten", "IMPL")
     for op, function in SPECIAL.items():
         own.impl(op, function, "PrivateUse1")
+    for key in ("Conjugate", "Negative"):
+        # copies read such views themselves; torch would make a copy of the view first, for ever
+        for op in (aten._copy_from.default, aten._copy_from_and_resize.default):
+            own.impl(op, torch.library.fallthrough_kernel, key)
     _register_autocast(own)
     _libraries.extend([everything, own])
     _patch_tensors()

@@ -40,7 +40,15 @@ DTYPES = [
     torch.bool,
     torch.bfloat16,
 ]
-KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"]
+KINDS = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+]
 FLUSH_S = 20.0
 """seconds that the end of a process waits for what was issued"""
 communicators: list[TestGroup] = []
@@ -68,14 +76,14 @@ class TestWork(dist.Work):
     synchronize = wait
 
     def is_completed(self) -> bool:
-        return self._end.query()
+        return self._end._done.is_set()
 
     def is_success(self) -> bool:
-        return self._end.query() and not streams.errors
+        return self._end._done.is_set() and not streams.errors
 
     def __del__(self) -> None:
         # nobody waits: NCCL's watchdog keeps the tensors until the operation is over
-        if self._tensors and not self._end.query():
+        if self._tensors and not self._end._done.is_set():
             _never_waited_for.append((self._end, self._tensors))
 
 
@@ -155,6 +163,8 @@ class TestGroup(dist.ProcessGroup):
             raise RuntimeError(f"{BACKEND}: {what}: no backend for tensors on {tensor.device}")
         if tensor.dtype not in DTYPES:
             raise RuntimeError(f"{BACKEND}: {what}: unsupported data type {tensor.dtype}")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{BACKEND}: {what}: the memory of a view does not hold its values")
         if not tensor.is_contiguous():
             raise ValueError(f"{BACKEND}: {what}: tensors must be contiguous")
 
@@ -185,6 +195,17 @@ class TestGroup(dist.ProcessGroup):
             self._gloo.allreduce([values], opts).wait()
 
         return self._launch("all_reduce", [], [tensor], run, opts.asyncOp)
+
+    def reduce(self, tensors: Any, opts: Any) -> TestWork:
+        (tensor,) = tensors
+        values = bytes_of(tensor)
+        number = self._num_calls
+
+        def run() -> None:
+            self._meet("reduce", values.numel(), values.dtype, number)
+            self._gloo.reduce([values], opts).wait()
+
+        return self._launch("reduce", [], [tensor], run, opts.asyncOp)
 
     def broadcast(self, tensors: Any, opts: Any) -> TestWork:
         (tensor,) = tensors

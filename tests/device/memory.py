@@ -347,7 +347,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that CPU kernels take; only streams may use it."""
     storage = block_of(tensor).cpu.untyped_storage()
     view = torch.empty(0, dtype=tensor.dtype)
-    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:

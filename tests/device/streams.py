@@ -117,6 +117,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        raise_stream_error()
         return self._done.is_set()
 
     def synchronize(self) -> None:
@@ -127,7 +128,7 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two events that are over."""
-        if not (self.query() and end.query()):
+        if not (self._done.is_set() and end._done.is_set()):
             raise RuntimeError("both events must be completed before calculating elapsed time")
         return (end._time_s - self._time_s) * 1e3
 
@@ -158,6 +159,8 @@ class Stream:
         while True:
             name, function = self.work.get()
             self.now = name
+            if errors and name != "record" and not settings.num_queues:
+                continue  # the device is dead: nothing runs any more
             try:
                 _delay(name)
                 function()
@@ -324,7 +327,8 @@ def _serve_hardware_queue(items: queue.SimpleQueue[_Queued]) -> None:
 def _followed_by(function: Callable[[], object], after: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         try:
-            function()
+            if not errors:  # otherwise the device is dead
+                function()
         finally:
             after()
 

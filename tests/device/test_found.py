@@ -22,6 +22,8 @@ from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.integration.training import prepare_subject
 from tests.ranks import ModelServer, RankError, preload, run_ranks
+from whale import api
+from whale.capture.batch import read_batch
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.communication import RealCommunication
@@ -59,18 +61,36 @@ def _loss(output: Tensor, batch: Tensor) -> Tensor:
 # ---- row 1: devices in captured graphs
 
 
+class Positions(nn.Module):
+    """Makes a tensor on the device of its input, as GPT-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        places = torch.arange(words.shape[1], device=words.device)
+        loss: Tensor = (self.table(words) + self.table(places)).square().mean()
+        return loss
+
+
 def _fingerprints(name: str) -> tuple[str, str]:
     """Of a model captured for the CPU and for the test device."""
     use_test_device()
     found = []
     for device in ("cpu", NAME):
-        prepared = prepare_subject(name, device, check=False).prepared
+        if name == "positions":
+            layout, tensors = read_batch(torch.zeros(4, 5, dtype=torch.int64))
+            config = wh.Config()
+            prepared = api._prepare(Positions(), layout, tensors, None, config, device, False)
+        else:
+            prepared = prepare_subject(name, device, check=False).prepared
         assert prepared is not None
         found.append(fingerprint(prepared.captured))
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tied"])
+@pytest.mark.parametrize("name", ["positions", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_plan_made_on_the_cpu_fits_on_the_device(name: str) -> None:
     """Row 1: GPT-2 makes its positions on the device of its input."""
     ((on_cpu, on_device),) = run_ranks(_fingerprints, 1, name)

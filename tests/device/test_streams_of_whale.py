@@ -95,18 +95,38 @@ def test_row_7_times_are_those_of_the_device(server: ModelServer, tmp_path: Path
 
 
 def test_row_7_the_watch_says_where_the_device_stands() -> None:
-    """The host has launched two actions and waits for the third; the device is at the second."""
+    """The host has launched two actions and is at the third; the device is at the second."""
     watch = Watch(0, 1, 1.0)
+    watch.during = "step 4"
     over = {"end of 0"}
+    has_failed = False
+
+    def is_over(moment: str) -> bool:
+        if has_failed:
+            raise RuntimeError("an error of the device, raised by whatever asks it")
+        return moment in over
+
     moments: list[tuple[Action, str, str]] = []
-    position = DevicePosition(watch, moments, lambda moment: moment in over)
+    position = DevicePosition(watch, moments, is_over)
     for number in range(2):
         position.position = f"action {number}"
         moments.append((Action(Kind.FORWARD, 0, number), "", f"end of {number}"))
     position.position = "action 2"
-    assert str(watch.position) == "action 1"
+    assert watch.where == "step 4, action 1 (launched so far: action 2)"
+    assert position.pending is not None
+    assert not position.pending.waits_for_others
+    has_failed = True
+    assert watch.where == "step 4, action 1 (launched so far: action 2)"
+    has_failed = False
+    watch.stand_at("its end")
+    assert watch.where == "step 4, action 1 (launched so far: its end)"
+    watch.during = "step 5"
+    watch.stand_at("its start")
+    later = DevicePosition(watch, [], is_over)  # the device is still in step 4
+    later.position = "action 0"
+    assert watch.where == "step 4, action 1 (launched so far: its start)"
     over.add("end of 1")
-    assert str(watch.position) == "action 2"
+    assert watch.where == "step 5, action 0"
 
 
 # ---- row 6: communicators

@@ -67,20 +67,20 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_an_unknown_backend_is_trusted_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.dist, "get_backend", lambda group: "other")
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "other")
     found = devices.backend_of(None)
     assert found == devices.Backend("other", False, False, False)
 
 
 def test_no_other_file_names_a_vendor() -> None:
     """Comments count: what is true of one vendor only belongs behind the interface."""
-    package = Path(devices.__file__).parent
+    package = Path(wh.__file__).parent
     named = re.compile("cuda|nccl|rocm|rccl|hip|xpu|xccl", re.IGNORECASE)
     # words of ours in which one of these stands
     innocent = re.compile("ship|chip|hipblas|relationship", re.IGNORECASE)
     found = []
     for file in sorted(package.rglob("*.py")):
-        if file == Path(devices.__file__):
+        if file.is_relative_to(package / "devices"):
             continue
         for number, line in enumerate(file.read_text().splitlines(), 1):
             if named.search(innocent.sub("", line)):

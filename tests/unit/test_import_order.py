@@ -36,7 +36,7 @@ ORDER = (
     ("report",),
     ("api",),
     ("integrations",),
-    ("launcher", "cli_plans", "cli", "__main__"),
+    ("launcher", "cli_plans", "doctor", "cli", "__main__"),
 )
 """packages and modules of `whale`, the lowest first: each imports its own row and rows before it"""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -195,7 +195,12 @@ def _all_reduce(transport: Transport, num_bytes: int) -> Subject:
             True,
             is_short,
         )
-    return once(lambda: dist.all_reduce(tensor), transport.ranks, True, is_short)
+    return once(
+        lambda: dist.all_reduce(tensor, group=transport.ranks.world),
+        transport.ranks,
+        True,
+        is_short,
+    )
 
 
 def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ class Intervals:
             return self._transport.collectives.begin_gather(buffer, ends, ranks)
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)
-        if self._ranks.backend.has_even_collectives and _is_even(parts):
+        if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
             own = parts[ranks.index(self._ranks.rank)]
             return Works([dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)])
         return Works(
@@ -81,7 +81,7 @@ class Intervals:
             return Arrived()
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)
-        if self._ranks.backend.has_even_collectives and _is_even(parts):
+        if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
             own = parts[ranks.index(self._ranks.rank)]
             return Works([dist.reduce_scatter_tensor(own, buffer, group=group, async_op=True)])
         return Works(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
-from whale.devices import backend_of, find_device
+from whale.devices import GLOO, HOST, Backend, LocalDevice, backend_of, find_device
+from whale.distributed.host_group import register_host_groups
 from whale.distributed.watch import Watch, start_watch
 from whale.names import listed
 
+LATER_THAN_THE_WATCH = datetime.timedelta(seconds=60)
+_joins = itertools.count()
 SHOWN_RANKS = 4
 """whose values are written out when they differ"""
 
@@ -34,21 +38,72 @@ class Ranks:
         self.timeout_s = timeout_s
         self.watch: Watch | None = None
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            dist.init_process_group(
-                self.device.backend.name, timeout=self.timeout, device_id=self.device.bound_device
-            )
+            _join(self.device, self.timeout)
             # an all-reduce still on its way at exit would abort the process
             atexit.register(_leave)
         self.is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.num_ranks = dist.get_world_size() if self.is_distributed else 1
-        self.backend = backend_of(None) if self.is_distributed else self.device.backend
+        self.backends: list[Backend] = self.gather(self.device.backend)
+        """of each rank's device"""
+        self.backend = self.backend_among(range(self.num_ranks))
+        """that all ranks have"""
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
+        self.world = self._world()
+        """the group that carries tensors of all ranks, each from its own device"""
 
     def start_watch(self) -> None:
         """Starts the watch: a rank that dies or hangs ends the job everywhere. All ranks call it."""
         if self.is_distributed and self.watch is None:
-            self.watch = start_watch(self.rank, self.num_ranks, self.timeout_s, self.from_first)
+            self.watch = start_watch(
+                self.rank,
+                self.num_ranks,
+                self.timeout_s,
+                self.from_first,
+                self.timeout.total_seconds(),
+            )
+
+    def backend_among(self, ranks: Iterable[int]) -> Backend:
+        """What carries tensors between these ranks: the backend that all their devices have, or
+        host memory where they have different ones.
+        """
+        found = {self.backends[rank] for rank in ranks}
+        return found.pop() if len(found) == 1 else HOST
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the ranks have devices with different backends."""
+        return len(set(self.backends)) > 1
+
+    @property
+    def needs_channels(self) -> bool:
+        """Whether messages between some two ranks are matched by order, so that these need
+        communicators of their own.
+        """
+        by_order = [backend for backend in self.backends if not backend.has_tags]
+        return len(by_order) > len(set(by_order))
+
+    def _world(self) -> dist.ProcessGroup | None:
+        if not self.is_distributed:
+            return None
+        if self.is_mixed:
+            register_host_groups()
+        if backend_of(None).name == self.backend.name:
+            return dist.group.WORLD
+        # of a job with different devices, or one that the user's script started with another backend
+        return self.new_group(range(self.num_ranks))
+
+    def new_group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """A process group of these ranks, in this order, with the backend that they have in common.
+        All ranks call it.
+        """
+        members = list(ranks)
+        backend = self.backend_among(members)
+        # a backend of accelerators ends the process without a word when its time is over: the watch
+        # comes first and says which rank stood where
+        longer = datetime.timedelta() if backend.has_tags else LATER_THAN_THE_WATCH
+        timeout = self.timeout + longer
+        return dist.new_group(members, timeout=timeout, backend=backend.name, sort_ranks=False)
 
     def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
         """The process group of these ranks, in this order. Every rank must ask for the same groups
@@ -59,11 +114,7 @@ class Ranks:
         key = (tuple(ranks), purpose)
         if key not in self._groups:
             whole_world = not purpose and key[0] == tuple(range(self.num_ranks))
-            self._groups[key] = (
-                dist.group.WORLD
-                if whole_world
-                else dist.new_group(list(key[0]), timeout=self.timeout, sort_ranks=False)
-            )
+            self._groups[key] = self.world if whole_world else self.new_group(key[0])
         return self._groups[key]
 
     @cached_property
@@ -118,6 +169,32 @@ class Ranks:
         for rank, text in enumerate(errors):
             if text is not None:
                 raise ValueError(f"rank {rank} failed while all ranks were preparing: {text}")
+
+
+def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:
+    """Makes the group of all ranks, with the backend of their devices; gloo where these differ,
+    which every rank has.
+    """
+    if not device.backend.has_tags:
+        timeout = timeout + LATER_THAN_THE_WATCH
+    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    # the store may outlive a group that was destroyed; all ranks join equally often
+    prefix = f"whale/{next(_joins)}"
+    kind = f"{prefix}/{device.backend}"
+    store.add(kind, 1)
+    if store.add(f"{prefix}/arrived", 1) == num_ranks:
+        store.set(f"{prefix}/all arrived", "")
+    store.wait([f"{prefix}/all arrived"])
+    is_alike = store.add(kind, 0) == num_ranks
+    dist.init_process_group(
+        device.backend.name if is_alike else GLOO.name,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        device_id=device.bound_device if is_alike else None,
+    )
 
 
 def _leave() -> None:

@@ -101,10 +101,11 @@ class Transport:
         """The group of one direction of a pair: where messages are matched by order, one of its
         own, so that a late receive never blocks a send.
         """
-        assert dist.group.WORLD is not None
-        if self.ranks.backend.has_tags:
-            return dist.group.WORLD
-        group = dist.new_group([source, destination], timeout=self.ranks.timeout)
+        assert self.ranks.world is not None
+        if self.ranks.backend_among((source, destination)).has_tags:
+            return self.ranks.world
+        group = self.ranks.new_group((source, destination))
+        assert group is not None
         # such a backend connects two ranks at their first message and blocks both: done here in one order,
         # never inside a step
         greeting = torch.zeros(1, device=self.ranks.device.name)
@@ -161,6 +162,8 @@ class Transport:
             else:
                 arrival.work.wait()
         except (RuntimeError, OSError) as error:
+            if self.ranks.device.has_failed():
+                raise  # an error of this rank's own device, which happens to be noticed here
             raise RuntimeError(
                 f"rank {self.ranks.rank} waited {time.perf_counter() - start:.0f} s for "
                 f"{arrival.description} from rank {arrival.peer}: "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import multiprocessing.util
 import os
 import selectors
@@ -49,6 +50,7 @@ LINGER_S = 1.5
 # the same for the rank that raised, which has a traceback to print and perhaps files to close
 CAUSE_S = 5.0
 TERMINATED_S = 1.0  # from SIGTERM to the end of the process
+STEP_END = "its end"
 EXIT_CODE = 13  # of a rank that ends because of another one
 LONGEST_TEXT = 500
 
@@ -74,6 +76,10 @@ class Watch:
     """where this rank stands: written by the executor at each action, sent to the hub with each
     beat
     """
+    stall_timeout_s: float = math.inf
+    """how long the device of this rank may stand at one place of a step. Ranks without one find out
+    by the messages that they wait for
+    """
     during: str | None = None
     """the step or evaluation of the position"""
     batch: tuple[int, Any] = (0, "")
@@ -98,7 +104,20 @@ class Watch:
 
     @property
     def where(self) -> str:
+        """`step 3, action 2 of 12, F 0.1`: where the device stands, or the host when the device has
+        done all that it was given.
+        """
+        pending = getattr(self.position, "pending", None)
+        if pending is not None:
+            return str(pending.where)
         return str(self.position) if self.during is None else f"{self.during}, {self.position}"
+
+    def stand_at(self, place: str) -> None:
+        """The host has come to this place between two runs of an action list."""
+        if hasattr(self.position, "pending"):  # the device may still be at the actions before
+            self.position.position = place
+        else:
+            self.position = place
 
     def note_batch(self, shapes: Any) -> None:
         """A batch that the other ranks must have too. It is sent with the next beat, so a step
@@ -204,6 +223,7 @@ class Watch:
         last = time.monotonic()
         next_beat = 0.0
         num_sent = 0
+        stall = _Stall()
         with selectors.DefaultSelector() as selector:
             for source in filter(None, (self._connection, self._signals)):
                 selector.register(source, selectors.EVENT_READ)
@@ -238,7 +258,24 @@ class Watch:
                     )
                     num_sent = number
                     self._say({"position": self.where} | news)
+                    self._look_for_stall(stall, now)
         return None
+
+    def _look_for_stall(self, stall: _Stall, now: float) -> None:
+        """Reports a device that has been at one place of a step for too long. The host may wait for
+        it for ever, inside of the driver.
+        """
+        if not hasattr(self.position, "pending") or stall.is_reported:
+            return
+        pending = self.position.pending
+        where = self.where
+        is_busy = pending is not None or self.position.position != STEP_END
+        if stall.stood_s(where, is_busy, now) <= self.stall_timeout_s:
+            return
+        stall.is_reported = True
+        follows = pending is None or pending.waits_for_others
+        text = f"its device has been there for {stall.seconds:.0f} s"
+        self._say({"failed": text, "follows": follows, "position": where})
 
     def _obey(self, message: dict[str, Any]) -> bool:
         """False when there is nothing more to hear."""
@@ -356,10 +393,34 @@ class Watch:
             self.hub.close_sockets()
 
 
+@dataclass
+class _Stall:
+    """How long a device has been at one place."""
+
+    where: str = ""
+    seconds: float = 0.0
+    looked_at: float = 0.0
+    is_reported: bool = False
+
+    def stood_s(self, where: str, is_busy: bool, now: float) -> float:
+        """Seconds at this place, as far as this process was not paused itself."""
+        since = min(now - self.looked_at, PAUSE_S)
+        self.seconds = self.seconds + since if is_busy and where == self.where else 0.0
+        self.where = where
+        self.looked_at = now
+        return self.seconds
+
+
 _current: Watch | None = None
 
 
-def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[Any], Any]) -> Watch:
+def start_watch(
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    share: Callable[[Any], Any],
+    stall_timeout_s: float = math.inf,
+) -> Watch:
     """Starts the watch on every rank; `share` gives rank 0's value to all (a collective). A second
     call gives the first one's watch.
     """
@@ -376,6 +437,7 @@ def start_watch(rank: int, num_ranks: int, timeout_s: float, share: Callable[[An
         (hub.port, hub.token, socket.getfqdn(), Process.this()) if hub is not None else None
     )
     _current = Watch(rank, num_ranks, timeout_s, hub=hub, hub_process=process)
+    _current.stall_timeout_s = stall_timeout_s
     _current.connect(["127.0.0.1"] if rank == 0 or is_local else [master, name], port, token)
     return _current
 
@@ -397,13 +459,13 @@ def reporting(watch: Watch | None, what: str) -> Iterator[None]:
         yield
         return
     watch.during = what
-    watch.position = "its start"
+    watch.stand_at("its start")
     try:
         yield
     except Exception as error:
         watch.report_failure(error)
         raise
-    watch.position = "its end"
+    watch.stand_at(STEP_END)
 
 
 def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket.socket:

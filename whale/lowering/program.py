@@ -322,7 +322,7 @@ def lower(
             members = plan.virtual_devices[device].ranks[plan.place_of_rank(ranks.rank)[1]]
             communication = RealCommunication(
                 groups.grid(device),
-                ranks.backend,
+                ranks.backend_among(members),
                 draws_alike=len({generators[rank] for rank in members}) == 1,
             )
             on_grid = OnGrid(weights, planned, is_planned, communication, regions)

@@ -656,7 +656,7 @@ class Engine:
         """The order in which all ranks all-reduce gradients: parameters that backward reaches first
         come first. None where replicas are alike, or where messages are told apart by tags.
         """
-        if self.plan.is_uniform or self._job.ranks.backend.has_tags:
+        if self.plan.is_uniform or not self._job.ranks.needs_channels:
             return None
         names = by_backward_order(list(self.plan.holders), self._shapes.first.first_use)
         return {name: place for place, name in enumerate(names)}

@@ -240,9 +240,19 @@ def _uses(program: Program) -> list[tuple[int, ...]]:
     return found
 
 
+@dataclass(frozen=True)
+class Pending:
+    """An action that a device was given and has not finished."""
+
+    where: str
+    """`step 3, action 2 of 12, F 0.1`"""
+    waits_for_others: bool
+    """it is a message or a collective; otherwise this device itself takes so long"""
+
+
 class DevicePosition:
     """Where the device of this rank stands, which may be far behind the host: the first action that
-    is launched and not over.
+    is launched and not over. The watch asks, from its own thread.
     """
 
     def __init__(
@@ -253,17 +263,41 @@ class DevicePosition:
     ) -> None:
         self._moments = moments
         self._is_over = is_over
+        self._during = watch.during
         self._launched: list[str] = ["the start"]
+        self._num_over = 0
+        before = watch.position
+        self._before = before if isinstance(before, DevicePosition) else None
+        """that of the step before, until the device is through with it"""
         watch.position = self
 
     @property
-    def position(self) -> str:
-        launched = list(self._launched)
+    def pending(self) -> Pending | None:
+        """What the device is at; None where all that it was given is over."""
+        if self._before is not None:
+            found = self._before.pending
+            if found is not None:
+                return found
+            self._before = None
         own = [moment for moment in list(self._moments) if moment[0].kind is not Kind.UPDATE]
-        for (_, _, end), position in zip(own, launched[1:], strict=False):
-            if not self._is_over(end):
-                return position
-        return launched[-1]
+        try:
+            while self._num_over < len(own) and self._is_over(own[self._num_over][2]):
+                self._num_over += 1
+        except RuntimeError:  # the device has failed: it stands where it was last seen
+            pass
+        launched = list(self._launched)
+        if self._num_over >= min(len(own), len(launched) - 1):
+            return None
+        at = launched[self._num_over + 1]
+        where = at if self._during is None else f"{self._during}, {at}"
+        if launched[-1] != at:
+            where += f" (launched so far: {launched[-1]})"
+        return Pending(where, not own[self._num_over][0].is_compute)
+
+    @property
+    def position(self) -> str:
+        """Where the host stands."""
+        return self._launched[-1]
 
     @position.setter
     def position(self, position: str) -> None:

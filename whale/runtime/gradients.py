@@ -12,7 +12,7 @@ ranks 9.5 instead of 16 to 23 ms (`distributed/same_host_collectives.py`). They 
 groups in one order, that of the ranks in them, so that no two wait for each other.
 
 Model replicas that are not alike have groups that overlap in many ways: {0, 3}, {0, 4}, {1, 4} ...
-Where messages have no tags (NCCL) all ranks then send out their buckets in one order over all
+Where messages have no tags (GPUs) all ranks then send out their buckets in one order over all
 groups, that of backward (`order`): two ranks that meet in two groups would otherwise wait for each
 other. Replicas may also cut a parameter differently. Its pieces then go into the buckets of their
 own holders, and back into the gradient when the sums are there.

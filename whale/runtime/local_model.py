@@ -60,7 +60,7 @@ def refuse_use(model: torch.nn.Module) -> None:
         model.register_forward_pre_hook(before_forward, prepend=True),
         model.register_state_dict_pre_hook(before_state_dict),
     ]
-    model.__dict__["_apply"] = refuse  # `.to`, `.cuda`, `.half`
+    model.__dict__["_apply"] = refuse  # `.to`, `.half` and so on
     model.__dict__[REFUSALS] = handles
 
 
@@ -119,7 +119,7 @@ def _from_first(
     else:
         moved = in_memory(tensor).contiguous().to(device)
     if moved.numel():
-        dist.broadcast(moved, src=0)
+        dist.broadcast(moved, src=0, group=ranks.world)
     return moved.cpu()
 
 

@@ -138,7 +138,8 @@ class ReplicaCheck:
                 column = self._holders.index(shared.ranks)
                 hashes[0, column] = own
                 hashes[1, column] = ~own
-        work = dist.all_reduce(hashes, dist.ReduceOp.MAX, async_op=True)
+        world = self._ranks.world
+        work = dist.all_reduce(hashes, dist.ReduceOp.MAX, group=world, async_op=True)
         assert work is not None
         self._pending = (step_count, hashes, work)
 

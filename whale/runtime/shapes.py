@@ -22,7 +22,6 @@ from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
-from whale.devices import MAX_CONNECTIONS
 from whale.distributed.intervals import Intervals
 from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
@@ -124,9 +123,9 @@ class Shapes:
         self.transport: Transport | None = None
         if job.ranks.is_distributed:
             pairs: set[tuple[int, int]] = set()
-            # a communicator for each pair is dear: made for those that talk, by `executor`
-            for view in job.plan.by_template if job.ranks.backend.has_tags else ():
+            for view in job.plan.by_template:
                 pairs |= _pairs(view, {(each.source, each.destination) for each in view.crossings})
+            pairs = self._cheap(pairs)
             self.transport = job.platform.transport(pairs, job.config.share_memory)
         for stage in job.plan.stages:  # every rank makes every group, in the same order
             ranks = job.plan.ranks_of_stage(stage.index)
@@ -214,14 +213,20 @@ class Shapes:
                 _, old = known.popitem(last=False)
                 self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
             known[key] = capture()
-            if self.transport is not None and self._job.ranks.backend.has_tags:
+            if self.transport is not None:
                 # an evaluation, or a batch of another shape, may have edges that the plan has not
                 pairs: set[tuple[int, int]] = set()
                 for graph in known[key].graphs:
                     pairs |= _pairs(graph.plan, graph.edges)
-                self.transport.connect(pairs)
+                self.transport.connect(self._cheap(pairs))
         known.move_to_end(key)
         return known[key]
+
+    def _cheap(self, pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Pairs of ranks that need no communicator of their own, which is dear: these are made for
+        pairs that do talk, by `executor`.
+        """
+        return {pair for pair in pairs if self._job.ranks.backend_among(pair).has_tags}
 
     def follow(self, plan: Plan) -> None:
         """Takes the shares of this plan, which is otherwise the same, from now on: who holds what
@@ -263,7 +268,7 @@ class Shapes:
         """What a program needs of the transport; the same pairs on every rank."""
         job = self._job
         window = job.config.num_posted_receives
-        if self.transport is None or job.ranks.backend.has_tags:
+        if self.transport is None or not job.ranks.needs_channels:
             return _Channels(window)
         transfers: dict[int, list[Transfer]] = {}
         for graph in lowered.graphs:
@@ -294,7 +299,7 @@ class Shapes:
                 "with %s hardware queues for its streams, a device may hang in this schedule: a "
                 "message that waits for its receive blocks what comes behind it. Try: %s=32",
                 self._job.ranks.device.num_queues,
-                MAX_CONNECTIONS,
+                self._job.ranks.device.queues_variable,
             )
             return most
         return window

@@ -1,10 +1,4 @@
-"""The device that this process runs on, behind one interface: memory, random state, synchronisation
-and the backend of its process groups.
-
-No other module asks whether a device is a GPU of some vendor. A new kind of device is a subclass of
-`LocalDevice`, listed in `ACCELERATORS`, and a `Backend`. Both are plain facts about hardware; what
-an emulated job adds to them stands in `distributed/platform.py`.
-"""
+"""The interface of a device. `LocalDevice` is the CPU, `Accelerator` what GPUs have in common."""
 
 from __future__ import annotations
 
@@ -17,67 +11,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-TRANSFERS_PER_CLOCK = 2
-"""memory moves data twice in a clock"""
+from whale.devices.backends import GLOO, Backend
+from whale.devices.copies import DeviceCopy, HostCopy, rows_of
+
 MILLISECONDS = 1e3
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""
 FIRST_WITH_TF32 = (8, 0)
 """compute capability of the first GPUs that have it (Ampere)"""
-MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""environment variable with the number of hardware queues that streams are spread over"""
-NUM_CONNECTIONS = 8
-"""hardware queues of a GPU where that is not set"""
-ROCM_MAX_QUEUES = "GPU_MAX_HW_QUEUES"
-ROCM_NUM_QUEUES = 4
-ROCM_ALLOWS_TF32 = "HIPBLASLT_ALLOW_TF32"
-NO_CAPABILITY = (0, 0)
-"""of GPUs that have no compute capability"""
 Moment = Any
 """a point in the work of a device: seconds of the host on a CPU, an event of an accelerator"""
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""environment variables that hide accelerators from processes that are started later"""
-
-
-# ---- backends of torch.distributed
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What a backend of `torch.distributed` can do, as far as Whale must know."""
-
-    name: str
-    has_tags: bool
-    """messages are matched by tag; otherwise by their order inside a communicator"""
-    has_even_collectives: bool
-    """all-gather, reduce-scatter and all-reduce take the time of their bytes. gloo's reduce-scatter
-    is an all-reduce inside, and its rings are slow for small tensors: one all-to-all is faster
-    """
-    runs_beside_compute: bool
-    """collectives do not take time away from the device's own work, so it pays to cut them up"""
-
-
-GLOO = Backend("gloo", has_tags=True, has_even_collectives=False, runs_beside_compute=False)
-NCCL = Backend("nccl", has_tags=False, has_even_collectives=True, runs_beside_compute=True)
-XCCL = Backend("xccl", has_tags=False, has_even_collectives=True, runs_beside_compute=True)
-BACKENDS = {backend.name: backend for backend in (GLOO, NCCL, XCCL)}
-
-
-def backend_of(group: dist.ProcessGroup | None) -> Backend:
-    """The backend of a process group; None is the group of all ranks.
-
-    One that is not in the table is trusted with nothing but what every backend must do.
-    """
-    name = dist.get_backend(group)
-    known = BACKENDS.get(name)
-    return known if known is not None else Backend(name, False, False, False)
-
-
-# ---- devices
 
 
 @dataclass(frozen=True)
@@ -90,47 +36,6 @@ class GpuProperties:
     num_multiprocessors: int
     clock_hz: float = CLOCK_HZ
     memory_bytes_per_s: float = MEMORY_BYTES_PER_S
-
-
-class HostCopy:
-    """A tensor on its way from a device to the host."""
-
-    def __init__(self, tensor: Tensor, moment: Moment, device: LocalDevice) -> None:
-        self._tensor = tensor
-        self.moment = moment
-        """when it has arrived"""
-        self._device = device
-
-    def read(self) -> Tensor:
-        """The tensor on the host. Waits until it has arrived."""
-        self._device.wait_for(self.moment)
-        return self._tensor
-
-
-class DeviceCopy:
-    """A tensor on its way from the host to a device."""
-
-    def __init__(
-        self, tensor: Tensor, moment: Moment | None = None, device: LocalDevice | None = None
-    ) -> None:
-        self._tensor = tensor
-        self.moment = moment
-        """when it has arrived; None: it is there"""
-        self._device = device
-
-    def take(self) -> Tensor:
-        """The tensor, for work that is launched after this call; the host does not wait."""
-        if self._device is not None:
-            self._device.follow(self.moment)
-            self._device.used_here(self._tensor)
-        return self._tensor
-
-
-def _rows(tensor: Tensor, intervals: Sequence[tuple[int, int]] | None) -> Tensor:
-    """Rows of these intervals, one behind the other; None: all."""
-    if intervals is None:
-        return tensor
-    return torch.cat([tensor[start:stop] for start, stop in intervals])
 
 
 class LocalDevice:
@@ -162,12 +67,28 @@ class LocalDevice:
     def synchronise(self) -> None:
         """Returns when the device has done all work that it was given."""
 
+    queues_variable: ClassVar[str] = ""
+    """environment variable with the number of hardware queues that streams are spread over"""
+
     @property
     def num_queues(self) -> int | None:
         """Hardware queues that streams share: one that waits blocks what was launched later into
         its queue. None: nothing is shared.
         """
         return None
+
+    def facts(self) -> dict[str, str]:
+        """What a report about this device says, by its name."""
+        return {}
+
+    @staticmethod
+    def why_none() -> str | None:
+        """Why this process sees none of this type; None: nobody would expect one."""
+        return None
+
+    def has_failed(self) -> bool:
+        """Whether an error has ended the device's work for good: whatever is asked of it raises."""
+        return False
 
     @property
     def bound_device(self) -> torch.device | None:
@@ -225,7 +146,7 @@ class LocalDevice:
         behind the other. The host does not wait for it, the user may change his tensor at once, and
         it arrives beside compute.
         """
-        return DeviceCopy(_rows(tensor, intervals).to(self.name))
+        return DeviceCopy(rows_of(tensor, intervals).to(self.name))
 
     # ---- streams
 
@@ -321,6 +242,28 @@ class Accelerator(LocalDevice):
 
     def synchronise(self) -> None:
         self.module.synchronize(self.name)
+
+    def facts(self) -> dict[str, str]:
+        found = {"hardware queues": str(self.num_queues or "not known")}
+        peers = []
+        for other in range(self.count()):
+            if other != self.index and self.reaches(other):
+                peers.append(str(other))
+        if self.count() > 1:
+            found["reads memory of devices"] = ", ".join(peers) or "none"
+        return found
+
+    def reaches(self, other: int) -> bool:
+        """Whether it can read the memory of another device of this host directly."""
+        asked = getattr(self.module, "can_device_access_peer", None)
+        return asked is not None and bool(asked(self.index, other))
+
+    def has_failed(self) -> bool:
+        try:
+            self.event().query()
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def bound_device(self) -> torch.device | None:
@@ -433,143 +376,6 @@ class Accelerator(LocalDevice):
             yield
         finally:
             self.set_random_states(before)
-
-
-class CudaDevice(Accelerator):
-    """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
-
-    type = "cuda"
-    backend = NCCL
-
-    @staticmethod
-    def count() -> int:
-        is_there = torch.cuda.is_available() and torch.version.hip is None
-        return torch.cuda.device_count() if is_there else 0
-
-    @property
-    def num_queues(self) -> int | None:
-        return int(os.environ.get(MAX_CONNECTIONS, NUM_CONNECTIONS))
-
-    def gpu_properties(self) -> GpuProperties | None:
-        found = torch.cuda.get_device_properties(self.name)
-        # the driver says kHz, and newer versions of torch pass it on
-        clock_hz = float(getattr(found, "clock_rate", 0)) * 1e3
-        memory_hz = float(getattr(found, "memory_clock_rate", 0)) * 1e3
-        bus_bits = float(getattr(found, "memory_bus_width", 0))
-        return GpuProperties(
-            found.name,
-            found.total_memory,
-            (found.major, found.minor),
-            found.multi_processor_count,
-            clock_hz or CLOCK_HZ,
-            memory_hz * TRANSFERS_PER_CLOCK * bus_bits / 8 or MEMORY_BYTES_PER_S,
-        )
-
-    def forbid_tf32(self) -> None:
-        super().forbid_tf32()
-        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
-
-    @contextlib.contextmanager
-    def tf32(self, is_allowed: bool) -> Iterator[None]:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = is_allowed
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
-
-
-class RocmDevice(CudaDevice):
-    """A GPU of AMD. torch calls it `cuda`, too, and RCCL `nccl`; what differs is around it."""
-
-    @staticmethod
-    def count() -> int:
-        is_there = torch.cuda.is_available() and torch.version.hip is not None
-        return torch.cuda.device_count() if is_there else 0
-
-    @property
-    def num_queues(self) -> int | None:
-        return int(os.environ.get(ROCM_MAX_QUEUES, ROCM_NUM_QUEUES))
-
-    @property
-    def has_tf32(self) -> bool:
-        """Capabilities count otherwise here. Its xf32 is off unless hipBLASLt is told so."""
-        return os.environ.get(ROCM_ALLOWS_TF32) == "1"
-
-
-class XpuDevice(Accelerator):
-    """A GPU of Intel behind torch's `xpu` module, with oneCCL between processes. Never tried."""
-
-    type = "xpu"
-    backend = XCCL
-
-    @staticmethod
-    def count() -> int:
-        return torch.xpu.device_count() if torch.xpu.is_available() else 0
-
-    def gpu_properties(self) -> GpuProperties | None:
-        found = torch.xpu.get_device_properties(self.name)
-        units = int(getattr(found, "max_compute_units", 1))
-        return GpuProperties(found.name, found.total_memory, NO_CAPABILITY, units)
-
-
-ACCELERATORS: list[type[LocalDevice]] = [CudaDevice, RocmDevice, XpuDevice]
-"""kinds of accelerator, in the order in which `auto` looks for them"""
-
-
-def device_types() -> list[str]:
-    """What "device" in a config may be."""
-    return list(dict.fromkeys(["auto", LocalDevice.type, *(kind.type for kind in ACCELERATORS)]))
-
-
-def device_of(device: torch.device) -> LocalDevice:
-    """The interface of a tensor's device."""
-    kinds = [kind for kind in ACCELERATORS if kind.type == device.type]
-    for kind in kinds:
-        if kind.count() > 0:
-            return kind(device.index)
-    return kinds[0](device.index) if kinds else LocalDevice()
-
-
-def find_device(wanted: str = "auto", index: int = 0) -> LocalDevice:
-    """The device of this process: of the type that is wanted, or with `auto` an accelerator where
-    there is one.
-
-    `index`: this process's number on its host. A launcher may show every process all accelerators
-    of the host, or each only its own; the index counts among those that it sees. Raises where the
-    wanted type is not there.
-    """
-    kinds = [kind for kind in ACCELERATORS if wanted in ("auto", kind.type)]
-    for kind in kinds:
-        if kind.count() > 0:
-            return kind(index % kind.count())
-    if wanted not in ("auto", LocalDevice.type):
-        raise ValueError(
-            f'"device": "{wanted}" was asked for, but torch sees no {wanted.upper()} device here'
-        )
-    return LocalDevice()
-
-
-def used_accelerator() -> LocalDevice | None:
-    """The accelerator that this process has begun to use: the current one; None before the first
-    use, and on CPUs.
-    """
-    for kind in ACCELERATORS:
-        module = getattr(torch, kind.type)
-        if kind.count() > 0 and module.is_initialized():
-            return kind(module.current_device())
-    return None
-
-
-def num_accelerators() -> int:
-    """Number of accelerators that this process sees; 0 where there is only the CPU."""
-    return max((kind.count() for kind in ACCELERATORS), default=0)
-
-
-def hide_accelerators() -> None:
-    """Processes that are started from here on see only the CPU."""
-    for variable in VISIBLE_DEVICES:
-        os.environ[variable] = ""
 
 
 def host_memory_bytes() -> int:

@@ -1,0 +1,100 @@
+"""`whale doctor --gpu` on test devices: its rows run and pass, and what is broken is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device import streams
+from tests.device.collectives import BACKEND
+from tests.device.local_device import use_test_device
+from tests.device.test_mutants import no_wait_for_all_reduces
+from tests.ranks import ModelServer, RankError, preload
+from whale.doctor.gpu_check import report, run_parts
+from whale.doctor.rank import run_part
+from whale.doctor.rows import CHECKS, SMALL, Outcome, exact_jobs, racy_jobs
+
+preload("tests.device.test_doctor")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    with ModelServer(use_test_device) as found:
+        yield found
+
+
+def _part(_: None, part: str, folder: Path, mutate: Any) -> None:
+    if mutate is not None:
+        mutate()
+    run_part(part, folder, SMALL)
+    streams.synchronize()
+
+
+def _checked(server: ModelServer, num_ranks: int, mutate: Any = None) -> list[Outcome]:
+    """All parts on ranks with the test device, as the command runs them on GPUs."""
+
+    def run(part: str, folder: Path) -> str | None:
+        try:
+            server.run(_part, num_ranks, part, folder, mutate, backend=BACKEND, timeout_s=100)
+        except RankError as error:
+            return str(error).strip().splitlines()[-1]
+        return None
+
+    return run_parts(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_rows_pass_on_test_devices(server: ModelServer, num_ranks: int) -> None:
+    outcomes = _checked(server, num_ranks)
+    assert {outcome.part for outcome in outcomes} == set(CHECKS)
+    wrong = [outcome for outcome in outcomes if not outcome.ok]
+    assert not wrong
+    rows = {outcome.row for outcome in outcomes}
+    assert {job.name for job in (*exact_jobs(num_ranks), *racy_jobs(num_ranks))} <= rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_missing_wait_is_found(server: ModelServer) -> None:
+    outcomes = _checked(server, 2, no_wait_for_all_reduces)
+    failed = {outcome.part: outcome for outcome in outcomes if not outcome.ok}
+    assert {"exactness", "races"} <= set(failed)
+    assert "race" in failed["races"].text
+
+
+def test_a_part_that_fails_is_a_line_of_the_report() -> None:
+    def run(part: str, folder: Path) -> str | None:
+        if part == "races":
+            return "rank 1 failed: ended by signal 11"
+        line = json.dumps({"part": part, "row": "a", "ok": part != "speed", "text": "x | y"})
+        (folder / f"{part}.jsonl").write_text(line + "\n")
+        return None
+
+    outcomes = run_parts(run)
+    assert [outcome.part for outcome in outcomes] == list(CHECKS)
+    text = report([], outcomes, 2)
+    assert "2 of 5 rows failed" in text
+    assert "| **FAILED** | races | all | rank 1 failed: ended by signal 11 |" in text
+    assert r"| ok | bandwidth | a | x \| y |" in text
+    data = json.loads(text.split("```json\n")[1].split("\n```")[0])
+    assert [row["ok"] for row in data["outcomes"]] == [True, False, True, True, False]
+
+
+def test_parts_that_would_begin_too_late_are_left_out() -> None:
+    outcomes = run_parts(lambda part, folder: None, budget_s=-1.0)
+    assert all("left out" in outcome.text for outcome in outcomes)
+    assert not any(outcome.ok for outcome in outcomes)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 17))
+def test_every_number_of_ranks_has_rows(num_ranks: int) -> None:
+    for job in (*exact_jobs(num_ranks), *racy_jobs(num_ranks)):
+        stages = job.config.get("num_task_graph", 1)
+        assert num_ranks % stages == 0
+        assert job.split == 0 or num_ranks % job.split == 0

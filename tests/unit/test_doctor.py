@@ -1,0 +1,100 @@
+"""`whale doctor`: facts of this host, and what is missing with its remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from whale import devices
+from whale.cli import app
+from whale.devices import CudaDevice, GpuProperties
+from whale.doctor import facts
+from whale.doctor.facts import Fact, all_facts
+
+GIB = 2**30
+
+
+def _fact(found: list[Fact], name: str) -> Fact:
+    (fact,) = [fact for fact in found if fact.name == name]
+    return fact
+
+
+def test_every_section_is_there() -> None:
+    sections = {fact.section for fact in all_facts()}
+    assert sections == {
+        "software",
+        "devices",
+        "communication",
+        "links",
+        "memory",
+        "compiler",
+        "limits",
+    }
+    assert all(fact.advice for fact in all_facts() if fact.status != "ok")
+
+
+def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(facts, "_version", lambda name: None)
+    found = all_facts()
+    assert _fact(found, "C++").status == "look"
+    assert "Try: apt-get install g++" in _fact(found, "C++").advice
+    assert _fact(found, "gloo").status == "missing"
+    assert _fact(found, "torch").status == "missing"
+    assert _fact(found, "transformers").status == "look"
+
+
+def test_little_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = facts.shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(facts.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    assert "--shm-size" in _fact(all_facts(), "/dev/shm").advice
+
+
+class Gpu(CudaDevice):
+    """Two GPUs that Whale's table does not know."""
+
+    @staticmethod
+    def count() -> int:
+        return 2
+
+    def free_memory_bytes(self) -> int:
+        return 20 * GIB
+
+    def gpu_properties(self) -> GpuProperties | None:
+        return GpuProperties("Some GPU", 24 * GIB, (8, 9), 100)
+
+    def reaches(self, other: int) -> bool:
+        return other == 1
+
+
+def test_accelerators_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "ACCELERATORS", [Gpu])
+    found = all_facts()
+    first = _fact(found, "cuda:0")
+    assert first.value == "Some GPU, 25.8 GB, 21.5 GB free, 100 multiprocessors"
+    assert "whale profile" in first.advice
+    assert _fact(found, "cuda:0 reads memory of devices").value == "1"
+    assert _fact(found, "cuda:1 reads memory of devices").value == "none"
+
+
+def test_without_accelerators_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    if devices.num_accelerators():
+        pytest.skip("this host has some")
+    fact = _fact(all_facts(), "accelerators")
+    assert fact.status == "look"
+    assert "Try:" in fact.advice
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "gloo" in result.output
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["doctor", "--gpu", "-n", "0"])
+    assert wrong.exit_code == 2

@@ -1,0 +1,128 @@
+"""Accelerators by vendor: what differs from one to the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from whale.devices.backends import NCCL, RCCL, XCCL
+from whale.devices.interface import CLOCK_HZ, MEMORY_BYTES_PER_S, Accelerator, GpuProperties
+
+TRANSFERS_PER_CLOCK = 2
+"""memory moves data twice in a clock"""
+NUM_CONNECTIONS = 8
+"""hardware queues of a GPU where nothing else is set"""
+ROCM_NUM_QUEUES = 4
+ROCM_ALLOWS_TF32 = "HIPBLASLT_ALLOW_TF32"
+NO_CAPABILITY = (0, 0)
+"""of GPUs that have no compute capability"""
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""environment variables that hide accelerators from processes that are started later"""
+
+
+class CudaDevice(Accelerator):
+    """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
+
+    type = "cuda"
+    backend = NCCL
+    queues_variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+    @staticmethod
+    def count() -> int:
+        is_there = torch.cuda.is_available() and torch.version.hip is None
+        return torch.cuda.device_count() if is_there else 0
+
+    @property
+    def num_queues(self) -> int | None:
+        return int(os.environ.get(self.queues_variable, NUM_CONNECTIONS))
+
+    def gpu_properties(self) -> GpuProperties | None:
+        found = torch.cuda.get_device_properties(self.name)
+        # the driver says kHz, and newer versions of torch pass it on
+        clock_hz = float(getattr(found, "clock_rate", 0)) * 1e3
+        memory_hz = float(getattr(found, "memory_clock_rate", 0)) * 1e3
+        bus_bits = float(getattr(found, "memory_bus_width", 0))
+        return GpuProperties(
+            found.name,
+            found.total_memory,
+            (found.major, found.minor),
+            found.multi_processor_count,
+            clock_hz or CLOCK_HZ,
+            memory_hz * TRANSFERS_PER_CLOCK * bus_bits / 8 or MEMORY_BYTES_PER_S,
+        )
+
+    def facts(self) -> dict[str, str]:
+        found = {"built for": f"CUDA {torch.version.cuda}"}
+        if dist.is_nccl_available():
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return found | super().facts()
+
+    @staticmethod
+    def why_none() -> str | None:
+        if torch.version.cuda is None:
+            return "this build of torch has no CUDA. Try: a CUDA build of torch"
+        return "torch has CUDA, but finds no GPU of NVIDIA. Try: nvidia-smi, CUDA_VISIBLE_DEVICES"
+
+    def forbid_tf32(self) -> None:
+        super().forbid_tf32()
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
+
+    @contextlib.contextmanager
+    def tf32(self, is_allowed: bool) -> Iterator[None]:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = is_allowed
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class RocmDevice(CudaDevice):
+    """A GPU of AMD. torch calls it `cuda`, too, and RCCL `nccl`; what differs is around it."""
+
+    backend = RCCL
+    queues_variable = "GPU_MAX_HW_QUEUES"
+
+    @staticmethod
+    def count() -> int:
+        is_there = torch.cuda.is_available() and torch.version.hip is not None
+        return torch.cuda.device_count() if is_there else 0
+
+    @property
+    def num_queues(self) -> int | None:
+        return int(os.environ.get(self.queues_variable, ROCM_NUM_QUEUES))
+
+    def facts(self) -> dict[str, str]:
+        found = {"built for": f"ROCm {torch.version.hip}"}
+        return found | Accelerator.facts(self)
+
+    @staticmethod
+    def why_none() -> str | None:
+        return (
+            None if torch.version.hip is None else "torch has ROCm, but finds no GPU. Try: rocminfo"
+        )
+
+    @property
+    def has_tf32(self) -> bool:
+        """Capabilities count otherwise here. Its xf32 is off unless hipBLASLt is told so."""
+        return os.environ.get(ROCM_ALLOWS_TF32) == "1"
+
+
+class XpuDevice(Accelerator):
+    """A GPU of Intel behind torch's `xpu` module, with oneCCL between processes. Never tried."""
+
+    type = "xpu"
+    backend = XCCL
+
+    @staticmethod
+    def count() -> int:
+        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+
+    def gpu_properties(self) -> GpuProperties | None:
+        found = torch.xpu.get_device_properties(self.name)
+        units = int(getattr(found, "max_compute_units", 1))
+        return GpuProperties(found.name, found.total_memory, NO_CAPABILITY, units)
