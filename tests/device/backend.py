@@ -181,4 +181,10 @@ def install() -> None:
     _register_autocast(own)
     _libraries.extend([everything, own])
     _patch_tensors()
-    os.register_at_fork(after_in_child=streams.restart_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    # torch makes its thread pool anew after a fork; two streams that ask first would both make it
+    torch.set_num_threads(1)
+    streams.restart_after_fork()

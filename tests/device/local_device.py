@@ -1,4 +1,4 @@
-"""The test device behind Whale's interface of devices (`whale/devices.py`)."""
+"""The test device behind Whale's interface of devices (`whale/devices`)."""
 
 from __future__ import annotations
 

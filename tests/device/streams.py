@@ -62,6 +62,8 @@ OWN_MODULES = {
         for name in ("streams", "memory", "kernels", "backend", "collectives")
     ),
     "tests.exactness",  # its float64 mode stands between the program and torch
+    "whale.devices.interface",
+    "whale.devices.copies",
 }
 BACKGROUND_THREADS = {"whale-checkpoint"}
 """whose waiting holds nobody up"""
