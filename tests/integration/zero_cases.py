@@ -16,7 +16,7 @@ from tests.integration.training import Subject, batches
 from whale import api
 from whale.capture.batch import read_batch
 from whale.emulation.emulation import platform_of_this_job
-from whale.planning.zero_blocks import blocks_of
+from whale.planning.zero_blocks import Sharing, blocks_of
 from whale.plans.plan import Plan
 from whale.runtime.engine import Engine
 
@@ -103,7 +103,7 @@ def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
     assert subject.prepared is not None
     groups = {block.ranks for block in plan.blocks}
     chosen = {ranks: fractions for ranks in groups if len(ranks) == len(fractions)}
-    return replace(plan, blocks=blocks_of(plan, subject.prepared.captured, chosen))
+    return replace(plan, blocks=blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen))
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import Node
 
@@ -23,6 +24,8 @@ from whale.planning.recompute_choice import explain
 from whale.planning.split_memory import on_grids
 from whale.planning.stages import RECOMPUTED
 from whale.planning.workload import Workload
+from whale.planning.zero import with_zero_figures, zero_decision
+from whale.planning.zero_blocks import blocks_of
 from whale.plans.figures import Figures
 from whale.plans.plan import (
     PLAN_FORMAT,
@@ -64,8 +67,17 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
             *draft.split.notes(),
         ),
         least_samples=draft.device_loads.least,
+        **_blocks(draft),
     )
     return with_samples(replace(plan, figures=_figures(problem, workload, draft)))
+
+
+def _blocks(draft: Draft) -> dict[str, Any]:
+    """The fields `zero` and `blocks` of the plan."""
+    if not draft.zero.level or not draft.zero.groups:
+        return {}
+    blocks = blocks_of(draft.zero.sharing, draft.device_loads.fractions)
+    return {"zero": draft.zero.level, "blocks": blocks} if blocks else {}
 
 
 def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...]:
@@ -136,6 +148,7 @@ def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
         *draft.split.decisions,
         *_balance_decisions(problem, draft),
         *_recompute_decisions(problem, draft),
+        *_zero_decisions(draft),
         *tie_decisions(problem.captured, draft.assignment),
         Decision("schedule", draft.schedule.name, why_schedule),
         *update_decisions(config, len(draft.stages)),
@@ -147,7 +160,7 @@ def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
     held = holders(problem.captured, draft.assignment)
     device_of_stage = [stage.virtual_device for stage in draft.stages]
     ranks_of = [device.all_ranks for device in draft.placement.virtual_devices]
-    return figures_of(
+    figures = figures_of(
         workload,
         draft.assignment,
         held,
@@ -157,6 +170,9 @@ def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
         problem.config.recompute,
         on_grids(workload, draft.split, held, device_of_stage, draft.regions),
     )
+    if not draft.zero.level:
+        return figures
+    return with_zero_figures(figures, draft.zero.figures(draft.device_loads.fractions))
 
 
 def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -181,6 +197,16 @@ def _recompute_decisions(problem: Problem, draft: Draft) -> list[Decision]:
             extra_work = max(extra_work, chosen.loads[rank].seconds(samples) / plain_s - 1)
     explained = explain(draft.choice, problem.config.recompute, extra_work, saved_bytes)
     return [Decision("recompute", *explained)] if explained else []
+
+
+def _zero_decisions(draft: Draft) -> list[Decision]:
+    """What ranks share, and what that saves."""
+    if not draft.zero.level:
+        return []
+    if not draft.zero.groups:
+        why = "no two ranks would hold the same parameters"
+        return [Decision("ZeRO", "nothing to cut", why)]
+    return [zero_decision(draft.zero.level, draft.device_loads, draft.loads_without_zero)]
 
 
 def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str]:

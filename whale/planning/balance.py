@@ -15,8 +15,8 @@ taken (the first, where they tie):
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from whale.cluster.cluster import Cluster
 from whale.names import listed, num_shown
@@ -93,6 +93,8 @@ class DeviceLoads:
     least: int
     batch_sample_bytes: float = 0.0
     """bytes of the mini-batch itself, for each of its samples, on every device"""
+    fractions: Mapping[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
+    """under ZeRO: ranks of a group -> the part of its blocks that each holds"""
 
     def with_smaller_batch(self, num_samples: int) -> DeviceLoads:
         """The same devices with a mini-batch of so many samples less."""

@@ -40,6 +40,7 @@ from whale.planning.stages import (
 )
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
+from whale.planning.zero import ZeroChoice
 from whale.plans.plan import Crossing, Stage
 from whale.plans.shares import DoesNotFit, check_batch, those_that_fit
 from whale.plans.virtual_devices import DevicePlacement, place
@@ -68,6 +69,10 @@ class Draft:
     """of the device that takes longest for the largest micro-batch"""
     loads_without_recompute: DeviceLoads
     """what it would be if nothing were recomputed"""
+    zero: ZeroChoice
+    """what ranks share that would hold the same parameters"""
+    loads_without_zero: DeviceLoads
+    """what it would be if they did not"""
     lost_s: float
     """how much longer the slowest device takes because memory keeps samples from faster ones"""
     is_short_of_memory: bool
@@ -248,6 +253,8 @@ class OrderDrafts:
             device_loads=best.device_loads,
             slowest_s=best.device_loads.divide(problem.largest_micro_batch).slowest_s,
             loads_without_recompute=plain.device_loads,
+            zero=priced_cut.zero,
+            loads_without_zero=priced_cut.whole_loads(best),
             lost_s=priced_cut.lost_seconds(best),
             is_short_of_memory=priced_cut.is_short(plain),
             regions=priced_cut.regions(best.stages),

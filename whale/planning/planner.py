@@ -37,7 +37,8 @@ from whale.planning.stages import (
 from whale.planning.suggestions import suggestions
 from whale.planning.task_graphs import from_marks
 from whale.planning.workload import Workload
-from whale.planning.zero import with_zero
+from whale.planning.zero import level_of, with_even_blocks
+from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, NotEnoughMemory
 from whale.simulation.simulate import simulate
@@ -54,16 +55,38 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
     if problem.config.replicas is not None:
         specs = specs_of_config(problem.config, activations(problem.captured, problem.kinds))
         check_names(problem.captured, problem.config.recompute)
-        given, assignment = plan_of_replicas(problem, specs, fingerprint(problem.captured))
-        return with_zero(problem, given) if given.is_uniform else given, assignment
-    plan, assignment = _best_plan(problem)
-    plan = with_zero(problem, plan)
+        level = level_of(problem.config.zero)
+        given, assignment = plan_of_replicas(
+            _with_level(problem, 0), specs, fingerprint(problem.captured)
+        )
+        return with_even_blocks(problem, given, level), assignment
+    plan, assignment = _least_zero(problem)
     idle = idle_decision(plan)
     return _after_samples(plan, idle) if idle is not None else plan, assignment
 
 
-def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
-    """The best plan over all orders of the devices."""
+def _least_zero(problem: Problem) -> tuple[Plan, Assignment]:
+    """The best plan with the level of ZeRO that the config asks for; `auto`: the lowest that
+    fits.
+    """
+    if problem.config.zero != "auto":
+        return _best_plan(problem)
+    for level in (0, STATES, GRADIENTS_TOO):
+        try:
+            return _best_plan(_with_level(problem, level), is_trial=True)
+        except DoesNotFit:
+            continue
+    return _best_plan(_with_level(problem, WEIGHTS_TOO))
+
+
+def _with_level(problem: Problem, level: int) -> Problem:
+    return replace(problem, config=problem.config.replace(zero=level))
+
+
+def _best_plan(problem: Problem, is_trial: bool = False) -> tuple[Plan, Assignment]:
+    """The best plan over all orders of the devices. `is_trial`: where it does not fit, nobody wants
+    to know what would.
+    """
     captured = problem.captured
     config = problem.config
     check_names(captured, config.recompute)
@@ -76,7 +99,7 @@ def _best_plan(problem: Problem) -> tuple[Plan, Assignment]:
         except DoesNotFit as error:
             errors.append(error)
     if not drafts:
-        raise _advised(errors[0], problem, workload)
+        raise errors[0] if is_trial else _advised(errors[0], problem, workload)
     model = fingerprint(captured)
     if len(drafts) == 1:
         return assemble(problem, workload, drafts[0], model), drafts[0].assignment

@@ -33,6 +33,9 @@ from whale.planning.split_memory import grid_memory, repeated_part
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
+from whale.planning.zero import ZeroChoice, level_of
+from whale.planning.zero_blocks import Sharing
+from whale.plans.blocks import GRADIENTS_TOO
 from whale.plans.plan import Crossing, DeviceMemory, Stage
 from whale.plans.shares import Load
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
@@ -315,14 +318,22 @@ class PricedCut:
         shares = priced.device_loads.without_limits().samples_by_rank(
             self.problem.largest_micro_batch
         )
+        saved: dict[int, int] = {}
+        if self.zero.level:  # regions are chosen for devices that hold everything
+            whole = self.whole_loads(priced).memory
+            for rank, memory in enumerate(priced.device_loads.memory):
+                saved[rank] = whole[rank].static_bytes - memory.static_bytes
         found = []
         for device in self.placement.virtual_devices:
             ranks = []
             for rank in device.all_ranks:
-                ranks.append((shares[rank], self.problem.cluster.devices[rank].kind.memory_bytes))
+                memory_bytes = self.problem.cluster.devices[rank].kind.memory_bytes
+                ranks.append((shares[rank], memory_bytes + saved.get(rank, 0)))
             stages = tuple(self._stages_of(device))
             order = priced.fastest.orders[device.index]
             shared = self._shared_bytes(stages) if device.grid is None else 0
+            if self.zero.level:
+                shared = 0
             most = (
                 partial(self._most_on_grid, stages, priced.fastest)
                 if device.grid is not None
@@ -357,9 +368,11 @@ class PricedCut:
         regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
         return grid_memory(self.workload, self.split, stages, whole, flying, regions)
 
-    def _device_loads(self, choice: Choice, schedule: scheduling.Schedule) -> DeviceLoads:
+    def _device_loads(
+        self, choice: Choice, schedule: scheduling.Schedule, shares_blocks: bool = True
+    ) -> DeviceLoads:
         """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
-        devices do together.
+        devices do together. `shares_blocks`: with the level of ZeRO that is asked for.
         """
         problem = self.problem
         workload = self.workload
@@ -393,7 +406,8 @@ class PricedCut:
                             replace(part, capacity_bytes=kinds[rank].memory_bytes),
                         )
                 continue
-            needed = needed.with_shared(self._shared_bytes(tuple(stages)))
+            if not self.zero.level:
+                needed = needed.with_shared(self._shared_bytes(tuple(stages)))
             totals = {
                 kind: workload.times(operations, kind, again).total
                 for kind in {kinds[rank] for rank in device.all_ranks}
@@ -402,14 +416,37 @@ class PricedCut:
                 loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
                 memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
         ranks = range(problem.cluster.num_devices)
-        return DeviceLoads(
+        least = _least_samples(problem.captured, self.assignment)
+        if self.zero.level >= GRADIENTS_TOO and self.zero.groups:
+            least = 1  # all ranks of a block meet in every backward
+        devices = DeviceLoads(
             self.placement.virtual_devices,
             tuple(loads[rank] for rank in ranks),
             tuple(memory[rank] for rank in ranks),
             tuple(kind.name for kind in kinds),
-            _least_samples(problem.captured, self.assignment),
+            least,
             workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
         )
+        if not self.zero.level or not shares_blocks:
+            return devices
+        return self.zero.apply(devices, problem.largest_micro_batch)
+
+    @cached_property
+    def zero(self) -> ZeroChoice:
+        """ZeRO of the level that the config asks for."""
+        sharing = Sharing(
+            self.problem.captured,
+            holders(self.problem.captured, self.assignment),
+            self.device_of_stage,
+            self.placement.virtual_devices,
+        )
+        level = level_of(self.problem.config.zero)
+        return ZeroChoice(sharing, level, self.workload.optimizer_ratio)
+
+    def whole_loads(self, priced: Priced) -> DeviceLoads:
+        """Load and memory of every rank if nothing were cut over ranks."""
+        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
+        return self._device_loads(choice, priced.schedule, shares_blocks=False)
 
     def _grid_seconds(self, stage: int, counts: Counts) -> float:
         """Seconds of one micro-batch, its share of the all-reduces of gradients included."""

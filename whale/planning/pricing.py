@@ -26,6 +26,7 @@ from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import Assignment, StageSlice, carries_gradient
 from whale.planning.workload import Workload
+from whale.planning.zero import with_zero_figures
 from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
 from whale.plans.layout import Layout
 from whale.plans.plan import Plan
@@ -266,9 +267,10 @@ def price(
     held = holders_of(captured, assignment)
     wanted = plan.settings.recompute
     grids = _grids_of(plan, captured, held)
-    return replace(
-        plan, figures=figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
-    )
+    figures = figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
+    if plan.figures is not None and plan.figures.zero:
+        figures = with_zero_figures(figures, plan.figures.zero)
+    return replace(plan, figures=figures)
 
 
 def _grids_of(

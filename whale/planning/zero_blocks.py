@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from whale.capture.graph import CapturedGraph, StateTensor
 from whale.plans.blocks import Block, ends_at_rows
@@ -25,80 +27,102 @@ Fractions = Mapping[tuple[int, ...], Sequence[float]]
 """ranks of a group -> the fraction of its blocks that each of them holds"""
 
 
-def blocks_of(plan: Plan, captured: CapturedGraph, fractions: Fractions) -> tuple[Block, ...]:
+@dataclass(frozen=True)
+class Sharing:
+    """Who would hold the same parameters."""
+
+    captured: CapturedGraph
+    holders: Mapping[str, tuple[int, ...]]
+    """parameter or buffer -> stages that hold it"""
+    device_of_stage: Sequence[int]
+    virtual_devices: Sequence[VirtualDevice]
+
+    @staticmethod
+    def of_plan(plan: Plan, captured: CapturedGraph) -> Sharing:
+        devices = [stage.virtual_device for stage in plan.stages]
+        return Sharing(captured, plan.holders, devices, plan.virtual_devices)
+
+    @cached_property
+    def first_use(self) -> dict[str, int]:
+        """Place in the graph at which each parameter is read first."""
+        found: dict[str, int] = {}
+        for place, node in enumerate(self.captured.graph.nodes):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    found.setdefault(str(source.target), place)
+        return found
+
+    @cached_property
+    def groups(self) -> list[VirtualDevice]:
+        """VirtualDevices whose ranks hold the same parameters, each on all of them."""
+        return [
+            device
+            for device in self.virtual_devices
+            if device.grid is None and len(device.all_ranks) > 1
+        ]
+
+    @cached_property
+    def tied(self) -> dict[str, bool]:
+        """Tensors that several VirtualDevices hold, and whether they can be cut: all alike, on as
+        many ranks each.
+        """
+        found = {}
+        for name, stages in self.holders.items():
+            devices = {self.device_of_stage[stage] for stage in stages}
+            if len(devices) > 1:
+                groups = [self.virtual_devices[device] for device in devices]
+                sizes = {len(group.all_ranks) for group in groups}
+                can_cut = len(sizes) == 1 and all(group.grid is None for group in groups)
+                found[name] = can_cut and sizes != {1}
+        return found
+
+    def layers(self, device: VirtualDevice) -> list[list[str]]:
+        """Names of the parameters of every block of a VirtualDevice, in the order of their use."""
+        names = self._own_parameters(device)
+        alone = [[name] for name in names if self.tied.get(name, False)]
+        free = [name for name in names if name not in self.tied]
+        together = _layers(free, self.captured.state, self.holders)
+        return sorted([*alone, *together], key=lambda layer: self.first_use[layer[0]])
+
+    def _own_parameters(self, device: VirtualDevice) -> list[str]:
+        """Parameters with dims on the stages of a VirtualDevice, in the order of their use."""
+        own = {stage for stage, index in enumerate(self.device_of_stage) if index == device.index}
+        names = []
+        for name, stages in self.holders.items():
+            state = self.captured.state[name]
+            has_rows = bool(state.shape) and math.prod(state.shape) > 0
+            is_used = name in self.first_use and bool(own & set(stages))
+            if state.kind == "parameter" and has_rows and is_used:
+                names.append(name)
+        return sorted(names, key=lambda name: (self.first_use[name], name))
+
+
+def blocks_of(sharing: Sharing, fractions: Fractions) -> tuple[Block, ...]:
     """The blocks of a plan, in the order of their first use; even where `fractions` names no
     group.
     """
-    order = first_uses(captured)
-    tied = tied_between_groups(plan)
     found: list[tuple[int, Block]] = []
-    for device in sharing_devices(plan):
+    states = sharing.captured.state
+    for device in sharing.groups:
         ranks = tuple(sorted(device.all_ranks))
-        shares = fractions.get(ranks) or [1 / len(ranks)] * len(ranks)
-        names = _own_parameters(plan, captured, device)
-        alone = [[name] for name in names if tied.get(name, False)]
-        together = _layers([name for name in names if name not in tied], captured.state, plan)
-        for layer in (*alone, *together):
-            is_tied = layer[0] in tied
-            even = [1 / len(ranks)] * len(ranks)
-            block = _block(layer, captured.state, ranks, even if is_tied else shares)
-            found.append((order.get(layer[0], 0), block))
+        even = [1 / len(ranks)] * len(ranks)
+        shares = fractions.get(ranks) or even
+        for layer in sharing.layers(device):
+            block = _block(layer, states, ranks, even if layer[0] in sharing.tied else shares)
+            found.append((sharing.first_use[layer[0]], block))
     return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
 
 
-def sharing_devices(plan: Plan) -> list[VirtualDevice]:
-    """VirtualDevices whose ranks hold the same parameters, each on all of them."""
-    return [
-        device
-        for device in plan.virtual_devices
-        if device.grid is None and len(device.all_ranks) > 1
-    ]
-
-
-def first_uses(captured: CapturedGraph) -> dict[str, int]:
-    """Place in the graph at which each parameter is read first."""
-    found: dict[str, int] = {}
-    for place, node in enumerate(captured.graph.nodes):
-        for source in node.all_input_nodes:
-            if source.op == "get_attr":
-                found.setdefault(str(source.target), place)
-    return found
-
-
-def tied_between_groups(plan: Plan) -> dict[str, bool]:
-    """Tensors that several VirtualDevices hold, and whether they can be cut: all alike, on as many
-    ranks each.
-    """
-    found = {}
-    for name, stages in plan.holders.items():
-        devices = {plan.stages[stage].virtual_device for stage in stages}
-        if len(devices) > 1:
-            groups = [plan.virtual_devices[device] for device in devices]
-            sizes = {len(group.all_ranks) for group in groups}
-            can_cut = len(sizes) == 1 and all(group.grid is None for group in groups)
-            found[name] = can_cut and sizes != {1}
-    return found
-
-
-def _own_parameters(plan: Plan, captured: CapturedGraph, device: VirtualDevice) -> list[str]:
-    """Parameters with dims on the stages of a VirtualDevice, in the order of their first use."""
-    order = first_uses(captured)
-    own = {stage.index for stage in plan.stages if stage.virtual_device == device.index}
-    names = []
-    for name, stages in plan.holders.items():
-        state = captured.state[name]
-        has_rows = bool(state.shape) and math.prod(state.shape) > 0
-        if state.kind == "parameter" and has_rows and name in order and own & set(stages):
-            names.append(name)
-    return sorted(names, key=lambda name: (order[name], name))
-
-
-def _layers(names: Sequence[str], states: Mapping[str, StateTensor], plan: Plan) -> list[list[str]]:
+def _layers(
+    names: Sequence[str],
+    states: Mapping[str, StateTensor],
+    holders: Mapping[str, tuple[int, ...]],
+) -> list[list[str]]:
     """Names in groups: one a layer, small neighbours of the same stages together."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         state = states[name]
-        key = (state.dtype, state.trainable, plan.holders[name], _layer_name(name))
+        key = (state.dtype, state.trainable, holders[name], _layer_name(name))
         groups.setdefault(key, []).append(name)
     largest = max((_num_bytes(group, states) for group in groups.values()), default=0)
     merged: list[tuple[tuple[object, ...], list[str]]] = []

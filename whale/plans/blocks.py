@@ -52,6 +52,13 @@ class Block:
         """Elements [start, stop) of the block at which each of its parameters lies."""
         return intervals(self.parameters, dict(zip(self.parameters, self.shapes, strict=True)))
 
+    def is_row_end(self, element: int) -> bool:
+        """Whether a part may end there."""
+        for shape, (start, stop) in zip(self.shapes, self.intervals.values(), strict=True):
+            if start <= element <= stop:
+                return (element - start) % row_size(shape) == 0
+        return False
+
     def rows(self, name: str, rank: int) -> tuple[int, int]:
         """Rows [start, stop) of a parameter that the rank holds."""
         start, stop = self.interval(rank)

@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
 from whale.plans.shares import check_batch, micro_batch_sizes
 from whale.scheduling import check as prove_schedule
 
 if TYPE_CHECKING:
     from whale.cluster.network import Link
+    from whale.plans.blocks import Block
     from whale.plans.figures import Figures
     from whale.plans.plan import Boxes, Plan, ReplicaShare, ReplicaTemplate
     from whale.plans.sharding import StageSharding, StoredLayout
@@ -85,6 +87,7 @@ def _problems(plan: Plan) -> Iterator[str]:
     yield from _devices(plan)
     yield from _task_graphs(plan)
     yield from _shares(plan)
+    yield from _blocks(plan)
     if plan.figures is not None:
         yield from _figures(plan, plan.figures)
     for view in plan.by_template:
@@ -326,6 +329,49 @@ def _boxes_problem(boxes: Boxes) -> str | None:
                 if not last <= start <= stop <= size:
                     return f"have a range [{start}, {stop}) of a dim of {size}"
                 last = stop
+    return None
+
+
+def _blocks(plan: Plan) -> Iterator[str]:
+    """Parts that ranks hold of parameters under ZeRO."""
+    if plan.zero not in (0, STATES, GRADIENTS_TOO, WEIGHTS_TOO):
+        yield f"it has level {plan.zero} of ZeRO"
+    if plan.blocks and not plan.zero:
+        yield "it has blocks and no ZeRO"
+    if plan.blocks and plan.zero >= GRADIENTS_TOO and plan.least_samples < 1:
+        yield "it leaves ranks without samples that share gradients in every backward"
+    groups = {tuple(sorted(device.all_ranks)) for device in plan.virtual_devices}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for index, block in enumerate(plan.blocks):
+        if problem := _block_problem(plan, block, groups):
+            yield f"block {index} {problem}"
+            return
+        for name in block.parameters:
+            if (name, block.ranks) in seen:
+                yield f"{name} is in two blocks of ranks {list(block.ranks)[:8]}"
+            seen.add((name, block.ranks))
+
+
+def _block_problem(plan: Plan, block: Block, groups: set[tuple[int, ...]]) -> str | None:
+    if block.ranks not in groups:
+        return f"is held by ranks {list(block.ranks)[:8]}, which run no stage together"
+    if not block.parameters or len(block.shapes) != len(block.parameters):
+        return f"has shapes for {len(block.shapes)} of {len(block.parameters)} parameters"
+    for name, shape in zip(block.parameters, block.shapes, strict=True):
+        stages = plan.holders.get(name, ())
+        holders = {rank for stage in stages for rank in plan.ranks_of_stage(stage)}
+        if not set(block.ranks) <= holders:
+            return f"has {name}, which its ranks do not hold"
+        if not shape or 0 in shape:
+            return f"has {name}, which has no rows"
+    if len(block.ends) != len(block.ranks):
+        return f"has parts for {len(block.ends)} of {len(block.ranks)} ranks"
+    if list(block.ends) != sorted(block.ends):
+        return "has parts that run backwards"
+    if block.ends[-1] != block.num_elements:
+        return f"has parts of {block.ends[-1]} of its {block.num_elements} elements"
+    if not all(map(block.is_row_end, block.ends)):
+        return "has a part that ends in the middle of a row"
     return None
 
 

@@ -118,6 +118,50 @@ class StateFigures:
 
 
 @dataclass(frozen=True)
+class ZeroFigures:
+    """What a group of ranks shares under ZeRO, in bytes."""
+
+    level: int
+    ranks: tuple[int, ...]
+    fractions: tuple[float, ...]
+    """by these ranks: the part of the blocks that each holds"""
+    stages: tuple[int, ...]
+    """whose parameters they are"""
+    stage_bytes: tuple[int, ...]
+    """of each of these stages: weights that its forward gathers"""
+    stage_trained_bytes: tuple[int, ...]
+    """of each: gradients that its backward reduces"""
+    trained_bytes: int
+    frozen_bytes: int
+    pool_bytes: int
+    """buffers into which weights are gathered"""
+    block_bytes: int
+    """buffers for gradients on their way"""
+    num_blocks: int
+    spared_bytes: tuple[int, ...] = ()
+    """by rank: workspace that parts do not need and whole parameters would"""
+
+    @property
+    def most(self) -> float:
+        """The largest part: in a ring each step takes as long as its largest message."""
+        return max(self.fractions)
+
+    def on(self, rank: int) -> ZeroFigures:
+        """The same with this rank alone."""
+        place = self.ranks.index(rank)
+        return replace(
+            self,
+            ranks=(rank,),
+            fractions=(self.fractions[place],),
+            spared_bytes=self.spared_bytes[place : place + 1],
+        )
+
+    def absent(self, num_bytes: float) -> float:
+        """What of so many bytes is not on the one rank of these figures."""
+        return (1 - self.fractions[0]) * num_bytes
+
+
+@dataclass(frozen=True)
 class Figures:
     """The whole plan."""
 
@@ -136,7 +180,18 @@ class Figures:
     """whether gradients are all-reduced while a backward runs. Not on CPU ranks: an all-reduce
     takes the core that the backward needs
     """
+    zero: tuple[ZeroFigures, ...] = ()
+    """by group of ranks that share parameters"""
 
     def on(self, rank: int) -> Figures:
         """The figures with the states that this rank holds."""
-        return replace(self, states=tuple(state.on(rank) for state in self.states))
+        return replace(
+            self,
+            states=tuple(state.on(rank) for state in self.states),
+            zero=tuple(group.on(rank) for group in self.zero if rank in group.ranks),
+        )
+
+    def zero_of(self, ranks: Iterable[int]) -> ZeroFigures | None:
+        """What exactly these ranks share; None: nothing."""
+        wanted = tuple(sorted(ranks))
+        return next((group for group in self.zero if group.ranks == wanted), None)

@@ -29,10 +29,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.cluster.network import Link, Network
+from whale.plans.blocks import GRADIENTS_TOO, WEIGHTS_TOO
 from whale.plans.buckets import bucket_size
-from whale.plans.figures import Figures
+from whale.plans.figures import Figures, ZeroFigures
 from whale.plans.plan import Plan
 from whale.plans.templates import stage_offsets
+from whale.scheduling import Kind
+from whale.scheduling.action import ENDS_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,19 @@ def all_reduces_of(
             trained_bytes = state.trained_bytes
             if not plan.is_uniform and state.part_bytes:
                 trained_bytes = state.part_bytes[number][1]  # pieces between cuts differ in size
+            group = figures.zero_of(ranks)
+            if group is not None and group.level >= WEIGHTS_TOO:
+                continue  # all its messages are inside forward and backward
             if len(ranks) > 1 and trained_bytes:
                 size = bucket_size(trained_bytes, bucket_bytes)
                 num_buckets = math.ceil(trained_bytes / size) if figures.overlaps else 1
                 seconds, leaving = all_reduce_seconds(
                     trained_bytes, num_buckets, ranks, figures.network
                 )
+                if group is not None:
+                    # an uneven ring waits for its largest part; from level 2 on only the gather
+                    # of updated weights is left, as long as a half
+                    seconds *= group.most * len(ranks) / (group.level)
                 cards = tuple((host, factor * time) for host, time in leaving)
                 own = () if plan.is_uniform else _own_stages(plan, state.stages, ranks)
                 found.append(
@@ -160,6 +170,27 @@ def _own_stages(
         own = plan.of_rank(rank).stages_of_rank(rank)
         found.append(tuple(stage for stage in own if first + stage in stages))
     return tuple(found)
+
+
+def messages_of_blocks(
+    group: ZeroFigures, stage: int, kind: Kind, figures: Figures
+) -> tuple[float, int] | None:
+    """Seconds of gathers and reduce-scatters in an action of a stage under ZeRO, and in how many
+    blocks they go; None where there are none. Each is half of an all-reduce by line (1), with parts
+    as long as the largest.
+    """
+    place = group.stages.index(stage)
+    num_bytes = 0
+    if group.level >= WEIGHTS_TOO and kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT):
+        num_bytes += group.stage_bytes[place]
+    if group.level >= GRADIENTS_TOO and kind in ENDS_BACKWARD:
+        num_bytes += group.stage_trained_bytes[place]
+    if not num_bytes:
+        return None
+    num_blocks = max(1, group.num_blocks // len(group.stages))
+    as_even = num_bytes * group.most * len(group.ranks)
+    seconds, _ = all_reduce_seconds(as_even, num_blocks, group.ranks, figures.network)
+    return seconds / 2, num_blocks
 
 
 def all_reduce_seconds(

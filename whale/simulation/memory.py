@@ -5,6 +5,8 @@ weights, buffers     from the start; buffers are the model's own, the buckets in
 gradients            of a stage from its first backward of a step to the next step
 optimizer state      from the first update on, as many bytes for a byte of weights as the user's
                      optimizer makes
+under ZeRO           of all these this rank's part; the buffers into which weights are gathered count
+                     as weights, those of gradients on their way as buffers
 activations          what a stage saves of a micro-batch and the workspace of a backward, by the
                      table of `scheduling/memory.py`
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whale.plans.blocks import GRADIENTS_TOO, WEIGHTS_TOO
 from whale.plans.buckets import bucket_size
 from whale.plans.figures import UPDATE_COPIES, Figures, StateFigures
 from whale.plans.plan import Plan
@@ -49,6 +52,9 @@ class Account:
         self._high = (0.0, 0.0)
         """most in all since it was last asked for, and the activations of that moment"""
         self._with_gradients: set[int] = set()
+        alone = [group for group in figures.zero if len(group.ranks) == 1]
+        self.zero = alone[0] if alone else None
+        """what this rank shares with others"""
 
     @property
     def total(self) -> float:
@@ -60,10 +66,22 @@ class Account:
             self.take(WEIGHTS, state.weight_bytes, "the start")
             self.take(BUFFERS, state.buffer_bytes, "the start")
         self.take(BUFFERS, self.shared_bytes + self.figures.batch_bytes, "the start")
+        if self.zero is not None:
+            spared = sum(self.zero.spared_bytes)
+            self.take(BUFFERS, self.zero.block_bytes - spared, "the start")
+            if self.zero.level >= WEIGHTS_TOO:
+                absent = self.zero.absent(self.zero.trained_bytes + self.zero.frozen_bytes)
+                self.take(WEIGHTS, self.zero.pool_bytes - absent, "the start")
+
+    @property
+    def _trained_bytes(self) -> float:
+        """Of what this rank updates."""
+        whole = sum(state.trained_bytes for state in self.held)
+        return whole - (self.zero.absent(self.zero.trained_bytes) if self.zero is not None else 0)
 
     def place_optimizer(self, ratio: float) -> None:
         """Adds the optimizer's state: `ratio` bytes for each byte of trained weights."""
-        self.take(OPTIMIZER, ratio * sum(state.trained_bytes for state in self.held), "update")
+        self.take(OPTIMIZER, ratio * self._trained_bytes, "update")
 
     def begin_step(self) -> None:
         """Gradients and activations of the step before are gone."""
@@ -99,12 +117,14 @@ class Account:
         """Shared gradients lie in their buckets now. An optimizer with state makes tensors of the
         size of a weight, for a moment.
         """
-        own_bytes = sum(state.trained_bytes for state in self.held) - self.shared_bytes
+        own_bytes = self._trained_bytes - self.shared_bytes
         self.used[GRADIENTS] = min(self.used[GRADIENTS], own_bytes)
         largest = max(
             (self.figures.stages[stage].gradient_workspace_bytes for stage in self.own_stages),
             default=0.0,
         )
+        if self.zero is not None:
+            largest = min(largest, self.zero.fractions[0] * self.zero.block_bytes)
         workspace = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
         self.take(ACTIVATIONS, workspace, "update")
         self.take(ACTIVATIONS, -workspace, "update")
@@ -115,6 +135,9 @@ class Account:
         """
         for state in self._new_gradients(action.stage):
             left = state.trained_bytes
+            if self.zero is not None and self.zero.level >= GRADIENTS_TOO:
+                whole = sum(each.trained_bytes for each in self.held)
+                left = round(left * self._trained_bytes / whole) if whole else 0
             if is_last and self.shared_bytes and self.bucket_bytes:
                 left = min(left, bucket_size(left, self.bucket_bytes))
             self.take(GRADIENTS, left, str(action))
@@ -154,8 +177,10 @@ class Account:
 def shared_bytes(plan: Plan, figures: Figures, own_stages: Sequence[int]) -> int:
     """Trained bytes on these stages whose gradients are all-reduced with other devices."""
     own = [state for state in figures.states if set(state.stages) & set(own_stages)]
-    return sum(
+    shared = sum(
         state.trained_bytes
         for state in own
         if any(len(ranks) > 1 for ranks in state.groups(plan.ranks_of_stage))
     )
+    cut = sum(group.trained_bytes for group in figures.zero if set(group.stages) & set(own_stages))
+    return max(0, shared - cut)

@@ -14,6 +14,7 @@ from whale.plans.samples import SampleMap
 from whale.plans.slices import Interval, bridge, whole
 from whale.scheduling import Action, Edge, Kind, Schedule
 from whale.scheduling.action import ENDS_BACKWARD
+from whale.simulation.communication import messages_of_blocks
 
 NEXT_TO_NOTHING = 0.01
 """an action that takes less than this part of the longest one does not set the stretch of an
@@ -79,7 +80,32 @@ class Times:
         seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
         if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
             seconds += self.figures.stages[action.stage].times[kind].accumulate.of(num_samples)
-        return seconds
+        messages = self._messages_of_blocks(action.stage, action.kind, rank)
+        if not messages or not num_samples:
+            return seconds
+        message_s, num_blocks = messages
+        if not self.figures.overlaps:
+            return seconds + message_s
+        # all but one block come or go under the work on another one
+        return max(seconds, message_s) + message_s / num_blocks
+
+    def _messages_of_blocks(self, stage: int, kind: Kind, rank: int) -> tuple[float, int] | None:
+        """Seconds of the gathers and reduce-scatters inside an action, and of how many blocks; None
+        where there are none.
+        """
+        if not self.figures.zero:
+            return None
+        if (stage, kind, rank) not in self._known_messages:
+            found = None
+            for group in self.figures.zero:
+                if rank in group.ranks and stage in group.stages:
+                    found = messages_of_blocks(group, stage, kind, self.figures)
+            self._known_messages[stage, kind, rank] = found
+        return self._known_messages[stage, kind, rank]
+
+    @cached_property
+    def _known_messages(self) -> dict[tuple[int, Kind, int], tuple[float, int] | None]:
+        return {}
 
     @cached_property
     def _first_of_stage(self) -> dict[int, Action]:
