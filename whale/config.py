@@ -38,6 +38,9 @@ CLUSTER_VARIABLE = "WHALE_CLUSTER"
 LARGEST_SEED = 2**63 - 1
 """torch generators take a seed of 64 bits"""
 
+REDUCE_OVERHEAD = "reduce-overhead"
+"""what torch.compile calls its mode with graphs of launches"""
+
 RENAMED_KEYS: dict[str, str] = {}
 """old key -> the key that replaced it; both are taken, and the old one says so once"""
 
@@ -74,6 +77,12 @@ def _keep_gathered(value: Any) -> bool | str:
     if isinstance(value, bool) or value == "auto":
         return value  # type: ignore[no-any-return]
     raise ValueError("'auto', True or False")
+
+
+def _compile(value: Any) -> bool | str:
+    if isinstance(value, bool) or value == REDUCE_OVERHEAD:
+        return value  # type: ignore[no-any-return]
+    raise ValueError(f"True, False or {REDUCE_OVERHEAD!r}")
 
 
 def _device(value: Any) -> str:
@@ -322,9 +331,11 @@ class Config(BaseModel):
     memory.
     """
 
-    compile: Switch = False
-    """Chunks run as `torch.compile` makes them, in training. The first step takes longer; CPUs need
-    a C++ compiler.
+    compile: Annotated[bool | str, BeforeValidator(_compile)] = False
+    """Chunks run as `torch.compile` makes them, in training. The first steps take longer; CPUs need
+    a C++ compiler. `reduce-overhead`: and a GPU replays the launches of a chunk at once (CUDA
+    graphs), for small kernels and batches of one shape; memory of a chunk is then its own. It has
+    never run on a GPU here.
     """
 
     share_memory: Switch = True

@@ -26,6 +26,7 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
+from whale.lowering import program
 from whale.lowering.communication import RealCommunication
 from whale.lowering.subgroups import GridGroups
 from whale.planning.planner import fingerprint
@@ -256,3 +257,38 @@ def test_generations_with_and_without_tf32_compute_alike(server: ModelServer) ->
 def test_the_plan_says_which_precision(server: ModelServer) -> None:
     for _, notes in server.run(_with_precision, 2, ("high", "high"), (True, True), backend=BACKEND):
         assert notes == ['float32 products have precision "high" on all devices, as torch was told']
+
+
+# ---- who draws alike
+
+
+def _draws(_: None, multiprocessors: tuple[int, ...]) -> list[bool]:
+    """What lowering finds about the devices of this rank's grid: whether they draw alike."""
+    settings.num_multiprocessors = multiprocessors[dist.get_rank()]
+    found: list[bool] = []
+    made = program.RealCommunication
+
+    def note(*args: Any, draws_alike: bool, **others: Any) -> RealCommunication:
+        found.append(draws_alike)
+        return made(*args, draws_alike=draws_alike, **others)
+
+    program.RealCommunication = note  # type: ignore[assignment, misc]
+    wh.init({"check_replicas": 0})
+    model = _large()
+    wh.annotate(model, {"*": wh.split(2)})
+    wh.parallelize(model, _batch(), optimizer=_sgd, loss=_loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "draw_alike"),
+    [((80, 80), True), ((80, 68), False), ((80, 80, 68, 68), True)],
+    ids=["same GPUs", "different GPUs", "different replicas"],
+)
+def test_lowering_knows_who_draws_alike(
+    server: ModelServer, multiprocessors: tuple[int, ...], draw_alike: bool
+) -> None:
+    """Row 3: devices of one grid have to, those of other replicas do not."""
+    ranks = server.run(_draws, len(multiprocessors), multiprocessors, backend=BACKEND)
+    for found in ranks:
+        assert found and set(found) == {draw_alike}

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import Recomputed
+from whale.config import REDUCE_OVERHEAD
 from whale.lowering.blocks import need, need_in_backward
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import sum_over_subgroup
@@ -69,14 +70,17 @@ METHODS: dict[Any, str] = {
 
 
 def compile_chunk(
-    module: GraphModule, name: str, deferred: Deferred | None = None, with_torch: bool = False
+    module: GraphModule,
+    name: str,
+    deferred: Deferred | None = None,
+    with_torch: bool | str = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """What calling the module does; `name` stands in tracebacks. Weights are the module's own
     tensors, which never change identity.
 
     `deferred`: takes the weight products of the backward, which are then left to the caller
-    (`runtime/split.py`). `with_torch`: `torch.compile` makes kernels of it. Layers whose weight
-    products are put off, sums between devices and recomputed regions stay as they are, and what
+    (`runtime/split.py`). `with_torch`: `torch.compile` makes kernels of it, in this mode where one
+    is named. Layers whose weight products are put off, sums between devices and recomputed regions stay as they are, and what
     lies between them is compiled.
     """
     instead: dict[Any, Callable[..., Any]] = (
@@ -118,7 +122,12 @@ def compile_chunk(
         code.src.splitlines(keepends=True),
         file_name,
     )  # so that tracebacks show the line
-    function = torch.compile(names["forward"]) if with_torch else names["forward"]
+    function = names["forward"]
+    if with_torch == REDUCE_OVERHEAD:
+        # a recorded graph of launches has one shape: another number of samples gets its own
+        function = torch.compile(function, mode=REDUCE_OVERHEAD, dynamic=False)
+    elif with_torch:
+        function = torch.compile(function)
     return partial(function, weights)
 
 

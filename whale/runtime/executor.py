@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whale.config import REDUCE_OVERHEAD
 from whale.devices import Moment
 from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport
@@ -83,7 +84,7 @@ class Executor:
         transport: Transport | None,
         window: int,
         watch: Watch | None = None,
-        with_torch_compile: bool = False,
+        with_torch_compile: bool | str = False,
         pace: PaceLike | None = None,
         residence: Residence | None = None,
     ) -> None:
@@ -175,6 +176,9 @@ class Executor:
         updated before this rank would wait.
         """
         device = self.program.device
+        if self.with_torch_compile == REDUCE_OVERHEAD:
+            # tensors of the last step are not read any more: their memory may be written again
+            torch.compiler.cudagraph_mark_step_begin()
         random_states = device.random_states() if self._has_random else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=device.name), {})
         now = device.event

@@ -249,7 +249,7 @@ class Shapes:
             program = lowered.program(schedule, batch_size, job.config.seed)
             if is_training and batch_size > job.plan.batch_size and job.ranks.rank == 0:
                 _warn_of_memory(job.plan, batch_size)
-            compiles = job.config.compile and is_training
+            compiles = job.config.compile if is_training else False
             num_samples = [stop - start for start, stop in program.samples]
             channels = self._channels(lowered, batch_size, is_training)
             self._executors[key] = Executor(
