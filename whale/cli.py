@@ -7,6 +7,7 @@ command line is wrong. `whale run` ends with the exit code of the rank that fail
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import traceback
@@ -465,6 +466,31 @@ def top(
         _stop(f"whale top: {error}", FAILED)
     except KeyboardInterrupt:
         return
+
+
+@app.command()
+def board(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where the runs are")] = Path(
+        "runs"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8080,
+    host: Annotated[str, typer.Option(help="an address of this machine itself")] = "127.0.0.1",
+) -> None:
+    """Follow runs in a browser: loss, samples/s, time split of every rank, plan, checkpoints.
+
+    Shown to this machine only, and read only.
+    """
+    from whale.report.board import make_server
+
+    try:
+        server = make_server(folder, host, port)
+    except ValueError as error:
+        _stop(f"whale board: {error}", FAILED)
+    with server:
+        address = f"http://{host}:{server.server_address[1]}/"
+        print(f"{address} shows {folder}; Ctrl-C ends it", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 @app.command()

@@ -19,7 +19,7 @@ def metrics_file(run_folder: str | Path, rank: int) -> Path:
 
 def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:
     """All lines of every rank, by rank; a half-written last line is left out."""
-    return {rank: _lines(path.read_bytes()) for rank, path in _files(run_folder).items()}
+    return {rank: lines_of(path.read_bytes()) for rank, path in rank_files(run_folder).items()}
 
 
 def last_metrics(run_folder: str | Path) -> dict[int, dict[str, Any] | None]:
@@ -27,24 +27,26 @@ def last_metrics(run_folder: str | Path) -> dict[int, dict[str, Any] | None]:
     only.
     """
     found: dict[int, dict[str, Any] | None] = {}
-    for rank, path in _files(run_folder).items():
+    for rank, path in rank_files(run_folder).items():
         with path.open("rb") as file:
             start = max(0, file.seek(0, 2) - TAIL_BYTES)
             file.seek(start)
             content = file.read()
-        lines = _lines(content.partition(b"\n")[2] if start else content)
+        lines = lines_of(content.partition(b"\n")[2] if start else content)
         found[rank] = lines[-1] if lines else None
     return found
 
 
-def _files(run_folder: str | Path) -> dict[int, Path]:
+def rank_files(run_folder: str | Path) -> dict[int, Path]:
+    """The metrics files of a run, by rank."""
     return {
         int(path.stem.removeprefix("rank_")): path
         for path in sorted((Path(run_folder) / "metrics").glob("rank_*.jsonl"))
+        if path.stem.removeprefix("rank_").isdecimal()
     }
 
 
-def _lines(content: bytes) -> list[dict[str, Any]]:
+def lines_of(content: bytes) -> list[dict[str, Any]]:
     """The lines that are JSON. Another one was cut off when its rank was killed: those behind it
     are of the next run.
     """
