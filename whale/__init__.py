@@ -29,12 +29,10 @@ _MODULES = {
     "whale.api": ("init", "num_devices", "parallelize", "plan", "rank"),
     "whale.cluster.cluster": ("Cluster",),
     "whale.config": ("Config",),
-    "whale.plans.plan": ("Plan", "diff"),
+    "whale.notebook": ("Plan", "Timeline", "diff", "simulate"),
     "whale.runtime.checkpoints": ("Pretrained",),
     "whale.runtime.engine": ("Engine",),
     "whale.runtime.result": ("EvaluationResult", "StepResult"),
-    "whale.simulation.simulate": ("simulate",),
-    "whale.simulation.timeline": ("Timeline",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

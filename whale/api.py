@@ -43,9 +43,9 @@ from whale.lowering.weights import (
     refuse_shared_memory,
     take_weights,
 )
+from whale.notebook import Plan  # one that shows itself in a notebook
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
-from whale.plans.plan import Plan
 from whale.plans.shards import Shards
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.engine import Engine

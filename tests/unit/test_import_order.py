@@ -34,6 +34,7 @@ ORDER = (
     ("emulation",),
     ("calibration",),
     ("report",),
+    ("notebook",),
     ("api",),
     ("integrations",),
     ("launcher", "cli_plans", "doctor", "cli", "__main__"),

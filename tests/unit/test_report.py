@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import whale as wh
 from whale import scheduling
 from whale.names import listed
 from whale.plans.plan import (
@@ -362,3 +363,14 @@ def test_a_crafted_plan_file_executes_nothing(tmp_path: Path, kind: str) -> None
     if kind == "pickle":  # the trap itself works
         pickle.loads(file.read_bytes())
         assert mark.exists()
+
+
+def test_plans_and_timelines_show_themselves_in_a_notebook() -> None:
+    """As what `whale plan --html` shows, and harmless to the page around it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    batch = (torch.randn(8, 4),)
+    plan = wh.plan(model, batch, loss=lambda output, _: output.sum(), cluster=2)
+    shown = plan._repr_html_()  # type: ignore[attr-defined]
+    assert shown.startswith("<iframe") and "In plain words" in shown
+    assert "<script" not in shown  # escaped, inside of the frame
+    assert wh.simulate(plan)._repr_html_().count("<svg") == 2  # type: ignore[attr-defined]

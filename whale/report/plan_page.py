@@ -21,6 +21,7 @@ from whale.report.plan_pictures import (
     stages_picture,
     timeline_picture,
 )
+from whale.report.plan_story import story
 from whale.report.plan_table import replicas_of, summary
 from whale.report.svg import render
 from whale.report.tables import forward_flop, layers_of, num_devices_shown, samples_by_rank
@@ -82,6 +83,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
         "plan.html",
         title=title,
         summary=summary(plan),
+        story=story(plan, timeline),
         facts=_facts(timeline),
         limit=timeline.limit,
         pictures=pictures,
@@ -143,6 +145,7 @@ def _work(plan: Plan, timeline: Timeline) -> Sheet:
                 + _replica(plan, device.rank),
                 layers_of(own) if len(view.stages) > 1 else "all",
                 Figure(f"{key}.samples", samples, str(samples)),
+                human_rate(samples / timeline.step_s if timeline.step_s else 0.0),
                 Figure(f"{key}.forward_flop", flop, human_flop(flop)),
                 _seconds(f"{key}.busy_s", device.busy_s),
                 _seconds(f"{key}.wait_s", device.wait_s),
@@ -150,7 +153,7 @@ def _work(plan: Plan, timeline: Timeline) -> Sheet:
             ]
         )
     words = ("rank", "device", "stages", "layers")
-    numbers = ("samples", "forward FLOP", "busy", "wait", "idle")
+    numbers = ("samples", "samples/s", "forward FLOP", "busy", "wait", "idle")
     return Sheet(words, numbers, rows, len(timeline.devices) - len(rows))
 
 
