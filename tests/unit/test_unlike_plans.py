@@ -33,8 +33,13 @@ from whale.simulation.simulate import figures_in, simulate
 
 WIDTH = 24
 BATCH_SIZE = 48
-FREE_LINKS = "links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}"
-"""the model is small: messages would take longer than everything else"""
+FREE_LINKS = """
+links: {intra_host: {gb_per_s: 1.0e+9}, inter_host: {gb_per_s: 1.0e+9}}
+kinds:
+  fast: {tflop_per_s: 100, memory_gb: 0.00013, gb_per_s: 5000}
+  slow: {tflop_per_s: 1, memory_gb: 1, gb_per_s: 50}
+"""
+"""the model is small: messages would take longer than everything else, and memories are large"""
 
 
 class Chain(nn.Module):
@@ -142,6 +147,21 @@ def test_samples_follow_speed_and_fewer_than_devices_are_refused(
     assert num_samples_by_rank(plan)[1:] == [num_samples_by_rank(plan)[1]] * 4
     with pytest.raises(ValueError, match="at least 2 samples"):
         template_samples(plan, 1)
+
+
+def test_memory_keeps_samples_from_a_fast_replica(plan_on: Callable[..., Plan]) -> None:
+    """It gets as many as fit, and the slow one does the rest; too many that are given are refused
+    with the ranks.
+    """
+    kinds = ["fast", "slow", "slow"]
+    two_stages = stages([1], [2], num_micro_batch=2)
+    plan = plan_on(kinds, [stages([0], recompute=False), two_stages])
+    fast, slow = (view.batch_size for view in plan.by_template)
+    assert slow > fast, "by speed alone it would be the other way round"
+    peak = simulate(plan).devices[0]
+    assert 0.8 * peak.memory_bytes < peak.peak_total_bytes <= peak.memory_bytes
+    with pytest.raises(ValueError, match="the model replica on ranks 0: .*memory"):
+        plan_on(kinds, [stages([0], recompute=False, samples=fast + 8), two_stages])
 
 
 def test_pieces_are_the_common_refinement(plan: Plan) -> None:

@@ -53,9 +53,7 @@ def plan_of_replicas(
     groups = alike(specs, problem.cluster)
     if len(groups) > 1:
         refuse_unlike(problem)
-    sizes = _first_sizes(problem, groups)
-    drafts = [_draft(problem, group, size) for group, size in zip(groups, sizes, strict=True)]
-    drafts = _shared_again(problem, groups, drafts, model)
+    drafts = _shared_again(problem, groups, _first_drafts(problem, groups), model)
     plans = [draft.plan(model) for draft in drafts]
     if len(plans) == 1:
         return _on_ranks(problem, plans[0], groups[0]), drafts[0].draft.assignment
@@ -269,15 +267,54 @@ class ReplicaCuts(PipelineCuts):
             yield replace(task_graphs, strategies=strategies), task_graphs.reason
 
 
-def _first_sizes(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> list[int]:
-    """Samples of every group: those given, the others by the rates of the devices."""
+def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> list[GroupDraft]:
+    """A draft of every group: with the samples given, the others by the rates of the devices, and
+    where these do not fit into memory, with as many as do.
+    """
     loads = []
     for group in groups:
         rates = [
             problem.cluster.devices[rank].kind.rate(problem.config.dtype) for rank in _ranks(group)
         ]
         loads.append(Load(1.0 / sum(rates)))
-    return _sizes(problem, groups, loads)
+    while True:
+        sizes = _sizes(problem, groups, loads)
+        drafts: list[GroupDraft] = []
+        for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+            try:
+                drafts.append(_draft(problem, group, size))
+            except DoesNotFit:
+                most = _most_samples(problem, group, size)
+                is_given = all(spec.num_samples is not None for spec in group)
+                if is_given or not most:
+                    raise
+                loads[number] = replace(loads[number], most=most)
+                break
+        if len(drafts) == len(groups):
+            return drafts
+
+
+def _most_samples(problem: Problem, group: Sequence[ReplicaSpec], too_many: int) -> int:
+    """The largest number of samples below `too_many` that these replicas have memory for, by
+    bisection; 0 where not even the least fit.
+    """
+    trial = replace(problem, is_trial=True)
+    low = _least(group) - 1
+    high = too_many
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            _draft(trial, group, middle)
+            low = middle
+        except DoesNotFit:
+            high = middle
+    return low if low >= _least(group) else 0
+
+
+def _least(group: Sequence[ReplicaSpec]) -> int:
+    """Samples that these replicas need at least: one for each micro-batch and device of a stage."""
+    widest = max(1 if stage.split is not None else len(stage.ranks) for stage in group[0].stages)
+    return group[0].num_micro_batch * widest * len(group)
 
 
 def _sizes(
@@ -291,10 +328,7 @@ def _sizes(
         if len(samples) == len(group):
             given[number] = sum(samples)
             continue
-        widest = max(
-            1 if stage.split is not None else len(stage.ranks) for stage in group[0].stages
-        )
-        least[number] = group[0].num_micro_batch * widest * len(group)
+        least[number] = _least(group)
     free = problem.batch_size - sum(given.values())
     if least and free < sum(least.values()):
         raise ValueError(
@@ -304,12 +338,17 @@ def _sizes(
         )
     chosen: Mapping[int, int] = {}
     if least:
-        more = best_shares(free - sum(least.values()), [loads[number] for number in least])
+        own = [loads[number] for number in least]
+        beyond = [
+            replace(load, most=max(0, load.most - fewest))
+            for load, fewest in zip(own, least.values(), strict=True)
+        ]
+        more = best_shares(free - sum(least.values()), beyond)
         chosen = {
             number: fewest + extra
             for (number, fewest), extra in zip(least.items(), more, strict=True)
         }
-        chosen = _evened(chosen, least, [loads[number] for number in least], free)
+        chosen = _evened(chosen, least, own, free)
     return [given.get(number, chosen.get(number, 0)) for number in range(len(groups))]
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class Held:
     pieces: tuple[HeldPiece, ...] = ()
     """where other replicas cut it otherwise: its pieces, each with its own holders"""
 
-    @property
+    @cached_property
     def units(self) -> list[Unit]:
         """What is summed as a whole."""
         if not self.pieces:
@@ -86,7 +87,7 @@ class Unit:
     def tensor(self) -> torch.nn.Parameter:
         return self.parameter.tensor
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         if self.cells is None:
             return self.tensor.numel()
@@ -159,6 +160,11 @@ class GradientSynchroniser:
                     _on_accumulated(weakref.ref(self), parameter)
                 )
         self._queues = _queues(self._groups, order)
+        self._queues_of: dict[str, list[_Queue]] = {}
+        """those that wait for the gradient of a parameter"""
+        for queue in self._queues:
+            for name in dict.fromkeys(unit.name for each in queue.buckets for unit in each.units):
+                self._queues_of.setdefault(name, []).append(queue)
 
     def _bucket(self, units: list[Unit], group: dist.ProcessGroup | None) -> Bucket:
         sizes = [unit.num_entries for unit in units]
@@ -254,7 +260,7 @@ class GradientSynchroniser:
             return
         for bucket in self._buckets_of[parameter.name]:
             bucket.waiting -= 1
-        for queue in self._queues:
+        for queue in self._queues_of[parameter.name]:
             while queue.num_sent < len(queue.buckets) and queue.next_bucket.waiting == 0:
                 self._close(queue.next_bucket, queue.through_memory[queue.num_sent])
                 queue.num_sent += 1
