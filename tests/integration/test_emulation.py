@@ -203,6 +203,49 @@ def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
         )
 
 
+REPLICAS = [{"stages": [[0]], "samples": 4}, {"stages": [[2], [1]], "num_micro_batch": 2}]
+
+
+def train_unlike(settings: Settings) -> list[float]:
+    settings.pass_on()
+    wh.init({"replicas": REPLICAS})
+    engine = wh.parallelize(on_grid(), mini_batches()[0], optimizer=adam, loss=mean_square)
+    losses = [engine.step(batch).loss for batch in mini_batches()]
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stub", [False, True])
+def test_model_replicas_that_are_not_alike(stub: bool, tmp_path: Path) -> None:
+    """One V100 beside a pipeline of two P100: actions, predicted times and memory are those of the
+    plan.
+    """
+    settings = settings_for(tmp_path, UNLIKE % (1, 2), stub)
+    losses = run_ranks(train_unlike, 3, settings)
+    assert all(each == losses[0] for each in losses)
+    if not stub:
+        local = local_training(on_grid(), mini_batches(), mean_square, adam)
+        assert losses[0] == pytest.approx(local.losses, rel=1e-12)
+    plan = wh.plan(
+        on_grid(),
+        mini_batches()[0],
+        loss=mean_square,
+        cluster=settings.cluster,
+        config={"replicas": REPLICAS},
+        optimizer=adam,
+    )
+    timeline = wh.simulate(plan)
+    predicted = read(tmp_path, "prediction.json")
+    assert predicted["step_s"] / predicted["factor"] == pytest.approx(timeline.step_s, rel=1e-9)
+    for rank in range(3):
+        record = read(tmp_path, f"rank_{rank:05d}.json")
+        view = plan.of_rank(rank)
+        order = view.schedule.orders[view.place_of_rank(rank)[0]]
+        planned = [str(action) for action in order if str(action) != "update"]
+        assert [name for name, _, _ in record["events"]] == [*planned, "all-reduce"]
+        assert record["peak_bytes"] == pytest.approx(timeline.devices[rank].peak_bytes)
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "message"),
     [

@@ -160,7 +160,7 @@ def test_memory_keeps_samples_from_a_fast_replica(plan_on: Callable[..., Plan]) 
     assert slow > fast, "by speed alone it would be the other way round"
     peak = simulate(plan).devices[0]
     assert 0.8 * peak.memory_bytes < peak.peak_total_bytes <= peak.memory_bytes
-    with pytest.raises(ValueError, match="the model replica on ranks 0: .*memory"):
+    with pytest.raises(ValueError, match=r"the model replica on ranks 0: .*memory"):
         plan_on(kinds, [stages([0], recompute=False, samples=fast + 8), two_stages])
 
 
