@@ -125,7 +125,7 @@ class Captured:
                 marks={},
                 default_strategy=None,
                 term_texts=prepared.term_texts(),
-                only_whole=prepared.only_whole,
+                not_additive=prepared.not_additive,
                 cluster=cluster,
                 config=config,
                 batch_size=batch_size,
