@@ -23,7 +23,8 @@ from whale.capture.prepare import CapturedModel
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.costs.optimizers import note_on_parts, state_ratio
+from whale.costs.optimizers import note_on_parts, state_ratio, update_work
+from whale.costs.update_work import UpdateWork
 from whale.distributed.job_cluster import (
     ClusterLike,
     chosen_cluster,
@@ -297,11 +298,22 @@ def _plan(
             config=config,
             batch_size=layout.batch_size,
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
+            update_work=_update_work(prepared, optimizer),
+            float32_precision=torch.get_float32_matmul_precision(),
         )
     )
     cut = _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
+
+
+def _update_work(prepared: CapturedModel, optimizer: OptimizerFactory | None) -> UpdateWork | None:
+    """What an update of the user's optimizer launches; None where there is none, or nothing is
+    trained.
+    """
+    states = prepared.captured.state.values()
+    names = [state.name for state in states if state.kind == "parameter" and state.trainable]
+    return update_work(optimizer, names) if optimizer is not None and names else None
 
 
 def _first_cut_weight(plan: Plan) -> str | None:

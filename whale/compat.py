@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 # apart its arguments with.
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "backward_hooks_of_all_modules",
@@ -324,3 +325,39 @@ def _form(value: Any) -> Any:
         numbers = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
         return (numbers, value.dtype, value.device, value.requires_grad)
     return tuple(map(_form, value)) if isinstance(value, tuple) else value
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations that run under it and the bytes that they read and write; numbers in
+    tensors do not count. A public hook below autograd would replace the private module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.moved_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        result = func(*args, **(kwargs or {}))
+        written = [
+            bool(each.alias_info and each.alias_info.is_write) for each in func._schema.arguments
+        ]
+        moved = 0.0
+        for value, is_written in zip(given, [*written, *([False] * len(given))]):
+            moved += _tensor_bytes(value) * (2 if is_written else 1)
+        if not any(written):
+            moved += _tensor_bytes(result)
+        if moved:
+            self.number += 1
+            self.moved_bytes += moved
+        return result
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all in a list; one that holds a single number counts nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size() if value.numel() > 1 else 0
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
-from whale.cluster.network import HostLinks, Link, Network
+from whale.cluster.layer_times import LayerTimes
+from whale.cluster.network import HostLinks, Link, Network, PairLink
 from whale.names import count
 
 
@@ -43,6 +44,10 @@ class Cluster:
     """measured sum over all devices: latency, and the bytes per second that each device sends;
     None: not measured
     """
+    pair_links: tuple[PairLink, ...] = ()
+    """links between certain hosts, by their names or patterns of them"""
+    layer_times: LayerTimes | None = None
+    """measured times of parts of a model, which the planner takes before all others"""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -140,6 +145,7 @@ class Cluster:
             self.inter_host,
             self.host_links,
             self.all_reduce,
+            self.pair_links,
         )
 
     def link(self, rank_a: int, rank_b: int) -> Link:
@@ -157,5 +163,6 @@ __all__ = [
     "HostLinks",
     "Link",
     "Network",
+    "PairLink",
     "device_kind",
 ]

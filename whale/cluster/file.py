@@ -9,6 +9,8 @@ a word that it does not know is refused.
     links:
       intra_host: {gb_per_s: 12, latency_us: 10}
       inter_host: {gb_per_s: 6.25, latency_us: 30}
+      pairs:                                            # between certain hosts; MB: GB/s
+        - {hosts: [big*, small1], latency_us: 40, curve: {0.1: 0.8, 10: 2.1, 1000: 2.4}}
     kinds:
       my-card: {tflop_per_s: 14, memory_gb: 8, gb_per_s: 448}
 
@@ -17,29 +19,45 @@ GB is 10^9 bytes, TFLOP 10^12. Devices get ranks in the order of the file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, HostLinks, Link
+from whale.cluster.cluster import (
+    ETHERNET_50G,
+    PCIE_3_X16,
+    Cluster,
+    Device,
+    HostLinks,
+    Link,
+    PairLink,
+)
 from whale.cluster.kinds import (
     DEVICE_KINDS,
     DTYPES,
+    EXACT,
     GIGA,
     TERA,
     DeviceKind,
+    Efficiency,
     MatmulRate,
     OperationPoint,
     device_kind,
 )
+from whale.cluster.layer_times import beside, load_layer_times, save_layer_times
 from whale.names import nearest
 
+MEGA = 10**6
 MICROSECONDS = 10**6
 """in a second"""
 MOST_DEVICES = 10**5
 """on one host; more is a slip of the keyboard"""
+SHOWN_HOSTS = 8
 DIGITS = 6
 """significant digits that are written"""
 HEADER = "# A cluster for Whale: docs/cluster.md. GB = 10^9 bytes, TFLOP = 10^12.\n"
@@ -87,11 +105,30 @@ class _Part(BaseModel):
 
 
 class _Link(_Part):
-    gb_per_s: Positive
+    gb_per_s: Positive | None = None
+    """of large messages; may be left out beside a curve"""
     latency_us: NotNegative = 0.0
+    curve: dict[Positive, Positive] = {}
+    """MB of a message -> GB/s"""
+    card_gb_per_s: Positive | None = None
+    """what all devices of a host reach together, where one of them does not fill the card"""
 
     def link(self) -> Link:
-        return Link(self.gb_per_s * GIGA, self.latency_us / MICROSECONDS)
+        points = tuple((size * MEGA, rate * GIGA) for size, rate in sorted(self.curve.items()))
+        if self.gb_per_s is None and not points:
+            raise ValueError("a link needs `gb_per_s`, or a `curve` of MB: GB/s")
+        largest = points[-1][1] if points else 0.0
+        return Link(
+            largest if self.gb_per_s is None else self.gb_per_s * GIGA,
+            self.latency_us / MICROSECONDS,
+            points,
+            None if self.card_gb_per_s is None else self.card_gb_per_s * GIGA,
+        )
+
+
+class _Pair(_Link):
+    hosts: tuple[Name, Name]
+    """names of two hosts, or patterns of names (`gpu*`)"""
 
 
 class _Devices(_Part):
@@ -127,6 +164,23 @@ class _Links(_Part):
     intra_host: _Link | None = None
     inter_host: _Link | None = None
     all_reduce: _Link | None = None
+    pairs: list[_Pair] = []
+
+
+class _Efficiency(_Part):
+    products: Positive = 1.0
+    memory: Positive = 1.0
+    on_chip_gb_per_s: Positive | None = None
+    operation_us: NotNegative = 0.0
+
+    def efficiency(self) -> Efficiency:
+        on_chip = self.on_chip_gb_per_s
+        return Efficiency(
+            self.products,
+            self.memory,
+            None if on_chip is None else on_chip * GIGA,
+            self.operation_us / MICROSECONDS,
+        )
 
 
 class _Kind(_Part):
@@ -142,6 +196,8 @@ class _Kind(_Part):
     """measured: operation -> (FLOP or bytes, microseconds of its forward, of its backward) at
     several sizes
     """
+    efficiency: _Efficiency | None = None
+    """how much of these figures is reached; without it they are taken as they are"""
 
     def kind(self, name: str) -> DeviceKind:
         for dtype in self.matmul_tflop_per_s:
@@ -175,6 +231,7 @@ class _Kind(_Part):
             fp16,
             tuple(rates),
             tuple(points),
+            self.efficiency.efficiency() if self.efficiency else EXACT,
         )
 
 
@@ -194,9 +251,11 @@ def load(path: str | Path) -> Cluster:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(f"cluster file {path}: {reason}") from None
     try:
-        return loads(text)
+        cluster = loads(text)
     except ValueError as error:
         raise ValueError(f"cluster file {path}: {error}") from None
+    layers = beside(path)
+    return replace(cluster, layer_times=load_layer_times(layers)) if layers.exists() else cluster
 
 
 def loads(text: str) -> Cluster:
@@ -261,8 +320,26 @@ def _cluster(file: _File) -> Cluster:
         for link in (file.links.intra_host, file.links.inter_host, file.links.all_reduce)
     )
     return Cluster(
-        tuple(devices), intra or PCIE_3_X16, inter or ETHERNET_50G, tuple(host_links), all_reduce
+        tuple(devices),
+        intra or PCIE_3_X16,
+        inter or ETHERNET_50G,
+        tuple(host_links),
+        all_reduce,
+        tuple(_pair_links(file)),
     )
+
+
+def _pair_links(file: _File) -> Iterator[PairLink]:
+    """Links between certain hosts; one whose pattern fits no host is a slip of the keyboard."""
+    names = [host.name for host in file.hosts]
+    for number, pair in enumerate(file.links.pairs):
+        for name in pair.hosts:
+            if not any(fnmatchcase(host, name) for host in names):
+                raise ValueError(
+                    f"links.pairs[{number}]: no host is called {name!r}.{nearest(name, names)} The "
+                    f"file has {', '.join(names[:SHOWN_HOSTS])}"
+                )
+        yield PairLink(pair.hosts, pair.link())
 
 
 def _explain(error: ValidationError) -> str:
@@ -305,9 +382,14 @@ def _fields_at(place: tuple[int | str, ...]) -> list[str]:
     """Keys that are allowed at a place of the file."""
     names = [part for part in place if isinstance(part, str)]
     model: type[BaseModel] = _File
-    by_name: dict[str, type[BaseModel]] = {"links": _Links, "hosts": _Host, "devices": _Devices}
+    by_name: dict[str, type[BaseModel]] = {
+        "links": _Links,
+        "pairs": _Pair,
+        "hosts": _Host,
+        "devices": _Devices,
+    }
     if names and names[0] == "kinds":
-        model = _Kind
+        model = _Efficiency if names[-1] == "efficiency" else _Kind
     elif names and names[-1] in ("intra_host", "inter_host", "all_reduce"):
         model = _Link
     elif names and names[-1] in by_name:
@@ -317,6 +399,8 @@ def _fields_at(place: tuple[int | str, ...]) -> list[str]:
 
 def save(cluster: Cluster, path: str | Path) -> None:
     Path(path).write_text(dumps(cluster))
+    if cluster.layer_times is not None:
+        save_layer_times(cluster.layer_times, beside(path))
 
 
 def dumps(cluster: Cluster) -> str:
@@ -341,6 +425,11 @@ def dumps(cluster: Cluster) -> str:
     content["links"] = _named_links(
         intra_host=cluster.intra_host, inter_host=cluster.inter_host, all_reduce=cluster.all_reduce
     )
+    if cluster.pair_links:
+        content["links"]["pairs"] = [
+            {"hosts": list(pair.hosts)} | _named_links(pair=pair.link)["pair"]
+            for pair in cluster.pair_links
+        ]
     own = {
         device.kind.name: device.kind
         for device in cluster.devices
@@ -361,14 +450,19 @@ def dumps(cluster: Cluster) -> str:
 
 
 def _named_links(**links: Link | None) -> dict[str, Any]:
-    return {
-        name: {
-            "gb_per_s": _short(link.bytes_per_s / GIGA),
-            "latency_us": _short(link.latency_s * MICROSECONDS),
-        }
-        for name, link in links.items()
-        if link is not None
+    return {name: _link(link) for name, link in links.items() if link is not None}
+
+
+def _link(link: Link) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "gb_per_s": _short(link.bytes_per_s / GIGA),
+        "latency_us": _short(link.latency_s * MICROSECONDS),
     }
+    if link.curve:
+        found["curve"] = {_short(size / MEGA): _short(rate / GIGA) for size, rate in link.curve}
+    if link.card_bytes_per_s is not None:
+        found["card_gb_per_s"] = _short(link.card_bytes_per_s / GIGA)
+    return found
 
 
 def _figures(kind: DeviceKind) -> dict[str, Any]:
@@ -395,8 +489,20 @@ def _figures(kind: DeviceKind) -> dict[str, Any]:
             _short(each.backward_s * MICROSECONDS),
         ]
         operations.setdefault(each.name, []).append(times)
+    if kind.efficiency != EXACT:
+        figures["efficiency"] = _reached(kind.efficiency)
     figures |= {"matmul_tflop_per_s": measured} if measured else {}
     return figures | ({"operations": operations} if operations else {})
+
+
+def _reached(efficiency: Efficiency) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "products": _short(efficiency.products),
+        "memory": _short(efficiency.memory),
+    }
+    if efficiency.on_chip_bytes_per_s is not None:
+        found["on_chip_gb_per_s"] = _short(efficiency.on_chip_bytes_per_s / GIGA)
+    return found | {"operation_us": _short(efficiency.operation_s * MICROSECONDS)}
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:

@@ -2,20 +2,20 @@
 
 The one cost model, used by planner, simulator and emulator. A device that `whale profile` measured
 takes what was measured, by operation and size (`measured.py`). Any other takes, by the figures of
-its data sheet,
+its data sheet and by how much of them is reached (`Efficiency` in `cluster/kinds.py`),
 
-    seconds = flop / flop_per_s + moved_bytes / bytes_per_s.                                   (1)
+    seconds = flop / (e flop_per_s) + moved_bytes (1 / (m bytes_per_s) + 1 / c) + operation_s.  (1)
 
 Which operations are products, views or lookups, and how many FLOP they take, is in the table of
 operations (docs/operations.md). Moved bytes are what an operation reads and writes: inputs +
 outputs. A view moves nothing; a lookup (embedding, gather) reads only what it gives out. The
 backward of a product is one product of the same size for each of its two operands that gets a
-gradient; that of any other operation does about twice the work of its forward.
+gradient; what the backward of any other operation moves is in the table, too (docs/costs.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +52,40 @@ def seconds(cost: NodeCost, kind: DeviceKind, dtype: str = "fp32") -> float:
     which its products are computed.
     """
     measured = _measured(cost, kind, backward=False)
-    at_best = cost.flop / kind.rate(dtype) + cost.moved_bytes / kind.bytes_per_s
     if measured is None:
-        return at_best
+        return _by_data_sheet(cost.flop, cost.moved_bytes, kind, dtype)
     # measured in float32: a product in another dtype is faster by the ratio of the rates
     return measured * kind.rate("fp32") / kind.rate(dtype) if cost.flop else measured
 
 
+def _by_data_sheet(flop: float, moved_bytes: float, kind: DeviceKind, dtype: str) -> float:
+    """Seconds by line (1); nothing for an operation that only makes a view."""
+    if not flop and not moved_bytes:
+        return 0.0
+    product_s = flop / kind.reached_flop_per_s(dtype)
+    return product_s + moved_bytes * kind.byte_s + kind.efficiency.operation_s
+
+
 def backward_seconds(
-    cost: NodeCost, factors: tuple[float, float], kind: DeviceKind, dtype: str
+    cost: NodeCost,
+    factors: tuple[float, float],
+    kind: DeviceKind,
+    dtype: str,
+    moved_bytes: float | None = None,
 ) -> tuple[float, float]:
     """How long the backward takes: for the gradients of its inputs, and of its weights. `factors`:
-    those of `backward_factors`.
+    those of `backward_factors`; `moved_bytes`: that of `backward_bytes`, where it is known.
     """
     inputs, weights = factors
     if not inputs and not weights:
         return 0.0, 0.0
     measured = _measured(cost, kind, backward=True)
-    if measured is None:
+    if measured is None and (cost.flop or moved_bytes is None):
         forward = seconds(cost, kind, dtype)
         return inputs * forward, weights * forward
+    if measured is None:
+        assert moved_bytes is not None
+        return _by_data_sheet(0.0, moved_bytes, kind, dtype), 0.0
     if cost.flop:
         measured *= kind.rate("fp32") / kind.rate(dtype)
     # measured with gradients of everything: each operand of a product is half of it
@@ -103,6 +117,30 @@ def backward_factors(node: Node, cost: NodeCost, gradients: Container[Node]) -> 
             operands.append(operand)
     weights = sum(operand.op == "get_attr" for operand in operands)
     return float(len(operands) - weights), float(weights)
+
+
+def backward_bytes(node: Node, costs: Mapping[Node, NodeCost], gradients: Container[Node]) -> float:
+    """Bytes that the backward of an operation moves which is no product, by its row of the table.
+
+    A value that several operations read gets as many gradients, which are added one after the
+    other: two are read and one is written. Those of the parts of a split are put together.
+    """
+    if node not in gradients:
+        return 0.0
+    cost = costs[node]
+    num_readers = sum(reader in gradients for reader in node.users)
+    if isinstance(node.meta.get("val"), (tuple, list)):
+        added = 2.0 * cost.output_bytes
+    else:
+        added = 3.0 * cost.output_bytes * max(0, num_readers - 1)
+    passes = row_of(node).backward_passes
+    if passes is None:
+        return BACKWARD_PER_FORWARD * cost.moved_bytes + added
+    num_operands = sum(
+        source in gradients and costs[source].output_bytes == cost.output_bytes
+        for source in node.all_input_nodes
+    )
+    return passes * cost.output_bytes * max(1, num_operands) + added
 
 
 def split_input(node: Node, gradients: Container[Node]) -> Node | None:

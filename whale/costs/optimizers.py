@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from whale.capture.graph import CapturedGraph, StateTensor
+from whale.compat import OperationCounter
+from whale.costs.update_work import UpdateWork
 
 MakeOptimizer = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
@@ -31,6 +33,8 @@ LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19)
 SHAPE = (4, 6)
 """shape of the matrix on which the optimizer makes NUM_STEPS steps"""
 NUM_STEPS = 3
+COUNTED_PARAMETERS = 3
+"""parameters whose update is counted, against that of one"""
 CLOSE = 1e-9
 """relative: far above rounding in float64, far below what a row's mean changes"""
 
@@ -82,6 +86,53 @@ def _num_bytes(value: Any, sizes: dict[int, int]) -> int:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return 0
     return math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
+
+
+def update_work(make: MakeOptimizer, names: Sequence[str]) -> UpdateWork | None:
+    """What an update of the user's optimizer launches: its operations are counted in a step on small
+    parameters. None where it cannot be tried so.
+
+    torch takes its `foreach` form on an accelerator where the user chose neither; `names`: of
+    parameters of the model, since a factory may choose by name.
+    """
+    try:
+        one = _counted(make, names[:1])
+        many = _counted(make, (*names, *names)[: max(COUNTED_PARAMETERS, 2)])
+    except Exception:  # whatever it needs that is not here: planning goes on without
+        return None
+    (one_bytes, one_number, how), (many_bytes, many_number, _) = one, many
+    more = max(COUNTED_PARAMETERS, 2) - 1
+    operations = (many_number - one_number) / more
+    parameter_bytes = 4 * math.prod(SHAPE)
+    return UpdateWork(
+        passes=(many_bytes - one_bytes) / more / parameter_bytes,
+        operations=operations,
+        fixed_operations=one_number - operations,
+        how=how,
+    )
+
+
+def _counted(make: MakeOptimizer, names: Sequence[str]) -> tuple[float, int, str]:
+    """(bytes moved, operations, form) of the second step with so many parameters: the first one
+    makes the state.
+    """
+    parameters = [torch.nn.Parameter(torch.ones(SHAPE)) for _ in names]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(iter(list(zip(names, parameters, strict=True))))
+    how = "for-loop"
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+        if group.get("fused"):
+            how = "fused"
+        elif group.get("foreach"):
+            how = "foreach"
+    optimizer.step()
+    counter = OperationCounter()
+    with counter:
+        optimizer.step()
+    return counter.moved_bytes, counter.number, how
 
 
 def note_on_parts(make: MakeOptimizer, name: str) -> str | None:

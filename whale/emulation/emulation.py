@@ -33,6 +33,7 @@ from whale.emulation.timeline import Recorder
 from whale.planning.join import joined_figures
 from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
+from whale.planning.problem import product_dtype
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
 from whale.plans.revise import with_devices
@@ -300,10 +301,11 @@ def _figures(
         return figures_in(plan)
     ratio = plan.figures.optimizer_ratio if plan.figures is not None else STATE_PER_WEIGHT
     captured = prepared.captured
+    dtype = product_dtype(config, cluster, plan.settings.float32_precision)
     known = []
     for view in plan.by_template:
         assignment = apply_plan(view, captured, prepared.kinds)
-        known.append(figures_in(price(view, captured, assignment, cluster, ratio, config.dtype)))
+        known.append(figures_in(price(view, captured, assignment, cluster, ratio, dtype)))
     return known[0] if plan.is_uniform else joined_figures(captured, plan, known, cluster)
 
 

@@ -113,11 +113,17 @@ class EmulatedTransport(Transport):
         own = self._cluster.devices[self.ranks.rank].host
         other = self._cluster.devices[peer].host
         link = self._cluster.link(self.ranks.rank, peer)
-        on_the_way = self._factor * num_bytes / link.bytes_per_s
+        on_the_way = self._factor * link.sending_s(num_bytes)
+        latency_s = self._factor * link.latency_s
         if own == other or self._cards is None:
             self._free[peer] = max(time.perf_counter(), self._free.get(peer, 0.0)) + on_the_way
-            return self._free[peer] + self._factor * link.latency_s
-        return self._cards.book(self._host_number[own], on_the_way) + self._factor * link.latency_s
+            return self._free[peer] + latency_s
+        through = self._cards.book(self._host_number[own], self._factor * link.card_s(num_bytes))
+        if link.card_bytes_per_s is not None:  # this device alone does not fill the card
+            out = self.ranks.rank
+            self._free[out] = max(time.perf_counter(), self._free.get(out, 0.0)) + on_the_way
+            through = max(through, self._free[out])
+        return through + latency_s
 
     def _deliver(self) -> None:
         while True:

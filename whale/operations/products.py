@@ -157,6 +157,7 @@ def embedding(op: Operation) -> Dims | None:
 @row(
     "layer_norm native_layer_norm rms_norm _fused_rms_norm",
     mixes="`{name}` normalises over the samples",
+    backward_passes=5,  # gradients of the input (3) and of its weights (2) are two kernels
 )
 def layer_norm(op: Operation) -> Dims | None:
     """One normalised dim may be cut: sums of each row are exchanged."""

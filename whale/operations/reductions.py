@@ -72,7 +72,7 @@ def cosine_similarity(op: Operation) -> Dims | None:
     return dims([labels[rank - len(shape) :] for shape in op.shapes], [result])
 
 
-@row("softmax log_softmax")
+@row("softmax log_softmax", backward_passes=3)  # reads result and gradient, writes
 def normalised(op: Operation) -> Dims | None:
     """Along the normalised dim maxima and sums of rows are exchanged."""
     rank = len(op.shapes[0])

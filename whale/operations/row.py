@@ -120,6 +120,9 @@ class Row:
     """reads of its first tensor as many bytes as it writes"""
     flop: Formula | None = None
     """FLOP of the forward; None: those of torch's own counter, or none"""
+    backward_passes: float | None = None
+    """bytes that the backward moves for each operand with a gradient, in units of the result's;
+    None: not known, twice what the forward moves"""
     factors: tuple[int, int] | None = None
     """places of the two arguments of a product, each of whose gradients is such a product"""
     layer: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
@@ -46,7 +48,7 @@ def row_of(node: Node) -> Row:
     name = op_name(node)
     known = TABLE.get(name, Row(name))
     if known.dims is None and is_pointwise(node):
-        return Row(name, pointwise, random=known.random)
+        return replace(known, dims=pointwise)
     return known
 
 

@@ -18,7 +18,7 @@ from whale.planning.balance import explain_shares
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft
 from whale.planning.pricing import figures_of
-from whale.planning.problem import Problem
+from whale.planning.problem import Problem, layer_times_decision, precision_decision
 from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import explain
 from whale.planning.split_memory import on_grids
@@ -51,7 +51,12 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
     plan = Plan(
         format=PLAN_FORMAT,
         model=model,
-        settings=Settings(config.colocate, _as_stored(config.recompute), config.bucket_bytes),
+        settings=Settings(
+            config.colocate,
+            _as_stored(config.recompute),
+            config.bucket_bytes,
+            problem.float32_precision,
+        ),
         batch_size=problem.batch_size,
         num_micro_batch=config.num_micro_batch,
         **different_devices(_planned_devices(problem, draft)),
@@ -94,7 +99,7 @@ def _planned_devices(problem: Problem, draft: Draft) -> list[PlannedDevice]:
                 kind=draft.device_loads.kinds[rank],
                 sample_s=load.sample_s,
                 fixed_s=load.fixed_s,
-                flop_per_s=device.kind.rate(problem.config.dtype),
+                flop_per_s=device.kind.rate(problem.dtype),
                 memory=draft.device_loads.memory[rank],
             )
         )
@@ -150,6 +155,7 @@ def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
         *_recompute_decisions(problem, draft),
         *_zero_decisions(draft),
         *tie_decisions(problem.captured, draft.assignment),
+        *filter(None, [precision_decision(problem), layer_times_decision(problem)]),
         Decision("schedule", draft.schedule.name, why_schedule),
         *update_decisions(config, len(draft.stages)),
     )

@@ -179,7 +179,7 @@ class ChunkCuts:
         memory = [float(kind.memory_bytes or np.inf) - self.workload.batch_bytes for kind in kinds]
         if device.grid is not None:
             return Capacity(min(memory), micro_batch / len(device.ranks), 1.0 / device.num_devices)
-        rates = np.array([kind.rate(self.config.dtype) for kind in kinds])
+        rates = np.array([kind.reached_flop_per_s(self.workload.dtype) for kind in kinds])
         samples = np.ceil(micro_batch * rates / rates.sum())
         return min(
             (Capacity(free, float(number)) for free, number in zip(memory, samples, strict=True)),

@@ -298,7 +298,7 @@ class OrderDrafts:
             placement=cut.placement,
             task_graphs=cut.task_graphs,
             cluster=problem.cluster,
-            dtype=problem.config.dtype,
+            dtype=problem.dtype,
             num_samples=-(-problem.largest_micro_batch // cut.placement.num_replicas),
             num_micro_batch=problem.config.num_micro_batch,
             state_per_weight=2.0 + self.workload.optimizer_ratio,

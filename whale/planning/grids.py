@@ -387,8 +387,8 @@ class GridProblem:
         costs = GridCosts(
             bytes_per_s=rates,
             latency_s=max(latencies, default=0.0),
-            flop_per_s=min(kind.rate(self.dtype) for kind in kinds),
-            memory_bytes_per_s=min(kind.bytes_per_s for kind in kinds),
+            flop_per_s=min(kind.reached_flop_per_s(self.dtype) for kind in kinds),
+            memory_bytes_per_s=min(kind.reached_bytes_per_s for kind in kinds),
             num_micro_batch=self.num_micro_batch,
             state_per_weight=self.state_per_weight,
             is_counted=grid.num_devices <= COUNTED_UP_TO,

@@ -188,11 +188,14 @@ class PipelineCuts:
     @cached_property
     def shares(self) -> Floats:
         """(replicas,): x_r."""
-        dtype = self.problem.config.dtype
+        dtype = self.problem.dtype
         devices = self.problem.cluster.devices
         rates = np.array(
             [
-                [sum(devices[rank].kind.rate(dtype) for rank in members) for members in stage]
+                [
+                    sum(devices[rank].kind.reached_flop_per_s(dtype) for rank in members)
+                    for members in stage
+                ]
                 for stage in self.ranks
             ]
         )
@@ -341,7 +344,9 @@ def slowest_pair(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> float:
     for a, b in pairs:
         # messages that leave a host share its network card
         sharing = leaving[devices[a].host] if devices[a].host != devices[b].host else 1
-        weights.append(sharing * cluster.intra_host.bytes_per_s / cluster.link(a, b).bytes_per_s)
+        link = cluster.link(a, b)
+        card_s = sharing / (link.card_bytes_per_s or link.bytes_per_s)
+        weights.append(cluster.intra_host.bytes_per_s * max(1 / link.bytes_per_s, card_s))
     return max(weights)
 
 

@@ -154,14 +154,16 @@ def _workload(problem: Problem) -> Workload:
         problem.batch_size,
         carries_gradient(captured),
         problem.optimizer_ratio,
-        config.dtype,
+        problem.dtype,
         share,
         problem.mini_batch_size,
+        problem.update_work,
+        problem.cluster.layer_times,
     )
 
 
 def _orders(problem: Problem) -> tuple[Order, ...]:
-    return device_orders(problem.cluster, _width(problem), problem.config.dtype)
+    return device_orders(problem.cluster, _width(problem), problem.dtype)
 
 
 def _advised(error: DoesNotFit, problem: Problem, workload: Workload) -> DoesNotFit:

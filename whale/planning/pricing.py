@@ -21,6 +21,7 @@ from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster, DeviceKind
 from whale.cluster.network import Network
 from whale.costs.measured import measured_seconds, update_costs
+from whale.costs.update_work import UpdateWork
 from whale.planning.describe import holders as holders_of
 from whale.planning.recompute import Recompute
 from whale.planning.recompute_choice import Choice, Stages
@@ -156,7 +157,12 @@ def figures_of(
         )
         number = sum(len(workload.trained_bytes(assignment.slices[stage])) for stage in own)
         known[tuple(own), device.kind] = update_seconds(
-            trained, shared, number, workload.optimizer_ratio, device.kind
+            trained,
+            shared,
+            number,
+            workload.optimizer_ratio,
+            device.kind,
+            workload.update_work,
         )
     return Figures(
         stages=tuple(stages),
@@ -170,6 +176,7 @@ def figures_of(
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
         overlaps=not any(device.kind.is_cpu for device in cluster.devices),
+        update_work=workload.update_work,
     )
 
 
@@ -211,16 +218,20 @@ def update_seconds(
     num_parameters: int,
     optimizer_ratio: float,
     kind: DeviceKind,
+    work: UpdateWork | None = None,
 ) -> float:
     """Seconds of the optimizer: as measured, by the number of its parameters and their bytes; else
-    limited by memory bandwidth.
+    by what it launches (`work`), or where that is not known as one kernel that reads and writes
+    everything once.
 
     On a CPU nothing hides what is around it: the norm reads the gradients, those that are summed
     were copied into their buckets one by one, and the runtime itself makes some small calls in
     every step.
     """
+    if not kind.is_cpu and work is not None:
+        return work.seconds(trained_bytes, num_parameters, kind) if trained_bytes else 0.0
     if not kind.is_cpu:
-        return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) / kind.bytes_per_s
+        return trained_bytes * (UPDATE_PASSES + 2 * optimizer_ratio) * kind.byte_s
     num_copied = num_parameters * shared_bytes / trained_bytes if trained_bytes else 0.0
     call_s = measured_seconds(kind, "aten.add", 0.0, 1.0, False) or 0.0
     copied_s = (trained_bytes + 2 * shared_bytes) / kind.bytes_per_s + (
@@ -261,6 +272,8 @@ def price(
         dtype,
         share,
         plan.mini_batch_size,
+        plan.figures.update_work if plan.figures is not None else None,
+        cluster.layer_times,
     )
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
     choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)

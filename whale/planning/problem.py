@@ -13,9 +13,12 @@ from whale.capture.kinds import ValueKind
 from whale.capture.losses import NotAdditive
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.costs.layer_times import measured_regions
+from whale.costs.update_work import UpdateWork
 from whale.operations.nodes import named_args, op_name
 from whale.planning.stages import RECOMPUTED, slice_stage
 from whale.planning.workload import ADAM_STATE
+from whale.plans.plan import Decision
 from whale.plans.shares import micro_batch_sizes
 
 
@@ -41,6 +44,10 @@ class Problem:
     `batch_size` of them: the others, which hold the same weights, are planned apart
     (`replicas.py`). 0: `batch_size` is everything
     """
+    update_work: UpdateWork | None = None
+    """what an update of the user's optimizer launches; None: not known"""
+    float32_precision: str = "highest"
+    """`torch.get_float32_matmul_precision()`"""
     is_trial: bool = False
     """only whether it fits is asked: the first draft that does is enough, with one chunk on a
     device where their number is free. Less is searched than for a plan, and nothing else, so that a
@@ -59,8 +66,52 @@ class Problem:
         return self.mini_batch_size > 0
 
     @property
+    def dtype(self) -> str:
+        """The dtype in which products are computed: a key of `DeviceKind.rate`."""
+        return product_dtype(self.config, self.cluster, self.float32_precision)
+
+    @property
     def largest_micro_batch(self) -> int:
         return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
+
+
+def product_dtype(config: Config, cluster: Cluster, float32_precision: str) -> str:
+    """The dtype in which products are computed. TF32 only where every device has it: Whale has all
+    ranks round alike (`whale.api`).
+    """
+    if config.dtype == "fp32" and float32_precision != "highest":
+        if all(device.kind.has_tf32 for device in cluster.devices):
+            return "tf32"
+    return config.dtype
+
+
+def precision_decision(problem: Problem) -> Decision | None:
+    """What the plan says of float32 products; None where torch was told nothing."""
+    told = problem.float32_precision
+    if told == "highest" or problem.config.dtype != "fp32":
+        return None
+    why = f'torch.get_float32_matmul_precision() is "{told}"'
+    if problem.dtype == "tf32":
+        return Decision("float32 products", "TF32", why)
+    without = next(device for device in problem.cluster.devices if not device.kind.has_tf32)
+    return Decision(
+        "float32 products",
+        "float32",
+        f"{why}, but rank {without.rank} ({without.kind.name}) has no TF32 and all ranks round "
+        "alike",
+    )
+
+
+def layer_times_decision(problem: Problem) -> Decision | None:
+    """What the plan says of measured layers; None where there are none."""
+    times = problem.cluster.layer_times
+    if times is None:
+        return None
+    counts = []
+    for kind in dict.fromkeys(device.kind.name for device in problem.cluster.devices):
+        found = measured_regions(problem.captured, times, kind)
+        counts.append(f"{len(found)} modules on {kind}")
+    return Decision("layer times", ", ".join(counts), f"measured: {times.source or 'elsewhere'}")
 
 
 def check_loss_and_buffers(

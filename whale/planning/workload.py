@@ -19,17 +19,21 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import DeviceKind
+from whale.cluster.layer_times import LayerTimes
 from whale.costs.backward_workspace import COPIES, backward_workspace
 from whale.costs.costs import (
     NodeCost,
+    backward_bytes,
     backward_factors,
     backward_seconds,
     node_costs,
     seconds,
     split_input,
 )
+from whale.costs.layer_times import measured_regions
 from whale.costs.measured import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
 from whale.costs.saved import Saved, saved_for_backward
+from whale.costs.update_work import UpdateWork
 from whale.planning.stages import StageSlice
 from whale.plans.figures import UPDATE_COPIES, Seconds, StageTimes
 from whale.plans.plan import DeviceMemory
@@ -48,6 +52,8 @@ class _Form(NamedTuple):
     few: NodeCost
     many: NodeCost
     backward_factors: tuple[float, float]
+    few_backward_bytes: float
+    many_backward_bytes: float
 
 
 Parts = tuple[float, float, float]
@@ -79,6 +85,10 @@ class Workload:
     """samples of the whole mini-batch, where the devices of other model replicas do some of them; 0:
     as `batch_size`
     """
+    update_work: UpdateWork | None = None
+    """what an update of the user's optimizer launches; None: not known"""
+    layer_times: LayerTimes | None = None
+    """measured times of parts of the model, which count before all others"""
     _known: dict[DeviceKind, dict[Node, StageTimes]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -146,24 +156,60 @@ class Workload:
     def _times_of_nodes(self, kind: DeviceKind) -> dict[Node, StageTimes]:
         if kind not in self._known:
             times = {form: self._times_of_form(form, kind) for form in set(self._forms.values())}
-            self._known[kind] = {node: times[form] for node, form in self._forms.items()}
+            known = {node: times[form] for node, form in self._forms.items()}
+            if self.layer_times is not None:
+                known |= self._measured_layers(kind, known)
+            self._known[kind] = known
         return self._known[kind]
+
+    def _measured_layers(
+        self, kind: DeviceKind, modelled: Mapping[Node, StageTimes]
+    ) -> dict[Node, StageTimes]:
+        """Times of the operations of measured parts of the model: each keeps its share of what the
+        cost model gives its part, so that a part may still be cut.
+        """
+        assert self.layer_times is not None
+        found: dict[Node, StageTimes] = {}
+        for measured in measured_regions(self.captured, self.layer_times, kind.name):
+            few_forward, few_backward = measured.layer.seconds(self._few)
+            many_forward, many_backward = measured.layer.seconds(self.batch_size)
+            forward = self._line(few_forward, many_forward)
+            backward = self._line(few_backward, many_backward)
+            parts = [modelled[node] for node in measured.region.nodes]
+            forward_s = sum(part.forward.of(self._few) for part in parts)
+            backward_s = sum(part.backward.of(self._few) for part in parts)
+            for node, part in zip(measured.region.nodes, parts, strict=True):
+                found[node] = StageTimes(
+                    _share(forward, part.forward.of(self._few), forward_s),
+                    _share(backward, part.input_backward.of(self._few), backward_s),
+                    _share(backward, part.weight_backward.of(self._few), backward_s),
+                )
+        return found
 
     @cached_property
     def _forms(self) -> dict[Node, _Form]:
         """All that the time of a node depends on; few, since models repeat their layers."""
         few = self._costs_of_few
         return {
-            node: _Form(few[node], many, backward_factors(node, many, self.gradients))
+            node: _Form(
+                few[node],
+                many,
+                backward_factors(node, many, self.gradients),
+                backward_bytes(node, few, self.gradients),
+                backward_bytes(node, self.costs, self.gradients),
+            )
             for node, many in self.costs.items()
         }
 
     def _times_of_form(self, form: _Form, kind: DeviceKind) -> StageTimes:
-        return self._lines(*(self._parts(cost, form, kind) for cost in (form.few, form.many)))
+        return self._lines(
+            self._parts(form.few, form.few_backward_bytes, form, kind),
+            self._parts(form.many, form.many_backward_bytes, form, kind),
+        )
 
-    def _parts(self, cost: NodeCost, form: _Form, kind: DeviceKind) -> Parts:
+    def _parts(self, cost: NodeCost, moved_back: float, form: _Form, kind: DeviceKind) -> Parts:
         return seconds(cost, kind, self.dtype), *backward_seconds(
-            cost, form.backward_factors, kind, self.dtype
+            cost, form.backward_factors, kind, self.dtype, moved_back
         )
 
     def _lines(self, few: Parts, many: Parts) -> StageTimes:
@@ -184,7 +230,7 @@ class Workload:
 
         def more(cost: NodeCost) -> Parts:
             alone, over = (
-                self._parts(each, form, kind)
+                self._parts(each, 0.0, form, kind)  # measured, so what it moves does not count
                 for each in (cost, replace(cost, operation=BATCH_NORM_OVER_DEVICES))
             )
             forward, inputs, weights = (
@@ -354,6 +400,12 @@ class Workload:
                 sum(state.num_bytes * (trained if state.trainable else 1.0) for state in states)
             )
         return found
+
+
+def _share(whole: Seconds, part_s: float, of_s: float) -> Seconds:
+    """The part of measured seconds that falls to what takes `part_s` of the modelled `of_s`."""
+    share = part_s / of_s if of_s else 0.0
+    return Seconds(share * whole.sample_s, share * whole.fixed_s)
 
 
 def _sum(times: Sequence[Seconds]) -> Seconds:

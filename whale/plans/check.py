@@ -455,6 +455,7 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
     ]
     for own in figures.network.host_links:
         links += [own.intra_host, own.inter_host]
+    links += [pair.link for pair in figures.network.pair_links]
     if any(link is not None and not link.bytes_per_s > 0 for link in links):
         yield "a link of its network carries 0 bytes per second"
     for state in figures.states:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from whale.cluster.network import Network
+from whale.costs.update_work import UpdateWork
 from whale.scheduling import ActionMemory
 
 UPDATE_COPIES = 2
@@ -182,6 +183,8 @@ class Figures:
     """
     zero: tuple[ZeroFigures, ...] = ()
     """by group of ranks that share parameters"""
+    update_work: UpdateWork | None = None
+    """what an update of the user's optimizer launches; None: not known"""
 
     def on(self, rank: int) -> Figures:
         """The figures with the states that this rank holds."""

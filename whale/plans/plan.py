@@ -61,6 +61,9 @@ class Settings:
     """what the user asked for; what is recomputed of the planned graph stands in each `Stage`"""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """largest bucket in which gradients are all-reduced"""
+    float32_precision: str = "highest"
+    """`torch.get_float32_matmul_precision()` when the plan was made: float32 products run in TF32
+    unless it is "highest", on devices that have it"""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 clock (`emulation/links.py`).
 
 A message of n bytes over a link of rate r and latency l that is free at time t arrives at
-t + n / r + l; the link is free again at t + n / r. Devices of one host have a link of their own for
-each direction of each pair; all messages that leave a host share its network card, and so do
-all-reduces of gradients.
+t + n / r + l; the link is free again at t + n / r. The rate may depend on n (`cluster/network.py`).
+Devices of one host have a link of their own for each direction of each pair; all messages that
+leave a host share its network card, and so do all-reduces of gradients. Where one device does not
+fill the card, a message keeps the device's way out and the card each for its own time, and arrives
+when it has left both.
 
 An all-reduce takes the time of a ring over the slowest link of its group. A ring of k devices that
 reduces n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps
@@ -65,9 +67,13 @@ class Links:
         """Returns when a message that is sent now arrives, and takes its link until it has left."""
         link = self.network.link(source, destination)
         host = self.network.hosts[source]
-        key = (source, destination) if host == self.network.hosts[destination] else host
-        seconds = self._factor * num_bytes / link.bytes_per_s
-        free = self._book(key, seconds, now)
+        seconds = self._factor * link.sending_s(num_bytes)
+        if host == self.network.hosts[destination]:
+            free = self._book((source, destination), seconds, now)
+        else:
+            free = self._book(host, self._factor * link.card_s(num_bytes), now)
+            if link.card_bytes_per_s is not None:
+                free = max(free, self._book((source, source), seconds, now))
         arrival = free + self._factor * link.latency_s
         self.messages.append(
             Message(name, source, destination, num_bytes, now, free - seconds, arrival)
@@ -123,9 +129,12 @@ def ring_s(
     """Seconds by line (1), over the slowest of these links."""
     if num_devices < 2:
         return 0.0
-    rate = min(link.bytes_per_s for link in links)
+    # each step sends one of k parts of a bucket
+    part_bytes = num_bytes / num_devices
+    step_bytes = part_bytes / num_buckets
+    rate = min(link.rate(step_bytes) for link in links)
     latency = max(link.latency_s for link in links)
-    return 2 * (num_devices - 1) * (num_bytes / num_devices / rate + num_buckets * latency)
+    return 2 * (num_devices - 1) * (part_bytes / rate + num_buckets * latency)
 
 
 def all_reduces_of(
@@ -207,7 +216,7 @@ def all_reduce_seconds(
         links = [Link(network.all_reduce.bytes_per_s, latency_s)]
     one_link_bytes = 2 * (len(ranks) - 1) / len(ranks) * num_bytes
     leaving = [
-        (network.hosts[a], one_link_bytes / network.link(a, b).bytes_per_s)
+        (network.hosts[a], network.link(a, b).card_s(one_link_bytes))
         for a, b in pairs
         if network.hosts[a] != network.hosts[b]
     ]
