@@ -72,6 +72,8 @@ class _Session:
     """given to `init`"""
     planned_cluster: Cluster | None = None
     """set by `whale plan --cluster`"""
+    captures_only: bool = False
+    """set by `whale profile --model`: `parallelize` captures and goes no further"""
 
 
 _session = _Session(Config())
@@ -85,6 +87,15 @@ class PlanReady(BaseException):
     def __init__(self, plan: Plan) -> None:
         super().__init__("the plan is ready")
         self.plan = plan
+
+
+class CaptureReady(BaseException):
+    """Raised by `parallelize` under `capturing_only`: here is the captured model, run no further."""
+
+    def __init__(self, prepared: CapturedModel, batch_size: int) -> None:
+        super().__init__("the model is captured")
+        self.prepared = prepared
+        self.batch_size = batch_size
 
 
 def init(
@@ -138,6 +149,20 @@ def planning_only(num_devices: int, cluster: Cluster | None = None) -> Iterator[
         _session.num_devices = _session.planned_cluster = None
 
 
+@contextlib.contextmanager
+def capturing_only() -> Iterator[None]:
+    """Scripts run under this stop at `parallelize`, which raises `CaptureReady`. Used by
+    `whale profile --model`.
+    """
+    _session.captures_only = True
+    _session.num_devices = 1
+    try:
+        yield
+    finally:
+        _session.captures_only = False
+        _session.num_devices = None
+
+
 def plan(
     model: Model,
     sample_batch: Any,
@@ -189,6 +214,10 @@ def parallelize(
     many plans).
     """
     config = _session.config
+    if _session.captures_only:
+        layout, tensors = read_batch(sample_batch)
+        captured = _prepare(_built(model), layout, tensors, loss, config, "cpu")
+        raise CaptureReady(captured, layout.batch_size)
     if _session.num_devices is not None:
         raise PlanReady(
             globals()["plan"](
@@ -474,9 +503,11 @@ def _cluster_without_ranks(cluster: ClusterLike | int | None, config: Config) ->
 
 
 __all__ = [
+    "CaptureReady",
     "Engine",
     "Plan",
     "PlanReady",
+    "capturing_only",
     "configure",
     "init",
     "num_devices",

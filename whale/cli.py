@@ -289,9 +289,18 @@ def profile(
     device: Annotated[
         str, typer.Option(help='What "device" in a config may be: auto, cpu or an accelerator.')
     ] = "auto",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="A training script: the layers of its model are timed too, and written beside the "
+            "cluster file, which is kept if it is there.",
+        ),
+    ] = None,
+    arguments: OwnArguments = None,
 ) -> None:
     """Measure the devices and links of this machine, or of all ranks of torchrun, and write a
-    cluster file.
+    cluster file. With --model also the layers of a model.
 
     On several hosts: torchrun ... -m whale profile -o cluster.yaml
     """
@@ -303,7 +312,14 @@ def profile(
         *first, last = device_types()
         may_be = f"{', '.join(first)} or {last}"
         _stop(f"whale profile: --device {device}: it may be {may_be}")
-    if "RANK" in os.environ:  # under a launcher
+    if model is not None and not model.is_file():
+        _stop(f"whale profile: --model {model}: there is no such script")
+    if "RANK" in os.environ and model is not None:  # under a launcher
+        from whale.cli_profile import profile_model
+
+        profile_model(output, device, model, arguments or [])
+        return
+    if "RANK" in os.environ:
         from whale.calibration.profile_command import profile_ranks
 
         profile_ranks(output, device)
@@ -313,9 +329,11 @@ def profile(
     if num_ranks is not None and num_ranks < 1:
         _stop(f"whale profile: -n {num_ranks}: at least 1 rank is needed")
     script = Path(__file__).parent / "calibration" / "profile_command.py"
-    failure = launcher.launch(
-        script, [str(output), device], num_ranks or launcher.default_num_ranks()
-    )
+    words = [str(output), device]
+    if model is not None:
+        script = Path(__file__).parent / "cli_profile.py"
+        words += [str(model), *(arguments or [])]
+    failure = launcher.launch(script, words, num_ranks or launcher.default_num_ranks())
     if failure is not None:
         _stop(f"whale profile: {failure}", failure.exit_code)
 

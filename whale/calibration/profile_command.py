@@ -15,12 +15,13 @@ from whale.distributed.ranks import Ranks
 from whale.units import human_bytes, human_flop, human_seconds
 
 
-def profile_ranks(path: Path, device: str = "auto") -> Cluster:
+def profile_ranks(path: Path, device: str = "auto", ranks: Ranks | None = None) -> Cluster:
     """Measures the running ranks and writes the file; says on rank 0 what it does and what it
-    found.
+    found. `ranks`: where the caller has joined them already.
     """
-    ranks = Ranks(device)
-    ranks.start_watch()
+    if ranks is None:
+        ranks = Ranks(device)
+        ranks.start_watch()
     start = time.monotonic()
 
     def progress(what: str) -> None:

@@ -203,6 +203,28 @@ def build_chunk(
     )
 
 
+def module_of_operations(
+    operations: Sequence[Node],
+    entering: Sequence[Node],
+    weights: Mapping[str, torch.Tensor],
+    results: Sequence[Node],
+) -> GraphModule:
+    """Some operations alone as a module: called with the values `entering`, it gives the values of
+    `results`. `weights`: tensors of all weights, buffers and constants that they read, by name.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in entering:
+        copies[node] = graph.placeholder(node.name)
+    for node in operations:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                copies[source] = graph.create_node("get_attr", str(source.target))
+    _copy_run(graph, operations, copies, _Objects(None, None, None))
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule(_root(weights, {}, Surroundings(weights, None)), graph)
+
+
 def _tensor(name: str, captured: CapturedGraph, around: Surroundings) -> torch.Tensor:
     return (
         captured.constants[name]
