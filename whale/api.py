@@ -327,7 +327,7 @@ def _plan(
             config=config,
             batch_size=layout.batch_size,
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
-            update_work=_update_work(prepared, optimizer),
+            update_work=_update_work(prepared, optimizer, config),
             float32_precision=torch.get_float32_matmul_precision(),
         )
     )
@@ -336,13 +336,16 @@ def _plan(
     return made if note is None else replace(made, notes=(*made.notes, note))
 
 
-def _update_work(prepared: CapturedModel, optimizer: OptimizerFactory | None) -> UpdateWork | None:
+def _update_work(
+    prepared: CapturedModel, optimizer: OptimizerFactory | None, config: Config
+) -> UpdateWork | None:
     """What an update of the user's optimizer launches; None where there is none, or nothing is
     trained.
     """
     states = prepared.captured.state.values()
     names = [state.name for state in states if state.kind == "parameter" and state.trainable]
-    return update_work(optimizer, names) if optimizer is not None and names else None
+    is_masked = config.on_nonfinite != "continue" or config.precision == "fp16"
+    return update_work(optimizer, names, is_masked) if optimizer is not None and names else None
 
 
 def _first_cut_weight(plan: Plan) -> str | None:

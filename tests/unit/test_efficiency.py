@@ -85,6 +85,15 @@ def test_adam_tensor_by_tensor_launches_many_operations_and_moves_more() -> None
     assert times[0] > times[1] > times[2]
 
 
+def test_a_masked_update_is_the_fused_one_unless_the_user_chose() -> None:
+    plain = update_work(lambda p: torch.optim.Adam([w for _, w in p]), NAMES, is_masked=True)
+    chosen = update_work(
+        lambda p: torch.optim.Adam([w for _, w in p], foreach=False), NAMES, is_masked=True
+    )
+    assert plain is not None and plain.how == "fused"
+    assert chosen is not None and chosen.how == "for-loop"
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

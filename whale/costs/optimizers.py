@@ -88,20 +88,23 @@ def _num_bytes(value: Any, sizes: dict[int, int]) -> int:
     return math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
 
 
-def update_work(make: MakeOptimizer, names: Sequence[str]) -> UpdateWork | None:
+def update_work(
+    make: MakeOptimizer, names: Sequence[str], is_masked: bool = False
+) -> UpdateWork | None:
     """What an update of the user's optimizer launches: its operations are counted in a step on small
     parameters. None where it cannot be tried so.
 
-    torch takes its `foreach` form on an accelerator where the user chose neither; `names`: of
+    torch takes its `foreach` form on an accelerator where the user chose neither, and Whale the
+    fused one where an update may be left out (`is_masked`, `runtime/masked_update.py`). `names`: of
     parameters of the model, since a factory may choose by name.
     """
     try:
-        one = _counted(make, names[:1])
-        many = _counted(make, (*names, *names)[: max(COUNTED_PARAMETERS, 2)])
+        one = _counted(make, names[:1], is_masked)
+        many = _counted(make, _some(names), is_masked)
     except Exception:  # whatever it needs that is not here: planning goes on without
         return None
     (one_bytes, one_number, how), (many_bytes, many_number, _) = one, many
-    more = max(COUNTED_PARAMETERS, 2) - 1
+    more = COUNTED_PARAMETERS - 1
     operations = (many_number - one_number) / more
     parameter_bytes = 4 * math.prod(SHAPE)
     return UpdateWork(
@@ -112,7 +115,12 @@ def update_work(make: MakeOptimizer, names: Sequence[str]) -> UpdateWork | None:
     )
 
 
-def _counted(make: MakeOptimizer, names: Sequence[str]) -> tuple[float, int, str]:
+def _some(names: Sequence[str]) -> list[str]:
+    """Names for all parameters that are counted; a small model has fewer."""
+    return [names[place % len(names)] for place in range(COUNTED_PARAMETERS)]
+
+
+def _counted(make: MakeOptimizer, names: Sequence[str], is_masked: bool) -> tuple[float, int, str]:
     """(bytes moved, operations, form) of the second step with so many parameters: the first one
     makes the state.
     """
@@ -122,7 +130,10 @@ def _counted(make: MakeOptimizer, names: Sequence[str]) -> tuple[float, int, str
     optimizer = make(iter(list(zip(names, parameters, strict=True))))
     how = "for-loop"
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        is_open = group.get("foreach") is None and group.get("fused") is None
+        if is_open and is_masked and "fused" in group and not group.get("dampening"):
+            group["fused"] = True
+        elif is_open and "foreach" in group:
             group["foreach"] = True
         if group.get("fused"):
             how = "fused"
