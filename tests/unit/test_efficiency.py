@@ -147,6 +147,8 @@ def test_layer_times_between_and_beyond_what_was_measured() -> None:
     assert layer.seconds(8) == pytest.approx((0.5, 1.8))
     assert layer.seconds(1) == pytest.approx((0.15, 0.4))
     assert Layer(("h",), "T4", times((2, 0.2, 0.6))).seconds(8) == pytest.approx((0.8, 2.4))
+    noisy = Layer(("h",), "T4", times((2, 0.4, 0.6), (4, 0.3, 1.0)))
+    assert noisy.seconds(4)[0] == noisy.seconds(2)[0] == 0.4
     with pytest.raises(ValueError, match="no times of shard width 2, only of 1"):
         layer.seconds(1, width=2)
 

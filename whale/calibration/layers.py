@@ -165,6 +165,7 @@ class TimedRegion:
         for source in self._entering:
             value = source.meta.get("val")
             if not isinstance(value, Tensor):
+                assert value is not None, f"{source} has no value"
                 found.append(size_at(value, symbol, samples))
                 continue
             shape = shape_at(value.shape, symbol, samples)

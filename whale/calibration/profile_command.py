@@ -63,4 +63,4 @@ def describe(cluster: Cluster) -> str:
 
 
 if __name__ == "__main__":
-    profile_ranks(Path(sys.argv[1]), *sys.argv[2:3])
+    profile_ranks(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "auto")

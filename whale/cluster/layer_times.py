@@ -63,8 +63,9 @@ class Layer:
                 f"layer {', '.join(self.modules)} on {self.kind}: no times of shard width {width}, "
                 f"only of {', '.join(map(str, known))}"
             )
-        forward = _line([(p.samples, p.forward_s) for p in points], samples)
-        return forward, _line([(p.samples, p.backward_s) for p in points], samples)
+        forward = _rising([(point.samples, point.forward_s) for point in points])
+        backward = _rising([(point.samples, point.backward_s) for point in points])
+        return _line(forward, samples), _line(backward, samples)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,16 @@ class LayerTimes:
 
 def _samples(time: LayerTime) -> int:
     return time.samples
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Points of which none is below one before it: more samples that were measured faster than
+    fewer met a better moment.
+    """
+    found: list[tuple[int, float]] = []
+    for samples, seconds in points:
+        found.append((samples, max(seconds, found[-1][1] if found else 0.0)))
+    return found
 
 
 def _line(points: Sequence[tuple[int, float]], samples: float) -> float:
