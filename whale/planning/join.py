@@ -62,7 +62,7 @@ def join(
         shares += plan.shares
         first_device += len(plan.template.grids)
     for rank, device in enumerate(problem.cluster.devices):
-        devices.setdefault(rank, _left_out(device.kind, problem.config.dtype))
+        devices.setdefault(rank, _left_out(device.kind, problem.dtype))
     joined = replace(
         plans[0],
         batch_size=sum(plan.batch_size for plan in plans),
@@ -117,6 +117,7 @@ def joined_figures(
     hold together.
     """
     optimizer_ratio = known[0].optimizer_ratio
+    work = known[0].update_work
     states = states_of(captured, joined.holders, _weights(captured, joined))
     update_s = []
     for rank, device in enumerate(cluster.devices):
@@ -133,7 +134,9 @@ def joined_figures(
             and captured.state[name].kind == "parameter"
         )
         update_s.append(
-            update_seconds(trained, _shared(joined, held), number, optimizer_ratio, device.kind)
+            update_seconds(
+                trained, _shared(joined, held), number, optimizer_ratio, device.kind, work
+            )
         )
     return Figures(
         stages=tuple(stage for figures in known for stage in figures.stages),
@@ -144,6 +147,7 @@ def joined_figures(
         optimizer_ratio=optimizer_ratio,
         batch_bytes=max(figures.batch_bytes for figures in known),
         overlaps=not any(device.kind.is_cpu for device in cluster.devices),
+        update_work=work,
     )
 
 

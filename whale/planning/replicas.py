@@ -134,15 +134,19 @@ def _draft(problem: Problem, group: Sequence[ReplicaSpec], num_samples: int) -> 
         config=config,
         batch_size=num_samples,
         mini_batch_size=problem.batch_size if num_samples < problem.batch_size else 0,
+        # devices of other replicas have a say in it
+        float32_precision=problem.float32_precision if problem.dtype == "tf32" else "highest",
     )
     workload = Workload(
         own.captured,
         num_samples,
         carries_gradient(own.captured),
         own.optimizer_ratio,
-        config.dtype,
+        own.dtype,
         typical_share(num_samples, spec.num_micro_batch, len(group)),
         own.mini_batch_size,
+        own.update_work,
+        own.cluster.layer_times,
     )
     order = Order("as given", tuple(range(len(devices))))
     names = ", ".join(str(rank) for rank in group[0].ranks)
@@ -273,9 +277,8 @@ def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> 
     """
     loads = []
     for group in groups:
-        rates = [
-            problem.cluster.devices[rank].kind.rate(problem.config.dtype) for rank in _ranks(group)
-        ]
+        devices = [problem.cluster.devices[rank] for rank in _ranks(group)]
+        rates = [device.kind.reached_flop_per_s(problem.dtype) for device in devices]
         loads.append(Load(1.0 / sum(rates)))
     while True:
         sizes = _sizes(problem, groups, loads)
