@@ -30,7 +30,7 @@ from whale.costs.costs import (
     seconds,
     split_input,
 )
-from whale.costs.layer_times import measured_regions
+from whale.costs.layer_times import MeasuredRegion, measured_regions
 from whale.costs.measured import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
 from whale.costs.saved import Saved, saved_for_backward
 from whale.costs.update_work import UpdateWork
@@ -95,6 +95,10 @@ class Workload:
     _known_saved: dict[tuple[Node, ...], list[Bytes]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _regions: dict[str, list[MeasuredRegion]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """measured parts of the model by kind of device, the same for all shares"""
 
     def with_share(self, share: int) -> Workload:
         """The same with times that are exact for another share. Costs of the whole mini-batch and
@@ -170,7 +174,10 @@ class Workload:
         """
         assert self.layer_times is not None
         found: dict[Node, StageTimes] = {}
-        for measured in measured_regions(self.captured, self.layer_times, kind.name):
+        if kind.name not in self._regions:
+            regions = measured_regions(self.captured, self.layer_times, kind.name)
+            self._regions[kind.name] = regions
+        for measured in self._regions[kind.name]:
             few_forward, few_backward = measured.layer.seconds(self._few)
             many_forward, many_backward = measured.layer.seconds(self.batch_size)
             forward = self._line(few_forward, many_forward)

@@ -457,7 +457,7 @@ class Estimator:
                 narrow = min(len(here), len(there))
                 slowest = max(slowest, link.seconds(share * crossing / narrow))
                 if self._hosts[here[0]] != self._hosts[there[0]]:
-                    taken = share * crossing / link.bytes_per_s
+                    taken = link.card_s(share * crossing)
                     for host in (self._hosts[here[0]], self._hosts[there[0]]):
                         cards[host] = cards.get(host, 0.0) + taken
             seconds.append(slowest)
@@ -527,6 +527,7 @@ class Estimator:
     def _update(self, point: Point, bounds: Sequence[int]) -> float:
         """Seconds of the optimizer on the slowest device."""
         ratio = self.outline.problem.optimizer_ratio
+        work = self.outline.problem.update_work
         trained = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
             trained[group] += self._trained[bounds[index + 1]] - self._trained[bounds[index]]
@@ -535,7 +536,7 @@ class Estimator:
             ranks = [rank for each in point.shape.replicas for rank in each[group]]
             shared = num_bytes if len(ranks) > 1 else 0.0
             for kind in {self._kinds[rank] for rank in ranks}:
-                seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind)
+                seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind, work)
                 slowest = max(slowest, seconds)
         return slowest
 

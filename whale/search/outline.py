@@ -94,7 +94,9 @@ class Outline:
             problem.batch_size,
             self._gradients,
             problem.optimizer_ratio,
-            problem.config.dtype,
+            problem.dtype,
+            update_work=problem.update_work,
+            layer_times=problem.cluster.layer_times,
         )
 
     # ---- points
@@ -105,7 +107,7 @@ class Outline:
         activations = self.activations
         kind = max(
             (device.kind for device in self.problem.cluster.devices),
-            key=lambda each: each.rate(self.problem.config.dtype),
+            key=lambda each: each.reached_flop_per_s(self.problem.dtype),
         )
         times = np.array(self._any_workload.forward_seconds(activations, kind))
         crossing = np.array(self._alive[:-1])
