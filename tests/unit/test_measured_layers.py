@@ -107,9 +107,9 @@ def test_measured_layers_go_into_a_plan(
     (stage,) = plan.figures.stages[0].times.values()
     blocks = Cluster.load(path).layer_times
     assert blocks is not None
-    measured = sum(len(layer.modules) * layer.seconds(4)[0] for layer in blocks.layers)
-    assert stage.forward.of(4) >= measured
-    assert stage.forward.of(4) == pytest.approx(measured, rel=0.2)  # the loss is beside them
+    # times are exact for half of the mini-batch; the loss is beside the layers, and short
+    measured = sum(len(layer.modules) * layer.seconds(2)[0] for layer in blocks.layers)
+    assert 0.999 * measured <= stage.forward.of(2) <= 1.2 * measured
 
 
 def test_a_script_is_captured_and_goes_no_further(tmp_path: Path) -> None:
