@@ -195,6 +195,40 @@ def test_the_demo_learns_the_same_on_1_and_4_ranks(tmp_path: Path) -> None:
     assert abs(found["one"] - found["four"]) <= 5.0
 
 
+# ---- examples that stand alone
+
+
+@pytest.mark.slow
+def test_mixed_gpus(tmp_path: Path) -> None:
+    """Trains on CPU ranks like one process, with the losses at the head of the file; the large model
+    is planned onto the GPUs of its cluster file.
+    """
+    script = EXAMPLES / "mixed_gpus.py"
+    alone = losses(run(tmp_path, "python", script))
+    printed = run(tmp_path, "whale", "run", "-n", "4", script)
+    assert losses(printed) == pytest.approx(alone, rel=FLOAT32)
+    head = script.read_text().partition('"""\n\nfrom')[0]
+    assert all(line in head for line in (f"loss {alone[0]:.4f}", f"loss {alone[-1]:.4f}"))
+    cluster = EXAMPLES / "mixed_gpus.yaml"
+    planned = run(tmp_path, "whale", "plan", script, "--large", "--cluster", cluster)
+    assert "7 devices (2 x RTX-3090, 1 x RTX-4090, 4 x V100-16GB)" in planned
+    match = re.search(r"Predicted step ([\d.]+) s", planned)
+    assert match is not None and float(match[1]) <= 1.9
+
+
+@pytest.mark.slow
+def test_pretraining_on_a_text_continues_on_other_ranks(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 40)
+    script = EXAMPLES / "pretrain_text.py"
+    alone = run(tmp_path, "python", script, text, "--steps", "60", "--folder", "one")
+    run(tmp_path, "whale", "run", "-n", "2", script, text, "--steps", "40", "--folder", "two")
+    again = run(tmp_path, "python", script, text, "--steps", "60", "--folder", "two")
+    assert "continuing from step 40; remove two to start anew" in again
+    assert losses(again)[-1] == pytest.approx(losses(alone)[-1], rel=FLOAT32)
+    assert "the model writes: 't" in again
+
+
 # ---- LoRA
 
 
