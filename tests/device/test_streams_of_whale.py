@@ -112,19 +112,20 @@ def test_row_7_the_watch_says_where_the_device_stands() -> None:
         position.position = f"action {number}"
         moments.append((Action(Kind.FORWARD, 0, number), "", f"end of {number}"))
     position.position = "action 2"
-    assert watch.where == "step 4, action 1 (launched so far: action 2)"
+    assert watch.where == "step 4, action 1 (launched so far: step 4, action 2)"
     assert position.pending is not None
     assert not position.pending.waits_for_others
     has_failed = True
-    assert watch.where == "step 4, action 1 (launched so far: action 2)"
+    assert watch.where == "step 4, action 1 or later (launched so far: step 4, action 2)"
     has_failed = False
     watch.stand_at("its end")
-    assert watch.where == "step 4, action 1 (launched so far: its end)"
+    assert watch.where == "step 4, action 1 (launched so far: step 4, its end)"
     watch.during = "step 5"
     watch.stand_at("its start")
+    assert watch.where == "step 4, action 1 (launched so far: step 5, its start)"
     later = DevicePosition(watch, [], is_over)  # the device is still in step 4
     later.position = "action 0"
-    assert watch.where == "step 4, action 1 (launched so far: its start)"
+    assert watch.where == "step 4, action 1 (launched so far: step 5, action 0)"
     over.add("end of 1")
     assert watch.where == "step 5, action 0"
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from typer.testing import CliRunner
 
 from whale import devices
 from whale.cli import app
 from whale.devices import CudaDevice, GpuProperties
-from whale.doctor import facts
+from whale.doctor import facts, gpu_check
 from whale.doctor.facts import Fact, all_facts
 
 GIB = 2**30
@@ -98,3 +100,25 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
     wrong = CliRunner().invoke(app, ["doctor", "--gpu", "-n", "0"])
     assert wrong.exit_code == 2
+
+
+def test_ranks_of_a_part_get_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "find_device", lambda: CudaDevice(0))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    with gpu_check._environment("one queue"):
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with gpu_check._environment("races"):
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_a_runner_with_gpus_runs_the_check() -> None:
+    """The CI job runs what a user runs, and keeps the report that the command writes."""
+    root = Path(__file__).parents[2]
+    job = yaml.safe_load((root / ".github/workflows/ci.yml").read_text())["jobs"]["gpu"]
+    assert "self-hosted" in job["runs-on"]
+    assert {"run": "make gpu-check"} in job["steps"]
+    kept = job["steps"][-1]["with"]["path"]
+    assert f"whale doctor --gpu -o {kept}" in (root / "Makefile").read_text()

@@ -26,11 +26,12 @@ from whale.devices.interface import (
     Moment,
     host_memory_bytes,
 )
-from whale.devices.vendors import VISIBLE_DEVICES, CudaDevice, RocmDevice, XpuDevice
+from whale.devices.vendors import DETERMINISTIC, VISIBLE_DEVICES, CudaDevice, RocmDevice, XpuDevice
 
 __all__ = [
     "ACCELERATORS",
     "BACKENDS",
+    "DETERMINISTIC",
     "GLOO",
     "HOST",
     "NCCL",

@@ -20,6 +20,8 @@ ROCM_NUM_QUEUES = 4
 ROCM_ALLOWS_TF32 = "HIPBLASLT_ALLOW_TF32"
 NO_CAPABILITY = (0, 0)
 """of GPUs that have no compute capability"""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""environment variables with which products give the same bits in every run, whatever the streams"""
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """environment variables that hide accelerators from processes that are started later"""
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from whale.devices import find_device
+from whale.devices import DETERMINISTIC, find_device
 from whale.doctor.facts import Fact, all_facts
 from whale.doctor.rows import CHECKS, Outcome
 
@@ -46,20 +46,21 @@ def check_gpus(num_ranks: int, output: Path, is_small: bool = False) -> bool:
 
 @contextmanager
 def _environment(part: str) -> Iterator[None]:
-    """The part `one queue` runs with a single hardware queue."""
-    variable = find_device().queues_variable
-    if part != "one queue" or not variable:
-        yield
-        return
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
+    """Variables that ranks of this part are started with: results that do not change from run to
+    run, and for `one queue` a single hardware queue.
+    """
+    variables = dict(DETERMINISTIC)
+    queues = find_device().queues_variable
+    if part == "one queue" and queues:
+        variables[queues] = "1"
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+        for name in variables:
+            os.environ.pop(name)
+        os.environ.update(before)
 
 
 def run_parts(run: Run, budget_s: float = BUDGET_S) -> list[Outcome]:

@@ -9,7 +9,7 @@ tags) is looked up once, when the executor is made: every action becomes a prepa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -267,6 +267,7 @@ class DevicePosition:
     ) -> None:
         self._moments = moments
         self._is_over = is_over
+        self._watch = watch
         self._during = watch.during
         self._launched: list[str] = ["the start"]
         self._num_over = 0
@@ -278,24 +279,31 @@ class DevicePosition:
     @property
     def pending(self) -> Pending | None:
         """What the device is at; None where all that it was given is over."""
+        found = self._pending()
+        if found is None:
+            return None
+        launched = _in_step(self._watch.during, self._launched[-1])
+        if found.where == launched:
+            return found
+        return replace(found, where=f"{found.where} (launched so far: {launched})")
+
+    def _pending(self) -> Pending | None:
         if self._before is not None:
-            found = self._before.pending
+            found = self._before._pending()
             if found is not None:
                 return found
             self._before = None
         own = [moment for moment in list(self._moments) if moment[0].kind is not Kind.UPDATE]
+        more = ""
         try:
             while self._num_over < len(own) and self._is_over(own[self._num_over][2]):
                 self._num_over += 1
-        except RuntimeError:  # the device has failed: it stands where it was last seen
-            pass
+        except RuntimeError:  # the device has failed, and says no more how far it came
+            more = " or later"
         launched = list(self._launched)
         if self._num_over >= min(len(own), len(launched) - 1):
             return None
-        at = launched[self._num_over + 1]
-        where = at if self._during is None else f"{self._during}, {at}"
-        if launched[-1] != at:
-            where += f" (launched so far: {launched[-1]})"
+        where = _in_step(self._during, launched[self._num_over + 1]) + more
         return Pending(where, not own[self._num_over][0].is_compute)
 
     @property
@@ -309,6 +317,10 @@ class DevicePosition:
 
     def __str__(self) -> str:
         return self.position
+
+
+def _in_step(during: str | None, place: str) -> str:
+    return place if during is None else f"{during}, {place}"
 
 
 def _position(place: int, action: Action, run: Callable[[Pass], None], num_actions: int) -> str:
