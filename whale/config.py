@@ -333,8 +333,8 @@ class Config(BaseModel):
 
     compile: Annotated[bool | str, BeforeValidator(_compile)] = False
     """Chunks run as `torch.compile` makes them, in training. The first steps take longer; CPUs need
-    a C++ compiler. `reduce-overhead`: and a GPU replays the launches of a chunk at once (CUDA
-    graphs), for small kernels and batches of one shape; memory of a chunk is then its own. It has
+    a C++ compiler. `reduce-overhead`: and a GPU replays the launches of a chunk at once (as a
+    graph), for small kernels and batches of one shape; memory of a chunk is then its own. It has
     never run on a GPU here.
     """
 

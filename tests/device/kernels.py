@@ -110,8 +110,11 @@ def _launch_on(
     draw = next_draw([*written, *results]) if facts.is_random else None
 
     def work() -> None:
-        with _drawing(op, draw, on_cpu) as chosen:
-            found = _call(op, chosen)
+        if draw is not None and op in DRAWN:
+            found = DRAWN[op](torch.Generator().manual_seed(draw), *on_cpu[0], **on_cpu[1])
+        else:
+            with _drawing(op, draw, on_cpu) as chosen:
+                found = _call(op, chosen)
         values = pytree.tree_leaves(found) if targets else []
         for target, value in zip(targets, values, strict=True):
             if target is None or value is None:
@@ -371,6 +374,21 @@ def next_draw(tensors: list[Any]) -> int:
     text = f"{random_state.seed}|{random_state.offset}|{depends}"
     random_state.offset += DRAWN_PER_OPERATION
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _native_dropout(
+    generator: torch.Generator, x: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values and the mask of a dropout."""
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.empty(x.shape, dtype=x.dtype).bernoulli_(1 - p, generator=generator)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return x * mask * scale, mask.bool()
+
+
+DRAWN: dict[Any, Callable[..., Any]] = {aten.native_dropout.default: _native_dropout}
+"""operations that take no generator, with one: the host may use the CPU's own at the same time"""
 
 
 @contextlib.contextmanager

@@ -143,10 +143,11 @@ def test_receives_in_another_order_are_caught_by_the_numbers(server: ModelServer
 
 def test_a_host_read_in_every_micro_batch_is_counted(server: ModelServer) -> None:
     def num_reads(ranks: list[DeviceTrace]) -> int:
-        return max(
-            sum(number for what, number in rank.host_waits.items() if what.startswith("item "))
-            for rank in ranks
-        )
+        found = []
+        for rank in ranks:
+            waits = rank.host_waits.items()
+            found.append(sum(number for what, number in waits if "item at test_mutants" in what))
+        return max(found)
 
     assert num_reads(_train(server, nothing)) == 0
     mutant = num_reads(_train(server, a_host_read_in_every_micro_batch))

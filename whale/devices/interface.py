@@ -86,6 +86,13 @@ class LocalDevice:
         """Why this process sees none of this type; None: nobody would expect one."""
         return None
 
+    @staticmethod
+    def begin_replays() -> None:
+        """A step begins whose launches are replayed as graphs: tensors of the last step are not
+        read any more, and their memory may be written again.
+        """
+        torch.compiler.cudagraph_mark_step_begin()
+
     def has_failed(self) -> bool:
         """Whether an error has ended the device's work for good: whatever is asked of it raises."""
         return False

@@ -177,8 +177,7 @@ class Executor:
         """
         device = self.program.device
         if self.with_torch_compile == REDUCE_OVERHEAD:
-            # tensors of the last step are not read any more: their memory may be written again
-            torch.compiler.cudagraph_mark_step_begin()
+            device.begin_replays()
         random_states = device.random_states() if self._has_random else None
         outcome = StepOutcome(torch.zeros((), dtype=torch.float64, device=device.name), {})
         now = device.event
