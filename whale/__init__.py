@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whale.annotation import annotate, replicate, set_default_strategy, split
     from whale.api import init, num_devices, parallelize, plan, rank
+    from whale.capture.batch import pad_lengths
     from whale.cluster.cluster import Cluster
     from whale.config import Config
     from whale.plans.plan import Plan, diff
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "whale.annotation": ("annotate", "replicate", "set_default_strategy", "split"),
     "whale.api": ("init", "num_devices", "parallelize", "plan", "rank"),
+    "whale.capture.batch": ("pad_lengths",),
     "whale.cluster.cluster": ("Cluster",),
     "whale.config": ("Config",),
     "whale.notebook": ("Plan", "Timeline", "diff", "simulate"),
@@ -49,6 +51,7 @@ __all__ = [
     "diff",
     "init",
     "num_devices",
+    "pad_lengths",
     "parallelize",
     "plan",
     "rank",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from whale.annotation import default_strategy, set_default_strategy
 from whale.capture.batch import BatchLayout, digest, read_batch
 from whale.capture.capture import Trust, capture_model
 from whale.capture.clean import operation_marks, tied_names
+from whale.capture.errors import CaptureError
 from whale.capture.export import Loss, Task
+from whale.capture.lengths import Numbers, declared
 from whale.capture.prepare import CapturedModel
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
@@ -48,6 +50,7 @@ from whale.notebook import Plan  # one that shows itself in a notebook
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
 from whale.plans.shards import Shards
+from whale.runtime.captures import captured_for_each, same_on_all_ranks
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.engine import Engine
 from whale.runtime.local_model import refuse_use
@@ -171,22 +174,25 @@ def plan(
     cluster: ClusterLike | int | None = None,
     config: Config | dict[str, Any] | None = None,
     optimizer: OptimizerFactory | None = None,
+    dynamic: Mapping[Any, Any] | None = None,
 ) -> Plan:
     """The plan for a model on a cluster. Needs no processes, no GPUs and no weights: the model may
     be on `meta`.
 
     `cluster`: a `Cluster`, the path of a cluster file (its devices in its order), a number of
     devices, or None for the devices of this job. `optimizer`: as for `parallelize`, for the memory
-    of its state; without one, that of Adam is counted.
+    of its state; without one, that of Adam is counted. `dynamic`: as for `parallelize`.
     """
     checked = _config(config)
     built = _built(model)
     layout, tensors = read_batch(sample_batch)
+    lengths = declared(dynamic, layout)
+    layout = layout.with_lengths(lengths.names)
     prepared = _prepare(built, layout, tensors, loss, checked, "cpu")
     ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else None
-    return _plan(
-        built, prepared, _cluster_without_ranks(cluster, checked), checked, layout, ratio, optimizer
-    )
+    devices = _cluster_without_ranks(cluster, checked)
+    numbers = prepared.longest(lengths.longest)
+    return _plan(built, prepared, numbers, devices, checked, layout, ratio, optimizer)
 
 
 def parallelize(
@@ -201,6 +207,7 @@ def parallelize(
     cluster: ClusterLike | None = None,
     weights: Pretrained | str | Path | None = None,
     prepared: CapturedModel | None = None,
+    dynamic: Mapping[Any, Any] | None = None,
 ) -> Engine:
     """Captures the model, plans it onto the devices of this job, and gives the engine that trains
     it.
@@ -211,7 +218,9 @@ def parallelize(
     scalar or something with `.loss`. `plan`: a plan to follow instead of making one. `weights`: a
     safetensors file or Hugging Face folder to start from; each rank reads only its own part.
     `prepared`: a capture made before by the caller, in the same process (tests capture once and run
-    many plans).
+    many plans). `dynamic`: dims that vary between batches, `{"input_ids": {1: "length"}}`, or with
+    the longest one that the plan must have memory for, `{1: ("length", 512)}`; dims of one name are
+    equal in every batch. Without it Whale finds them at the first batch of another length.
     """
     config = _session.config
     if _session.captures_only:
@@ -221,7 +230,13 @@ def parallelize(
     if _session.num_devices is not None:
         raise PlanReady(
             globals()["plan"](
-                model, sample_batch, loss=loss, cluster=cluster, config=config, optimizer=optimizer
+                model,
+                sample_batch,
+                loss=loss,
+                cluster=cluster,
+                config=config,
+                optimizer=optimizer,
+                dynamic=dynamic,
             )
         )
     ranks = _ranks()
@@ -234,17 +249,20 @@ def parallelize(
     is_real = False
     with ranks.together():
         layout, tensors = read_batch(sample_batch)
+        lengths = declared(dynamic, layout)
+        layout = layout.with_lengths(lengths.names)
         if platform.captures_everywhere or ranks.rank == 0:
             built = _built(model)
             is_real = has_real_weights(built)
             refuse_shared_memory(built)
             checked = is_real and config.check_capture and ranks.rank == 0
-            prepared = prepared or _prepare(
-                built, layout, tensors, loss, config, ranks.device.type, check=checked
-            )
+            if prepared is None:
+                prepared = _prepare(
+                    built, layout, tensors, loss, config, ranks.device.type, check=checked
+                )
     if platform.captures_everywhere:
         assert prepared is not None
-        _check_same_model(prepared, ranks)
+        prepared = _same_model(prepared, ranks)
     chosen: Plan | None = None
     with ranks.together():
         if ranks.rank == 0:
@@ -254,7 +272,8 @@ def parallelize(
                 platform.check_plan(chosen, devices)
             else:
                 ratio = state_ratio(prepared.captured, optimizer) if optimizer is not None else 0.0
-                chosen = _plan(built, prepared, devices, config, layout, ratio, optimizer)
+                numbers = prepared.longest(lengths.longest)
+                chosen = _plan(built, prepared, numbers, devices, config, layout, ratio, optimizer)
                 if precision is not None:
                     chosen = replace(chosen, notes=(*chosen.notes, precision))
     chosen = ranks.from_first(chosen)
@@ -270,7 +289,27 @@ def parallelize(
         source = weights if isinstance(weights, Pretrained) else Pretrained(weights)
         load_pretrained(held, names, source, ranks, Shards(chosen))
     refuse_use(built)
-    job = Job(built, loss, config, chosen, layout, prepared, held, names, platform)
+    # without lengths where the model fixes them
+    layout = layout.with_lengths(prepared.capture.layout.length_names)
+
+    def replan(captured: CapturedModel, numbers: Numbers) -> Plan:
+        assert built is not None
+        ratio = state_ratio(captured.captured, optimizer) if optimizer is not None else 0.0
+        return _plan(built, captured, numbers, devices, config, layout, ratio, optimizer)
+
+    job = Job(
+        built,
+        loss,
+        config,
+        chosen,
+        layout,
+        prepared,
+        held,
+        names,
+        platform,
+        longest=lengths.longest,
+        replan=replan if plan is None else None,
+    )
     return Engine(job, optimizer, scheduler)
 
 
@@ -294,7 +333,9 @@ def _prepare(
     device: str,
     check: bool = False,
 ) -> CapturedModel:
-    """Captures the model, with self-checks where they are asked for and can be made."""
+    """Captures the model, with self-checks where they are asked for and can be made. A model that
+    fixes the lengths which the user declared is captured for those of the sample.
+    """
     if check:
         trust = Trust.COMPARE
     elif has_real_weights(model) and config.check_capture:
@@ -302,24 +343,33 @@ def _prepare(
     else:
         trust = Trust.NOBODY
     task = Task(loss, device, config.autocast)
+    if layout.length_names:
+        try:
+            return capture_model(model, layout, tensors, task, config, trust)
+        except CaptureError as error:
+            logger.warning("%s", captured_for_each(layout.length_names, error))
+            layout = layout.with_lengths({})
     return capture_model(model, layout, tensors, task, config, trust)
 
 
 def _plan(
     model: torch.nn.Module,
     prepared: CapturedModel,
+    numbers: Numbers,
     cluster: Cluster,
     config: Config,
     layout: BatchLayout,
     optimizer_ratio: float | None = None,
     optimizer: OptimizerFactory | None = None,
 ) -> Plan:
+    """The plan for a model with these numbers as lengths."""
     refuse_unknown_sizes(prepared.captured)
+    planned = prepared.at(numbers) if numbers else prepared
     made, _ = choose_plan(
         Problem(
-            captured=prepared.captured,
-            kinds=prepared.kinds,
-            marks=operation_marks(prepared.capture, model),
+            captured=planned.captured,
+            kinds=planned.kinds,
+            marks=operation_marks(planned.capture, model),
             default_strategy=default_strategy(),
             term_texts=prepared.term_texts(),
             not_additive=prepared.not_additive,
@@ -331,6 +381,8 @@ def _plan(
             float32_precision=torch.get_float32_matmul_precision(),
         )
     )
+    # the same for every length: a plan for one is a plan for the model
+    made = replace(made, model=fingerprint(prepared.captured))
     cut = _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
@@ -378,7 +430,8 @@ def _check_num_devices(chosen: Plan, ranks: Ranks) -> None:
         )
 
 
-def _check_same_model(prepared: CapturedModel, ranks: Ranks) -> None:
+def _same_model(prepared: CapturedModel, ranks: Ranks) -> CapturedModel:
+    """The captured model, after all ranks have found theirs to be the same."""
     ranks.agree(
         "a tensor attribute of the model that is neither parameter nor buffer",
         digest(
@@ -386,11 +439,8 @@ def _check_same_model(prepared: CapturedModel, ranks: Ranks) -> None:
         ).hex(),
         "Seed all ranks alike before building the model, or register it as a buffer",
     )
-    ranks.agree(
-        "the model",
-        fingerprint(prepared.captured),
-        "All ranks must build the same model from the same script, torch and transformers",
-    )
+    advice = "All ranks must build the same model from the same script, torch and transformers"
+    return same_on_all_ranks(prepared, ranks, "the model", advice)
 
 
 def _check_same_job(ranks: Ranks, config: Config) -> None:

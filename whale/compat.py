@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
+    "causal_mask_detection",
     "enter_autocast",
     "exit_autocast",
     "export_patches",
@@ -39,10 +40,14 @@ __all__ = [
     "is_fake",
     "is_function_transform",
     "patched",
+    "patched_item",
     "pytree",
     "run_backward",
     "schema",
+    "stored_alike",
     "tensor_stores",
+    "without_modes",
+    "without_tracing",
 ]
 
 
@@ -109,6 +114,33 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+causal_mask_detection = torch.nn.modules.transformer._detect_is_causal_mask
+"""reads the values of a mask; an argument of `nn.TransformerEncoder` to leave that out would replace
+it (`is_causal` exists in its forward only)
+"""
+
+
+def without_modes() -> Any:
+    """Inside, tensors are real, also while a model is exported. `torch.export` has no public way to
+    compute beside the graph.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def without_tracing() -> Any:
+    """Inside, operations on fake tensors leave no nodes in the graph that is being exported."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
+
+
+def stored_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, real or fake, lie in the same memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 # Torch has no public way to list hooks.
@@ -192,11 +224,32 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def export_patches() -> Iterator[None]:
+def patched_item(items: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Inside, the item `name` of a dict, the names of a module say, is `value`."""
+    had = name in items
+    original = items.get(name)
+    items[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            items[name] = original
+        else:
+            del items[name]
+
+
+@contextlib.contextmanager
+def export_patches(on_node: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Everything that Whale changes in torch around one `torch.export`, taken back at exit: lines
-    of the user's code for every node, and no time for what Whale does not read.
+    of the user's code for every node, and no time for what Whale does not read. `on_node` is called
+    for each of them.
     """
-    with _all_user_frames(), _without_unused_work(), _attention_by_form():
+    with (
+        patched(_UserFrames, "on_node", staticmethod(on_node)),
+        _all_user_frames(),
+        _without_unused_work(),
+        _attention_by_form(),
+    ):
         yield
 
 
@@ -220,6 +273,7 @@ class _UserFrames:
     the source of all its own frames first, which takes a tenth of the time of an export."""
 
     DISPATCH = ("__torch_function__", "__torch_dispatch__")
+    on_node: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, frames: list[tuple[str, int, str]]) -> None:
         self.frames = frames
@@ -227,6 +281,7 @@ class _UserFrames:
 
     @staticmethod
     def extract() -> _UserFrames:
+        _UserFrames.on_node()
         stack: list[tuple[str, int, str]] = []  # innermost first
         num_inside = 0
         frame: FrameType | None = sys._getframe(1)

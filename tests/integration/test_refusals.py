@@ -73,23 +73,25 @@ def vectors(seed: int, batch_size: int) -> Tensor:
 
 
 class RoundStraightThrough(torch.autograd.Function):
+    """Takes a dict, which no operation of a graph can."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
         return torch.round(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class ReverseGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -gradient, None
 
 
 class SameDerivative(torch.autograd.Function):
@@ -125,12 +127,12 @@ class Net(nn.Module):
 
 class StraightThrough(Net):
     def between(self, x: Tensor) -> Tensor:
-        return RoundStraightThrough.apply(x)
+        return RoundStraightThrough.apply(x, {})
 
 
 class Reversed(Net):
     def between(self, x: Tensor) -> Tensor:
-        return ReverseGradient.apply(x)
+        return ReverseGradient.apply(x, {})
 
 
 class Squared(Net):

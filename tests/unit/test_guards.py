@@ -52,7 +52,20 @@ class Reverse(torch.autograd.Function):
         return -grad
 
 
+class RoundWithOptions(Round):
+    """Takes a dict, which no operation of a graph can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 early_round = Round.apply
+early_round_with_options = RoundWithOptions.apply
 
 
 @torch.library.custom_op("whale_test::reverse", mutates_args=())
@@ -122,9 +135,18 @@ def double(grad: Tensor) -> Tensor:  # double
 @pytest.mark.parametrize(
     ("step", "kind", "name", "line"),
     [
-        (lambda model, x: Round.apply(x), "function", "Round", "round"),  # round
-        (lambda model, x: early_round(x), "function", "Round", "early"),  # early
-        (lambda model, x: Reverse.apply(x), "function", "Reverse", "reverse"),  # reverse
+        (
+            lambda model, x: RoundWithOptions.apply(x, {}),  # round
+            "function",
+            "RoundWithOptions",
+            "round",
+        ),
+        (
+            lambda model, x: early_round_with_options(x, {}),  # early
+            "function",
+            "RoundWithOptions",
+            "early",
+        ),
         (scaled_by_hook, "tensor hook", "double", "hook"),
     ],
 )
@@ -147,6 +169,19 @@ def test_found_in_the_forward_and_refused_by_name(
         ValueError, match=f"(?s){kind}.*{name}.*test_guards.py:{line_of(line)}.*register_autograd"
     ):
         refuse(findings)
+
+
+@pytest.mark.parametrize("function", [Round.apply, early_round, Reverse.apply])
+def test_a_function_becomes_an_operation_with_its_own_backward(function: Any) -> None:
+    torch.manual_seed(0)
+    model = Net(lambda model, x: function(x))
+    x = torch.randn(4, 4)
+    with watch(model) as findings:
+        program = export(model, x)
+    captured = torch.func.functional_call(program.module(), dict(model.named_parameters()), (x,))
+    got = torch.autograd.grad(captured, model.linear.weight)[0]
+    assert torch.allclose(got, gradient(model, model, x))
+    assert not findings.gradient_changes()
 
 
 def test_backward_hooks_of_modules_of_all_kinds() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +37,14 @@ class BatchLayout:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that can run the same captured graph."""
-        shapes = tuple(
-            (t.path, t.dtype, t.batched, t.shape[1:] if t.batched else t.shape)
-            for t in self.tensors
-        )
-        return shapes, tuple((place, repr(value)) for place, value in self.constants)
+        shapes = []
+        for tensor in self.tensors:
+            sizes: list[int | str] = list(tensor.shape)
+            for dim, name in tensor.lengths:
+                sizes[dim] = name
+            rest = tuple(sizes[tensor.batched :])
+            shapes.append((tensor.path, tensor.dtype, tensor.batched, rest))
+        return tuple(shapes), tuple((place, repr(value)) for place, value in self.constants)
 
     def __str__(self) -> str:
         """Shapes and constants, for messages: `x [8, 16], labels [8]`."""
@@ -49,6 +52,22 @@ class BatchLayout:
         return ", ".join(
             [f"{tensor.path} {list(tensor.shape)}" for tensor in self.tensors] + constants
         )
+
+    @property
+    def length_names(self) -> dict[tuple[str, int], str]:
+        """(path, dim) -> name of dims that are to be symbols of the capture."""
+        return {(tensor.path, dim): name for tensor in self.tensors for dim, name in tensor.lengths}
+
+    def with_lengths(self, names: Mapping[tuple[str, int], str]) -> BatchLayout:
+        """The layout with these dims, (path, dim) -> name, as lengths that vary."""
+        tensors = []
+        for tensor in self.tensors:
+            dims = range(len(tensor.shape))
+            found = tuple(
+                (dim, names[tensor.path, dim]) for dim in dims if (tensor.path, dim) in names
+            )
+            tensors.append(replace(tensor, lengths=found))
+        return replace(self, tensors=tuple(tensors))
 
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The user's batch again, around these tensors."""
@@ -143,6 +162,30 @@ def enlarge(layout: BatchLayout, tensors: list[torch.Tensor]) -> list[torch.Tens
     for tensor, described in zip(tensors, layout.tensors, strict=True):
         enlarged.append(torch.cat([tensor] * MIN_SAMPLES) if described.batched else tensor)
     return enlarged
+
+
+def pad_lengths(batch: Any, multiple: int, values: Mapping[Any, Any], dim: int = 1) -> Any:
+    """The batch with dim `dim` of these tensors padded at its end to a multiple, so that batches
+    have few lengths: `wh.pad_lengths(batch, 64, {"input_ids": 0, "attention_mask": 0, "labels":
+    -100})`. `values`: key (or place) of each tensor to pad -> what it is padded with.
+    """
+    if multiple < 1:
+        raise ValueError(f"pad_lengths: the multiple must be at least 1, not {multiple}")
+    items = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    unknown = [key for key in values if key not in items]
+    if unknown:
+        raise ValueError(
+            f"pad_lengths: the batch has no {unknown[0]!r}.{nearest(str(unknown[0]), map(str, items))}"
+        )
+    for key, value in values.items():
+        tensor = items[key]
+        missing = -tensor.shape[dim] % multiple
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        items[key] = torch.cat([tensor, tensor.new_full(shape, value)], dim)
+    if isinstance(batch, Mapping):
+        return items
+    return type(batch)(items[place] for place in range(len(items)))
 
 
 def digest(tensors: list[torch.Tensor], paths: tuple[str, ...] = ()) -> bytes:

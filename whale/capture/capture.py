@@ -22,6 +22,7 @@ import torch
 
 from whale.capture.batch import BatchLayout
 from whale.capture.checks import (
+    compare_other_length,
     compare_parts,
     compare_with_eager,
     fits_for_checks,
@@ -61,6 +62,8 @@ def capture_model(
         on_device = [tensor.to(task.device) for tensor in tensors]
         with weights_on(model, task.device):
             compare_with_eager(capture, model, on_device, task)
+            if capture.captured.lengths:
+                compare_other_length(capture, model, on_device, task)
     elif trust is Trust.NOBODY:
         refuse(capture.findings)
     # a number that is yet to be chosen stays 1 where the loss depends on it
@@ -75,16 +78,21 @@ def capture_model(
 
 
 def capture_training(
-    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    tensors: list[torch.Tensor],
+    task: Task,
+    with_outputs: bool = False,
 ) -> Capture:
-    """Exports the loss in training mode and cleans the graph. Submodules that the user put in eval
-    mode (frozen BatchNorm) stay so.
+    """Exports the loss, and with it the outputs on request, in training mode and cleans the graph.
+    Submodules that the user put in eval mode (frozen BatchNorm) stay so.
     """
     was_training = model.training
     with _modes_restored(model):
         if not was_training:
             model.train()
-        capture = clean(export_model(model, layout, tensors, task), model, layout)
+        exported = export_model(model, layout, tensors, task, with_outputs)
+        capture = clean(exported, model, layout)
     if not was_training:
         capture.captured.notes.append(
             "the model was in eval mode; engine.step trains it in training mode"

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from whale.capture.batch import BatchLayout
+from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.clean import Capture
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import refuse
+from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
 from whale.capture.prepare import CapturedModel
 from whale.capture.python_state import attributes, changed_attributes
 from whale.compat import tensor_stores
@@ -96,7 +97,10 @@ def compare_with_eager(
     Called before the loss is taken apart.
     """
     batch_size = capture.layout.batch_size
-    for num_samples in (min(NUM_EAGER_SAMPLES, batch_size), batch_size):
+    sizes = [min(NUM_EAGER_SAMPLES, batch_size), batch_size]
+    if conditions_of(capture.captured).limits_batch:
+        sizes = [batch_size]  # a few samples would take another path through the model
+    for num_samples in sizes:
         few = capture.layout.samples(tensors, 0, num_samples)
         if _compare_samples(capture, model, few, task):
             return
@@ -104,6 +108,36 @@ def compare_with_eager(
         "the loss of the sample batch is not a finite number: the capture was not compared with "
         "the model"
     )
+
+
+def compare_other_length(
+    capture: Capture, model: torch.nn.Module, tensors: Sequence[Tensor], task: Task
+) -> None:
+    """Raises `NotSymbolic` when a graph with lengths gives another loss or other gradients than the
+    model on a shorter part of the sample batch.
+    """
+    captured = capture.captured
+    shorter = list(tensors)
+    for length in captured.lengths:
+        for place, dim in length.places:
+            size = max(LEAST, length.size // 2)
+            shorter[place] = shorter[place].narrow(dim, 0, size).contiguous()
+    layout, _ = read_batch(capture.layout.rebuild(shorter), capture.layout)
+    if conditions_of(captured).numbers(layout) is None:
+        return  # the graph is not for this length, and will not run it
+    few = capture.layout.samples(shorter, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
+    buffers = _Buffers(model)
+    try:
+        with torch.no_grad():
+            _eager_loss(model, capture.layout, few, task)
+    except Exception:
+        return  # half a sample is none of this model's batches
+    finally:
+        buffers.restore()
+    try:
+        _compare_samples(capture, model, few, task)
+    except Exception as error:
+        raise NotSymbolic(f"with half of each length, {error}") from error
 
 
 def _compare_samples(

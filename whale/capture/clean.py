@@ -22,6 +22,7 @@ from whale.capture.functional import make_functional
 from whale.capture.graph import CapturedGraph, StateTensor
 from whale.capture.guards import Findings
 from whale.capture.inline import drop_asserts, inline_regions
+from whale.capture.lengths import lengths_of
 from whale.capture.simplify import simplify
 from whale.names import nearest
 
@@ -72,7 +73,8 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
     parameters = [node for node in attributes if state[str(node.target)].kind == "parameter"]
     updates = make_functional(graph, parameters)
     # only now: in a graph with writes an alias or a detach is not superfluous
-    simplify(graph)
+    lengths = lengths_of(graph, layout)
+    simplify(graph, {length.symbol: length.size for length in lengths})
     num_products = use_expert_mm(graph)
     forget_device_indices(graph)
     _strip_names(graph)
@@ -85,6 +87,7 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
         constants=constants,
         batch_symbol=batched.meta["val"].shape[0].node.expr,
         batch_size=max(layout.batch_size, MIN_SAMPLES),
+        lengths=lengths,
         # a write to an input of the batch dies with the step
         buffer_updates={str(n.target): value for n, value in updates.items() if n.op == "get_attr"},
     )

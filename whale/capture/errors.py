@@ -390,14 +390,27 @@ def _known(error: Exception, inside: bool) -> tuple[_Rule, dict[str, str]] | Non
     return None
 
 
+def fixes_size(error: BaseException) -> bool:
+    """Whether the export stopped because the forward made a number of a symbolic size."""
+    return any("specialized it to be a constant" in str(link) for link in _chain(error))
+
+
+def limits_batch(error: BaseException) -> bool:
+    """Whether the export stopped because the forward does not take every number of samples."""
+    return any("satisfy the generated guard" in str(link) for link in _chain(error))
+
+
 def explain(
-    error: Exception, model: nn.Module, sizes: SizeConditions | None = None
+    error: Exception,
+    model: nn.Module,
+    sizes: SizeConditions | None = None,
+    arguments: str = "",
 ) -> CaptureError:
     """One readable error for what stopped the capture of `model`; `raise explain(error, model,
     sizes) from error`.
 
     With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a
-    line too.
+    line too. `arguments`: which element of the batch went to which argument.
     """
     if isinstance(error, CaptureError):
         return error
@@ -429,6 +442,10 @@ def explain(
         )
     where = [f"  at {each.describe()}" for each in places] or [f"  in {type(model).__name__}"]
     lines = ["The model cannot be captured.", *where, f"  What is wrong: {wrong}."]
+    if arguments and place.inside:
+        lines.append(
+            f"  The batch has no names: {arguments}. If that is not meant, give it as a dict."
+        )
     explained = CaptureError("\n".join([*lines, f"  Try: {advice}."]))
     explained.__cause__ = error
     return explained

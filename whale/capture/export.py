@@ -10,8 +10,8 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -22,18 +22,27 @@ from torch.fx.traceback import preserve_node_meta
 
 from whale.annotation import Mark, collect_forward_marks
 from whale.capture.batch import BatchLayout, enlarge
-from whale.capture.errors import CaptureError, explain, size_conditions
+from whale.capture.errors import (
+    CaptureError,
+    SizeConditions,
+    explain,
+    fixes_size,
+    limits_batch,
+    size_conditions,
+)
 from whale.capture.guards import Findings, watch
+from whale.capture.lengths import MAX_BATCH
+from whale.capture.progress import progress
 from whale.capture.python_state import (
     assigned_buffers_written,
     attributes,
     changed_numbers,
     random_branches,
 )
+from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
 from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
-MAX_BATCH = 1 << 20  # upper bound of the batch symbol; export wants one
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -117,25 +126,78 @@ def export_model(
         findings = around.enter_context(watch(model))
         around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
-        sizes = around.enter_context(size_conditions(model))
-        try:
-            with (
-                _no_graph_dump(),
-                random_branches(model, findings),
-                preserve_node_meta(),
-                export_patches(),
-            ):
-                # not strict: dynamo refuses more models, and loses hooks and Functions all the same
-                program = torch.export.export(
-                    wrapper, (inputs,), dynamic_shapes=(_symbolic_dims(layout),), strict=False
-                )
-        except Exception as error:
-            raise explain(error, model, sizes) from error
+        attempt = _Attempt()
+        while True:
+            with size_conditions(model) as sizes:
+                try:
+                    program = _export(wrapper, inputs, findings, attempt)
+                    break
+                except Exception as error:
+                    following = attempt.after(error, sizes)
+                    if following is None:
+                        went = _arguments_taken(model, layout, task)
+                        raise explain(error, model, sizes, went) from error
+                    attempt = following
+            marks.clear()
     _refuse_lost_writes(program)
     left = []
     if task.loss is not None:
         left = left_to_the_loss(model, layout.rebuild(samples))
     return Exported(program, marks, findings, wrapper.seen, tuple(left))
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What an export tries beyond the plain form. Most models need nothing."""
+
+    files: frozenset[str] = frozenset()
+    """where `int(size)` leaves the size a symbol"""
+    any_batch: bool = True
+    """the graph must hold for every number of samples; otherwise for those that its conditions name
+    (`Conditions`): a branch on the batch size is the one that the sample batch takes
+    """
+
+    def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
+        """What to try after this error; None: nothing helps."""
+        if fixes_size(error):
+            new = {place.file for place in sizes.equations() if "int" in place.source}
+            return replace(self, files=self.files | new) if new - self.files else None
+        if self.any_batch and limits_batch(error):
+            return replace(self, any_batch=False)
+        return None
+
+
+def _export(
+    wrapper: _LossOf, inputs: list[torch.Tensor], findings: Findings, attempt: _Attempt
+) -> ExportedProgram:
+    """`torch.export` with everything that Whale changes around it."""
+    wrapper.any_batch = attempt.any_batch
+    with (
+        progress(type(wrapper.model).__name__) as shown,
+        _no_graph_dump(),
+        random_branches(wrapper.model, findings),
+        stand_ins(),
+        sizes_stay_symbols(attempt.files),
+        preserve_node_meta(),
+        export_patches(shown.note),
+    ):
+        # not strict: dynamo refuses more models, and loses hooks and Functions all the same
+        dims = _symbolic_dims(wrapper.layout, attempt.any_batch)
+        return torch.export.export(wrapper, (inputs,), dynamic_shapes=(dims,), strict=False)
+
+
+def _arguments_taken(model: torch.nn.Module, layout: BatchLayout, task: Task) -> str:
+    """Which element of a batch went to which argument of `forward`, for messages; empty for
+    keyword arguments.
+    """
+    batch = layout.rebuild([torch.empty(t.shape, device="meta") for t in layout.tensors])
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return ""
+    taken = batch if task.loss is None else taken_by_forward(model, batch)
+    names = [name for name, each in signature(model.forward).parameters.items()]
+    pairs = [f"[{place}] went to `{name}`" for place, name in enumerate(names[: len(taken)])]
+    rest = [f"[{place}] to the loss" for place in range(len(taken), len(batch))]
+    return ", ".join([*pairs, *rest])
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
@@ -196,9 +258,11 @@ class _LossOf(torch.nn.Module):
         self.layout = layout
         self.task = task
         self.with_outputs = with_outputs
+        self.any_batch = True
         self.seen = Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        _equal_lengths(self.layout, tensors, self.any_batch)
         batch = self.layout.rebuild(tensors)
         before = attributes(self.model)
         with assigned_buffers_written(self.model):
@@ -277,12 +341,37 @@ def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[st
     return leaves, structure, dropped
 
 
-def _symbolic_dims(layout: BatchLayout) -> list[dict[int, Any] | None]:
-    """Dims of each tensor that stay symbols in the graph: the samples. Every other dim is a number,
-    and another number is another capture.
+def _symbolic_dims(layout: BatchLayout, any_batch: bool) -> list[dict[int, Any] | None]:
+    """Dims of each tensor that stay symbols in the graph: the samples, and lengths that vary. Every
+    other dim is a number, and another number is another capture.
     """
-    samples = Dim("batch", max=MAX_BATCH)
-    return [{0: samples} if tensor.batched else None for tensor in layout.tensors]
+    samples = Dim("batch", max=MAX_BATCH) if any_batch else Dim.DYNAMIC
+    found: list[dict[int, Any] | None] = []
+    for tensor in layout.tensors:
+        # no named dims: those would have to name their limits (a table of positions) beforehand
+        dims: dict[int, Any] = {dim: Dim.DYNAMIC for dim, _ in tensor.lengths}
+        if tensor.batched:
+            dims[0] = samples
+        found.append(dims or None)
+    return found
+
+
+def _equal_lengths(layout: BatchLayout, tensors: Sequence[torch.Tensor], any_batch: bool) -> None:
+    """Tells the export which dims have one size in every batch, so that they become one symbol;
+    `Conditions` holds batches to that. A named dim of the samples is one symbol anyway.
+    """
+    sizes: dict[str, Any] = {}
+    for tensor, described in zip(tensors, layout.tensors, strict=True):
+        named = list(described.lengths)
+        if described.batched and not any_batch:
+            named.append((0, "batch"))
+        for dim, name in named:
+            first = sizes.setdefault(name, tensor.shape[dim])
+            if first != tensor.shape[dim]:  # the export notes that they are equal
+                raise ValueError(
+                    f"{described.path} has the size {tensor.shape[dim]} in dim {dim}, another tensor "
+                    f"of the batch {first}: both were said to be {name!r}"
+                )
 
 
 @contextlib.contextmanager
@@ -327,22 +416,22 @@ def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[Non
     come back at exit.
     """
     fakes: dict[int, torch.Tensor] = {}
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for module in model.modules():
             for store in tensor_stores(module):
+                before.append((store, dict(store)))
                 for name, value in store.items():
                     if value is None:
                         continue
                     if id(value) not in fakes:
                         fakes[id(value)] = _fake_like(value, mode, device)
-                    swapped.append((store, name, value))
-        for store, name, value in swapped:
-            store[name] = fakes[id(value)]
+                    store[name] = fakes[id(value)]
         yield
     finally:
-        for store, name, value in swapped:
-            store[name] = value
+        for store, own in before:  # what forward put there, a table it made, is fake as well
+            store.clear()
+            store.update(own)
 
 
 def _fake_like(value: torch.Tensor, mode: Any, device: str) -> torch.Tensor:

@@ -52,6 +52,12 @@ aten = torch.ops.aten
 
 METADATA_WRITES = names_of("squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_ detach_")
 """in-place operations that change the tensor object and no data: the twin is a view"""
+SCATTERS = (
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+)
+"""operations that write a part of a tensor; their second to fourth arguments name dims"""
 UNDIFFERENTIABLE = (aten.bernoulli.p, aten.normal_functional.default)
 """twins that raise in backward; their derivative is zero, so they get a detached argument"""
 
@@ -355,7 +361,24 @@ class _Functional:
                 f"writes to the result of `{view.target}`, a view that Whale cannot write back "
                 f"({user_line(view)})",
             )
+        if old.meta["val"].is_complex() and call[0] in SCATTERS:
+            return self.fit(self.scattered_complex(*call, like=node), parent.meta["val"], node)
         return self.fit(self.add(*call, like=node), parent.meta["val"], node)
+
+    def scattered_complex(self, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+        """A scatter of complex values, which torch cannot differentiate, on pairs of real ones:
+        these have one dim more, the last.
+        """
+        rank = args[0].meta["val"].ndim
+        real = []
+        for part in args[:2]:
+            plain = self.add(aten.resolve_conj.default, (part,), like=like)
+            real.append(self.add(aten.view_as_real.default, (plain,), like=like))
+        places = list(args[2:])
+        for place in (1, 2) if target is aten.diagonal_scatter.default else (0,):
+            places[place] %= rank
+        pairs = self.add(target, (*real, *places), like=like)
+        return self.add(aten.view_as_complex.default, (pairs,), like=like)
 
     # --- new nodes
 

@@ -31,6 +31,8 @@ class BatchTensor:
     dtype: torch.dtype
     batched: bool
     """dim 0 is the batch; otherwise every device gets the whole tensor"""
+    lengths: tuple[tuple[int, str], ...] = ()
+    """(dim, name) of dims that vary between batches; dims of one name have one size in a batch"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,18 @@ class StateTensor:
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
+@dataclass(frozen=True)
+class Length:
+    """A size that varies between batches and is a symbol of the graph: a sequence length, say."""
+
+    name: str
+    symbol: sympy.Symbol
+    places: tuple[tuple[int, int], ...]
+    """(tensor of the batch, dim) that have this size"""
+    size: int
+    """in the sample batch"""
+
+
 @dataclass
 class CapturedGraph:
     """What `capture` gives: see docs/internals.md section 1 for the conventions of `graph`."""
@@ -63,6 +77,8 @@ class CapturedGraph:
     batch_symbol: sympy.Symbol
     batch_size: int
     """number of samples of the sample batch, the hint behind `batch_symbol`"""
+    lengths: tuple[Length, ...] = ()
+    """further symbols; empty: the graph is for one length"""
     buffer_updates: dict[str, Node] = field(default_factory=dict)
     """buffer name -> node that holds its value after one forward"""
     notes: list[str] = field(default_factory=list)
@@ -81,6 +97,11 @@ class CapturedGraph:
     def placeholders(self) -> list[Node]:
         """The tensors of the batch, then the values of the whole mini-batch (`whole_0`, ...)."""
         return self.graph.find_nodes(op="placeholder")  # type: ignore[return-value]
+
+    @property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """What sizes are made of: the number of samples, and lengths."""
+        return frozenset([self.batch_symbol, *(length.symbol for length in self.lengths)])
 
     @property
     def batched_input(self) -> Node:

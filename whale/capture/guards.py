@@ -12,7 +12,7 @@ which becomes a recompute request.
 
 How the calls are seen: `gelu = GeLUFunction.apply` and `from torch.utils.checkpoint import
 checkpoint` bind the function long before Whale runs, so replacing an attribute would come too late.
-Instead the *code* of the function is swapped while the watch is on (`_code_swapped`): whoever holds
+Instead the *code* of the function is swapped while the watch is on (`code_swapped`): whoever holds
 the function, and under whatever name, calls ours.
 """
 
@@ -22,7 +22,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -33,6 +33,7 @@ from torch.fx.traceback import annotate
 from torch.utils import checkpoint as torch_checkpoint
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
+from whale.capture.functions import CannotBecomeOperation, is_own_gradient, operation_of
 from whale.compat import backward_hooks_of_all_modules, backward_hooks_of_module, hooks_of_tensor
 from whale.names import names_of
 
@@ -190,7 +191,7 @@ class _WithClassCell:
 
 
 @contextmanager
-def _code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
+def code_swapped(function: Any, handler: Callable[..., Any]) -> Iterator[None]:
     """While on, every call of `function` by this thread calls `handler(original, *args)`, also
     through names that were bound before. Calls by other threads are no part of the capture.
     """
@@ -239,6 +240,10 @@ class _Watch:
         elif cls.__module__ == "torch._library.autograd":
             pass  # the backward of a `torch.library.custom_op`, which the exported graph keeps
         elif torch.is_grad_enabled() or not self.grad_enabled:
+            if not kwargs and not is_own_gradient(original, cls, args):
+                # an operation with the backward that the user wrote
+                with suppress(CannotBecomeOperation):
+                    return operation_of(cls, args)(*args)
             self.findings.add(FUNCTION, where.removeprefix("__main__."), calling_place(self.names))
         return original(cls, *args, **kwargs)
 
@@ -365,6 +370,6 @@ def watch(model: nn.Module) -> Iterator[Findings]:
     ]
     with ExitStack() as stack:
         for function, handler in swapped:
-            stack.enter_context(_code_swapped(function, handler))
+            stack.enter_context(code_swapped(function, handler))
         yield findings
     note_hooks(model, findings)

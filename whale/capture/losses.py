@@ -326,7 +326,20 @@ class _Rewriter:
             summed = insert_call(after, aten.sum.dim_IntList, operands, like=leaf)
         row = math.prod(shape[dim] for dim in reduced if isinstance(shape[dim], int))
         share = insert_call(after, aten.div.Tensor, (summed, rows), like=leaf)
-        return insert_call(after, aten.div.Tensor, (share, row), like=leaf), rows
+        share = insert_call(after, aten.div.Tensor, (share, row), like=leaf)
+        for dim in reduced:
+            size = self._length_node(args["input"], dim, after)
+            if size is not None:
+                share = insert_call(after, aten.div.Tensor, (share, size), like=leaf)
+        return share, rows
+
+    def _length_node(self, tensor: Node, dim: int, before: Node) -> Node | None:
+        """A node for the size of a dim that is a length; None for any other dim."""
+        size = tensor.meta["val"].shape[dim]
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else frozenset()
+        if not symbols or symbols & self.flow.symbols:
+            return None
+        return insert_call(before, aten.sym_size.int, (tensor, dim), like=before, value=size)
 
     def _with_sum(self, leaf: Node, args: dict[str, Any], after: Node) -> Node:
         summing = tuple((args | {"reduction": SUM}).values())

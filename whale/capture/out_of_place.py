@@ -96,7 +96,8 @@ def view_inverse(
         return aten.slice_scatter.default, (parent, value, *given("dim", "start", "end", "step"))
     if name == "narrow":
         dim, start, length = given("dim", "start", "length")
-        if isinstance(start, int) and isinstance(length, int):
+        known = all(isinstance(each, int) for each in (start, length, before.shape[dim]))
+        if known:
             start = start + before.shape[dim] if start < 0 else start
             return aten.slice_scatter.default, (parent, value, dim, start, start + length)
     if name == "diagonal":

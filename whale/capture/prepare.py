@@ -4,13 +4,17 @@ can be planned.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
+import sympy
 from torch.fx import Node
 
 from whale.capture.clean import Capture
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import ValueKind, value_kinds
+from whale.capture.lengths import Conditions, Numbers, conditions_of, copy_graph
 from whale.capture.losses import (
     LossPlan,
     NotAdditive,
@@ -47,6 +51,8 @@ class CapturedModel:
     """output nodes whose values for the parts of the mini-batch add up to the output"""
     warnings: tuple[str, ...] = ()
     """about outputs, shown when outputs are asked for"""
+    conditions: Conditions | None = None
+    """which lengths and sizes of the mini-batch the graph holds for; None: looked at elsewhere"""
 
     @property
     def captured(self) -> CapturedGraph:
@@ -61,8 +67,77 @@ class CapturedModel:
         """Tensors of the model's output that are made of samples or weights, each once."""
         return list(dict.fromkeys(node for node in self.output_leaves if isinstance(node, Node)))
 
+    def at(self, numbers: Numbers) -> CapturedModel:
+        """The model with these numbers as lengths: what is planned, and what a grid is lowered
+        from. The graph has the same operations in the same order.
+        """
+        changed = self._copied(*copy_graph(self.captured, numbers))
+        return replace(changed, conditions=None)
+
+    def in_canonical_order(self) -> CapturedModel:
+        """The same graph with its operations in an order that depends on nothing but what they
+        compute: each result depth first. Two traces of one model whose code goes through a `set`
+        become equal.
+        """
+        captured = self.captured
+        whole = [node for node in captured.placeholders if node.meta.get("whole")]
+        texts = sorted(whole, key=lambda node: str(node.meta["whole_text"]))
+        fixed = [node for node in captured.placeholders if not node.meta.get("whole")] + texts
+        states = captured.graph.find_nodes(op="get_attr")
+        fixed += sorted(states, key=lambda node: str(node.target))
+        updates = [node for _, node in sorted(captured.buffer_updates.items())]
+        order = depth_first([*captured.results, *updates], fixed)
+        changed = self._copied(*copy_graph(captured, {}, [*order, captured.output]))
+        if self.loss.whole_graph is not None and texts != whole:
+            module = deepcopy(self.loss.whole_graph)
+            output = module.graph.output_node()
+            values = output.args[0]
+            output.args = (tuple(values[whole.index(node)] for node in texts),)  # type: ignore[index]
+            module.recompile()
+            changed = replace(changed, loss=replace(changed.loss, whole_graph=module))
+        return changed
+
+    def _copied(self, captured: CapturedGraph, copies: dict[Node, Node]) -> CapturedModel:
+        """The model around a copy of its graph."""
+        leaves: list[Node | str] = []
+        for leaf in self.output_leaves:
+            leaves.append(copies[leaf] if isinstance(leaf, Node) else leaf)
+        reductions = tuple(copies[node] for node in self.loss.reductions)
+        return replace(
+            self,
+            capture=replace(self.capture, captured=captured),
+            kinds={copies[node]: kind for node, kind in self.kinds.items() if node in copies},
+            loss=replace(self.loss, reductions=reductions),
+            output_leaves=leaves,
+            summed_outputs=frozenset(copies[node] for node in self.summed_outputs),
+        )
+
+    def longest(self, declared: Mapping[str, int]) -> dict[sympy.Symbol, int]:
+        """The lengths to plan for: the longest that the user declared, by name, else those of the
+        sample batch.
+        """
+        return {
+            length.symbol: declared.get(length.name, length.size)
+            for length in self.captured.lengths
+        }
+
     def term_texts(self) -> tuple[str, ...]:
         return tuple(" / ".join(_words(term)) for term in self.loss.terms)
+
+
+def depth_first(roots: Sequence[Node], fixed: Sequence[Node]) -> list[Node]:
+    """`fixed` nodes, then all that the roots need, each behind its operands in their order."""
+    order = dict.fromkeys(fixed)
+    waiting = list(reversed(roots))
+    while waiting:
+        node = waiting[-1]
+        missing = [each for each in node.all_input_nodes if each not in order]
+        if missing:
+            waiting.extend(reversed(missing))
+            continue
+        order[node] = None
+        waiting.pop()
+    return list(order)
 
 
 def _words(term: TermInfo) -> list[str]:
@@ -73,7 +148,7 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
     """Takes the loss apart, in the way that the number of micro-batches allows."""
     captured = capture.captured
     # sizes first: read from the batch, they are known on every stage and tie nothing to a tensor
-    normalise_sizes(captured.graph, captured.batch_symbol, captured.batched_input)
+    normalise_sizes(captured)
     kinds = value_kinds(captured)
     flow = SampleFlow(captured, kinds)
     _mark_rows_out_of_order(flow)
@@ -109,6 +184,8 @@ def prepare(capture: Capture, num_micro_batch: int, loss_per_micro_batch: bool) 
         leaves,
         frozenset(outputs.summed),
         outputs.warnings,
+        # last: taking the loss apart may ask more of sizes than the forward did
+        conditions_of(captured),
     )
 
 

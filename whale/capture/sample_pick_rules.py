@@ -16,7 +16,6 @@ from whale.capture.sample_states import (
     Position,
     Shared,
     State,
-    expression,
     rank_of,
     rule,
 )
@@ -74,7 +73,7 @@ def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
     position = _position(flow, index)
     if position is None or not isinstance(state, PerSample) or state.outer != 1:
         return False
-    inner = expression(source.meta["val"].shape[state.dim]) / flow.symbol  # rows of one sample
+    inner = flow.size(source.meta["val"].shape[state.dim]) / flow.symbol  # rows of one sample
     begins_inside = position.stride == inner and 0 <= position.low < inner
     return begins_inside and (inner > 1 or not position.moved)
 
@@ -151,7 +150,7 @@ def _picked_rows(flow: SampleFlow, node: Node, mask: Node) -> State:
     equal = next((other for other in flow.masks if same_value(other, mask)), None)
     if equal is None:
         flow.masks.append(mask)
-    flow.symbols |= expression(node.meta["val"].shape[0]).free_symbols
+    flow.symbols |= flow.size(node.meta["val"].shape[0]).free_symbols
     return PerSample(0, Irregular(mask=equal or mask))
 
 

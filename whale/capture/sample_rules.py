@@ -25,7 +25,6 @@ from whale.capture.sample_states import (
     Shared,
     State,
     Summed,
-    expression,
     rank_of,
     rule,
     whole_number,
@@ -97,7 +96,7 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
             outer = state.outer
         else:
             outer = Fraction(state.outer, _runs(dims, letter, place))
-        rows = expression(source.meta["val"].shape[state.dim])
+        rows = flow.size(source.meta["val"].shape[state.dim])
         found.append(_Samples(letter, outer, rows, state.position))
     if not found:
         return flow.by_shape(node, 1)
@@ -154,7 +153,7 @@ def _results(
             is_sum = letter in dims.sums and not dims.added
             return flow.reduction(node, "sum") if is_sum else None
         dim = names.index(letter)
-        outer = _outer_of_result(flow, dims, samples, place, expression(part.shape[dim]))
+        outer = _outer_of_result(flow, dims, samples, place, flow.size(part.shape[dim]))
         if outer is None:
             return None
         states.append(PerSample(dim, outer, samples.position))
@@ -337,16 +336,24 @@ def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     state = flow.aligned(node, node.all_input_nodes[:1], rank_of(node))
     repeats = list(args.get("repeats", args.get("dims", ())))
     repeats = [1] * (rank_of(node) - len(repeats)) + repeats
-    if not isinstance(state, PerSample) or not isinstance(repeats[state.dim], int):
+    times = whole_number(flow.size(repeats[state.dim])) if isinstance(state, PerSample) else None
+    if not isinstance(state, PerSample) or times is None:
         return Mixed(
             node,
             f"`{op_name(node)}` repeats the samples a number of times that depends on the batch",
         )
-    if repeats[state.dim] == 1:
+    if times == 1:
         return state
     if isinstance(state.outer, Irregular):
         return Mixed(node, f"`{op_name(node)}` repeats rows that are not ordered by sample")
-    return PerSample(state.dim, state.outer * repeats[state.dim], state.position)
+    return PerSample(state.dim, state.outer * times, state.position)
+
+
+def _is_length(flow: SampleFlow, value: Any) -> bool:
+    """Whether a value is a Python number that depends on lengths only, not on the samples."""
+    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), int | torch.SymInt):
+        return False
+    return whole_number(flow.size(value)) is not None
 
 
 @rule("repeat_interleave")
@@ -360,10 +367,12 @@ def repeat_interleave_state(
         if not dims:
             return SHARED
         # every row is repeated once for each sample: the samples lie inside the rows
-        rows = whole_number(expression(node.meta["val"].shape[dims[0]]) / flow.symbol)
+        rows = whole_number(flow.size(node.meta["val"].shape[dims[0]]) / flow.symbol)
         return PerSample(dims[0], rows) if rows else SHARED
     is_irregular = not isinstance(state, PerSample) or isinstance(state.outer, Irregular)
-    if is_irregular or not isinstance(args.get("repeats"), int):
+    repeats = args.get("repeats")
+    is_number = isinstance(repeats, int) or _is_length(flow, repeats)
+    if is_irregular or not is_number:
         return Mixed(
             node, "`repeat_interleave` repeats samples a number of times that depends on the data"
         )
@@ -392,7 +401,7 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     assert isinstance(state, PerSample)
     if int(args.get("dim", 0)) % rank_of(source) != state.dim:
         return flow.by_shape(node, state.outer, state.position)
-    size = expression(source.meta["val"].shape[state.dim])
+    size = flow.size(source.meta["val"].shape[state.dim])
     lost = Mixed(
         node, f"`{op_name(node)}` takes some of the samples by their position in the batch"
     )
@@ -400,17 +409,17 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
         return lost
     value = node.meta["val"]
     results = value if isinstance(value, list | tuple) else [value]
-    if len(results) == 1 and expression(results[0].shape[state.dim]) == size:
+    if len(results) == 1 and flow.size(results[0].shape[state.dim]) == size:
         return flow.by_shape(node, state.outer, state.position)
     if isinstance(state.outer, Irregular):
         return lost
     block = size / state.outer  # rows of all samples, once
-    start = expression(args.get("start") or 0)
+    start = flow.size(args.get("start") or 0)
     if start != 0 and whole_number(start / block) is None:
         return lost
     states: list[State] = []
     for result in results:
-        outer = whole_number(expression(result.shape[state.dim]) / block)
+        outer = whole_number(flow.size(result.shape[state.dim]) / block)
         if outer is None:
             return lost
         states.append(PerSample(state.dim, outer, state.position))
@@ -437,6 +446,6 @@ def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
         return Mixed(node, "rows that are not samples are added to the batch")
     if isinstance(state.outer, Irregular):
         return Mixed(node, "rows that are not ordered by sample are joined")
-    sizes = tuple(expression(source.meta["val"].shape[state.dim]) for source in sources)
+    sizes = tuple(flow.size(source.meta["val"].shape[state.dim]) for source in sources)
     alike = len(set(sizes)) == 1 and state.outer == 1
     return PerSample(state.dim, len(sources) if alike else Irregular(sizes), state.position)

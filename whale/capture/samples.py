@@ -53,7 +53,7 @@ from whale.capture.sample_states import (
     whole_number,
 )
 from whale.operations.nodes import named_args, op_name
-from whale.operations.operation import ONLY_FIRST, Shapes
+from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
 
 POSITION_READERS = frozenset(
@@ -81,6 +81,10 @@ class SampleFlow:
         self, captured: CapturedGraph, kinds: dict[Node, ValueKind], all_reduce: bool = False
     ) -> None:
         self.symbol = captured.batch_symbol
+        self._lengths = {
+            length.symbol: sympy.Integer(other_prime(str(length.symbol)))
+            for length in captured.lengths
+        }
         self.shapes = Shapes(captured.batch_symbol)
         self.symbols = {captured.batch_symbol}
         """sizes that count rows of samples: the batch, and the rows that masks pick"""
@@ -102,6 +106,13 @@ class SampleFlow:
                 self.states[node] = SHARED
             elif node.op == "call_function":
                 self.states[node] = self._visit(node)
+
+    def size(self, size: Any) -> sympy.Expr:
+        """A size as an expression of the number of samples. Lengths are read at primes: what holds
+        there holds for every length, since no size of a model is a multiple of them by chance.
+        """
+        found = expression(size)
+        return found.xreplace(self._lengths) if self._lengths else found
 
     def dims(self, value: Any) -> list[int]:
         """Dims that hold samples."""
@@ -243,7 +254,7 @@ class SampleFlow:
 
     def _counted(self, node: Node, args: dict[str, Any]) -> Position:
         """Position of the values of `arange(batch x c)`; stride 0 where they count no rows."""
-        rows = whole_number(expression(node.meta["val"].shape[0]) / self.symbol)
+        rows = whole_number(self.size(node.meta["val"].shape[0]) / self.symbol)
         start = args.get("start", 0)
         step = args.get("step", 1)
         known = (

@@ -14,14 +14,16 @@ The order of the clean-up passes is in `capture/clean.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from whale.capture.ops import FINAL_VALUE, gradient_carriers, remove_dead, returned_argument
-from whale.compat import schema
+from whale.compat import pytree, schema
 from whale.operations.nodes import argument, aten_name, written_names
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
@@ -29,11 +31,15 @@ NEED_STRIDES = ("view_as_complex", "as_strided")
 """operations that fail on other strides than those of the eager model"""
 BATCH_SIZES = (2, 3, 5)
 """a mask whose shape depends on the batch is computed for these"""
+LONGEST_TRIAL = 4099
+"""masks of longer texts are not computed to see what they are: one takes 16 MB"""
+NO_LIMIT = 2**31
+"""larger numbers in a mask stand for "to the end" """
 
 
-def simplify(graph: Graph) -> None:
+def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int]) -> None:
     """Removes what costs time and changes nothing from a functional graph: operations that only
-    hand on their input.
+    hand on their input. `lengths`: symbols besides the batch, with their sizes in the sample.
 
     Final values of buffers, which `make_functional` marks, stay as they are though no node of the
     graph uses them.
@@ -62,7 +68,7 @@ def simplify(graph: Graph) -> None:
         node.replace_all_uses_with(equal)
         graph.erase_node(node)
     _relax_views(graph, other_strides)
-    _use_is_causal(graph)
+    _use_is_causal(graph, lengths)
     remove_dead(graph)
 
 
@@ -150,7 +156,7 @@ def _shorten_cat(node: Node) -> Node | None:
 # --- causal masks
 
 
-def _use_is_causal(graph: Graph) -> None:
+def _use_is_causal(graph: Graph, lengths: Mapping[sympy.Symbol, int]) -> None:
     """Replaces causal masks by `is_causal`; all layers of a model mostly share one mask, which is
     then looked at once.
     """
@@ -159,29 +165,52 @@ def _use_is_causal(graph: Graph) -> None:
         if aten_name(node) == "scaled_dot_product_attention":
             mask = argument(node, "attn_mask")
             if mask not in known:
-                known[mask] = _has_causal_mask(node)
+                known[mask] = _has_causal_mask(node, lengths)
             if known[mask]:
                 _replace_mask(node)
 
 
-def _has_causal_mask(attention: Node) -> bool:
+def _has_causal_mask(attention: Node, lengths: Mapping[sympy.Symbol, int]) -> bool:
     """Whether the mask depends on no data and is true up to the diagonal and false above it, the
     same for all samples and heads.
     """
     mask = argument(attention, "attn_mask")
+    if not isinstance(mask, Node) or mask.meta["val"].dtype != torch.bool:
+        return False
+    # as text: a comparison of symbols would fix them
     length = argument(attention, "query").meta["val"].shape[-2]
     num_keys = argument(attention, "key").meta["val"].shape[-2]
-    # a symbolic length is never asked: a comparison would fix it
-    if not isinstance(mask, Node) or not isinstance(length, int) or not isinstance(num_keys, int):
-        return False
-    value = mask.meta["val"]
-    if length != num_keys or value.dtype != torch.bool or value.shape[-2:] != (length, length):
+    shape = mask.meta["val"].shape[-2:]
+    if {str(length)} != {str(size) for size in (num_keys, *shape)} or len(shape) < 2:
         return False
     needed = _made_from_numbers(mask)
     if needed is None:
         return False
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return all(bool((_value(mask, needed, size).cpu() == causal).all()) for size in BATCH_SIZES)
+    for numbers in _trials(needed, lengths):
+        size = _number(length, numbers, 0)
+        if not 0 < size <= LONGEST_TRIAL:
+            return False
+        causal = torch.ones(size, size, dtype=torch.bool).tril()
+        for batch_size in BATCH_SIZES:
+            if not bool((_value(mask, needed, numbers, batch_size).cpu() == causal).all()):
+                return False
+    return True
+
+
+def _trials(
+    needed: set[Node], lengths: Mapping[sympy.Symbol, int]
+) -> list[dict[sympy.Symbol, int]]:
+    """Lengths at which a mask is computed: that of the sample and, where lengths are symbols, a
+    short one and one beyond every number in the mask: a window of 512 tokens is causal up to 512.
+    """
+    if not lengths:
+        return [{}]
+    largest = max(lengths.values())
+    for node in needed:
+        for number in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(number, int) and number < NO_LIMIT:
+                largest = max(largest, abs(number))
+    return [dict(lengths), dict.fromkeys(lengths, 3), dict.fromkeys(lengths, 2 * largest + 1)]
 
 
 def _made_from_numbers(node: Node) -> set[Node] | None:
@@ -204,17 +233,26 @@ def _made_from_numbers(node: Node) -> set[Node] | None:
     return needed
 
 
-def _value(node: Node, needed: set[Node], batch_size: int) -> torch.Tensor:
-    """What the node gives in a batch of this size."""
+def _number(size: Any, numbers: Mapping[sympy.Symbol, int], batch_size: int) -> int:
+    """A size with these lengths and so many samples."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    symbols = {symbol: numbers.get(symbol, batch_size) for symbol in expression.free_symbols}
+    return int(expression.subs(symbols))
+
+
+def _value(
+    node: Node, needed: set[Node], numbers: Mapping[sympy.Symbol, int], batch_size: int
+) -> torch.Tensor:
+    """What the node gives in a batch of this size, with these lengths."""
     values: dict[Node, Any] = {}
     for source in node.graph.nodes:
         if source not in needed:
             continue
         size = source.meta.get("val")
         if isinstance(size, torch.SymInt):
-            expression = size.node.expr
-            symbols = dict.fromkeys(expression.free_symbols, batch_size)
-            values[source] = int(expression.subs(symbols))
+            values[source] = _number(size, numbers, batch_size)
         else:
             args, kwargs = map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = source.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,5 +1,5 @@
-"""Sizes: every integer in the graph becomes a plain expression of the batch size, so that no size
-ever crosses a cut.
+"""Sizes: every integer in the graph becomes a plain expression of the sizes of the batch's tensors,
+so that no size ever crosses a cut.
 
 `aten.sym_size.int(hidden, 0)` would tie the reader to the stage that has `hidden`;
 `sym_size(input_ids, 0)` is known everywhere.
@@ -8,6 +8,7 @@ ever crosses a cut.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -18,57 +19,90 @@ from whale.capture.graph import CapturedGraph, user_line
 from whale.operations.nodes import op_name
 
 
-def normalise_sizes(graph: Graph, batch_symbol: sympy.Symbol, batched_input: Node) -> None:
-    """Rewrites every integer node as arithmetic on dim 0 of `batched_input`; leaves data-dependent
-    sizes alone.
+def normalise_sizes(captured: CapturedGraph) -> None:
+    """Rewrites every integer node as arithmetic on sizes of the batch's tensors: the number of
+    samples, and lengths. Leaves data-dependent sizes alone.
     """
-    with graph.inserting_after(batched_input):
-        base = graph.call_function(torch.ops.aten.sym_size.int, (batched_input, 0))
-    base.meta["val"] = batched_input.meta["val"].shape[0]
-    known: dict[sympy.Expr, Node | int] = {batch_symbol: base}
+    graph = captured.graph
+    placeholders = captured.placeholders
+    bases = {captured.batch_symbol: _size_node(captured.batched_input, 0)}
+    for length in captured.lengths:
+        tensor, dim = length.places[0]
+        bases[length.symbol] = _size_node(placeholders[tensor], dim)
+    known: dict[sympy.Expr, Node | int] = dict(bases)
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if (
-            node is base
+            node in bases.values()
             or node.op != "call_function"
             or not isinstance(value, (int, torch.SymInt))
             or isinstance(value, bool)
         ):
             continue
         expression = sympy.Integer(value) if isinstance(value, int) else value.node.expr
-        if expression.free_symbols - {batch_symbol}:
+        if expression.free_symbols - bases.keys():
             continue
         if expression not in known:
             with graph.inserting_before(node):
-                replacement = _build(graph, expression, base, node)
+                replacement = build_size(graph, expression, bases, node)
             if replacement is None:
                 continue
             known[expression] = replacement
         node.replace_all_uses_with(known[expression])  # type: ignore[arg-type]
         graph.erase_node(node)
-    if not base.users:
-        graph.erase_node(base)
+    for base in bases.values():
+        if not base.users:
+            graph.erase_node(base)
 
 
-def _build(graph: Graph, expression: sympy.Expr, base: Node, like: Node) -> Node | int | None:
+def _size_node(tensor: Node, dim: int) -> Node:
+    """A node for the size of a tensor of the batch, behind all of these."""
+    graph = tensor.graph
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+    node.meta["val"] = tensor.meta["val"].shape[dim]
+    return node
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Pow": operator.pow,
+}
+"""by the name of the sympy function: torch has classes of its own for some, which are private"""
+
+
+def build_size(
+    graph: Graph, expression: sympy.Expr, bases: Mapping[sympy.Symbol, Node], like: Node
+) -> Node | int | None:
     """Nodes that compute the expression, or None for forms that do not occur in practice (the old
     node stays then).
     """
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
-        return base
-    functions: dict[Any, Any] = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-    function = functions.get(expression.func)
-    if function is None:
+        return bases[expression]
+    function = _FUNCTIONS.get(expression.func.__name__)
+    is_power = expression.func is sympy.Pow
+    if function is None or (is_power and not expression.args[1].is_positive):
         return None
-    parts = [_build(graph, part, base, like) for part in expression.args]
+    parts = [build_size(graph, part, bases, like) for part in expression.args]
     result = parts[0]
     for part in parts[1:]:
         if result is None or part is None:
             return None
+        numbers = [
+            each.meta.get("val") if isinstance(each, Node) else each for each in (result, part)
+        ]
         result = graph.call_function(function, (result, part))
-        result.meta["val"] = like.meta["val"]
+        if None not in numbers:
+            result.meta["val"] = function(*numbers)
         result.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
     return result
 
@@ -101,8 +135,7 @@ def refuse_unknown_sizes(captured: CapturedGraph) -> None:
         for value in values if isinstance(values, (tuple, list)) else (values,):
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             if any(
-                isinstance(size, torch.SymInt)
-                and size.node.expr.free_symbols - {captured.batch_symbol}
+                isinstance(size, torch.SymInt) and size.node.expr.free_symbols - captured.symbols
                 for size in sizes
             ):
                 name = op_name(node).strip("_0123456789")

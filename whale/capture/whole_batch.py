@@ -10,12 +10,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.sample_states import Irregular, PerSample, Size, expression
 from whale.capture.samples import SampleFlow
+from whale.capture.sizes import build_size
 from whale.operations.nodes import op_name
 
 aten = torch.ops.aten
@@ -159,12 +161,26 @@ class WholeBatch:
             return self._attribute(str(node.target))
         if not _is_size(node):
             return self._graph.node_copy(node, self._copies.__getitem__)
-        times = expression(node) / self.captured.batch_symbol
-        if not times.is_Integer:
+        size = expression(node)
+        if size.free_symbols - self.captured.symbols:
             return self._number_of_rows(node)
-        return (
-            self._samples() if times == 1 else self._call(operator.mul, self._samples(), int(times))
-        )
+        found = build_size(self._graph, size, self._bases(), node)
+        if found is None:
+            raise ValueError(
+                f"the size {size} ({user_line(node)}) is no plain arithmetic on the sizes of the "
+                "batch's tensors, so it is not known for the whole mini-batch"
+            )
+        return found if isinstance(found, Node) else self._call(int, found)
+
+    def _bases(self) -> dict[sympy.Symbol, Node]:
+        """The number of samples and the lengths of the whole mini-batch."""
+        bases = {self.captured.batch_symbol: self._samples()}
+        placeholders = self.captured.placeholders
+        for length in self.captured.lengths:
+            tensor, dim = length.places[0]
+            source = self._copies[placeholders[tensor]]
+            bases[length.symbol] = self._call(aten.sym_size.int, source, dim)
+        return bases
 
     def _attribute(self, name: str) -> Node:
         attribute = name.replace(".", "_")

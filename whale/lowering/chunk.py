@@ -5,21 +5,23 @@ stages, its part of the loss.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import CapturedGraph, Recomputed, cut_region
+from whale.capture.lengths import Numbers
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast
 from whale.lowering.blocks import BlockWeights, Readers, Use, from_weights_alone, readers_of
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup, sum_over_subgroup
-from whale.operations.sizes import shape_at, size_at
+from whale.operations.sizes import Size, shape_at, size_at
 from whale.operations.table import is_random
 from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions
@@ -39,9 +41,17 @@ class Value:
     dtype: torch.dtype
     batch_dim: int | None
     gradient: bool
-    shape: Any
-    """with the batch symbol"""
-    symbol: Any
+    shape: tuple[Size, ...]
+    """with the batch symbol, and those of lengths until `at` puts numbers there"""
+    symbol: sympy.Symbol
+
+    def at(self, numbers: Numbers) -> Value:
+        """The value in a batch of these lengths."""
+        known = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+        shape: list[Size] = []
+        for size in self.shape:
+            shape.append(size.node.expr.xreplace(known) if isinstance(size, torch.SymInt) else size)
+        return replace(self, shape=tuple(shape))
 
     def shape_for(self, num_samples: int) -> tuple[int, ...]:
         return shape_at(self.shape, self.symbol, num_samples)
@@ -78,6 +88,16 @@ class Chunk:
     """runs together with the other devices of a grid, and has a module of its own for each number
     of samples
     """
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
+    """what the runtime made of its modules, for all executors"""
+
+    def at(self, numbers: Numbers) -> Chunk:
+        """The chunk for batches of these lengths: the same modules, other shapes of messages."""
+        return replace(
+            self,
+            received=tuple(value.at(numbers) for value in self.received),
+            sent=tuple(value.at(numbers) for value in self.sent),
+        )
 
 
 @dataclass(frozen=True)

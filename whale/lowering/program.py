@@ -5,7 +5,7 @@ number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch.fx import Node
 from whale import scheduling
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import ValueKind
+from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.lowering.blocks import BlockWeights
@@ -27,7 +28,7 @@ from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import argument, aten_name, op_name
 from whale.operations.table import CASTS, FREE
-from whale.planning.planner import Assignment, fingerprint
+from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
@@ -74,6 +75,11 @@ class TemplateGraph:
     """of these replicas"""
     assignment: Assignment
     values: dict[Node, Value]
+
+    def at(self, numbers: Numbers) -> TemplateGraph:
+        """The same for batches of these lengths."""
+        values = {node: value.at(numbers) for node, value in self.values.items()}
+        return replace(self, values=values)
 
     @property
     def edges(self) -> set[tuple[int, int]]:
@@ -131,6 +137,23 @@ class Lowered:
     ranks: Ranks
     graphs: tuple[TemplateGraph, ...]
     """the graph in the replicas of every template"""
+    numbers: Numbers = field(default_factory=dict)
+    """the lengths that shapes of messages are for"""
+
+    def at(self, numbers: Numbers) -> Lowered:
+        """The same for batches of these lengths: the graphs compute sizes from the batch, only
+        messages need them beforehand.
+        """
+        changed = replace(
+            self,
+            chunks={stage: chunk.at(numbers) for stage, chunk in self.chunks.items()},
+            values={node: value.at(numbers) for node, value in self.values.items()},
+            graphs=tuple(graph.at(numbers) for graph in self.graphs),
+            numbers=numbers,
+        )
+        for name in ("first_use", "trained", "lending", "inputs"):  # no size is in these
+            changed.__dict__[name] = getattr(self, name)
+        return changed
 
     @property
     def own_graph(self) -> TemplateGraph:
@@ -294,9 +317,12 @@ def lower(
     weights: Mapping[str, Tensor],
     ranks: Ranks,
     groups: StageGroups,
+    is_planned: bool,
     blocks: BlockWeights | None = None,
 ) -> Lowered:
-    """Builds the chunks of this rank. `blocks`: weights that are not always here."""
+    """Builds the chunks of this rank. `is_planned`: the plan was made for this very graph.
+    `blocks`: weights that are not always here.
+    """
     graphs = []
     for view in job_plan.by_template:
         assignment = assign(view, prepared.captured, prepared.kinds)
@@ -310,7 +336,6 @@ def lower(
     outputs: dict[int, list[Node]] = {}
     for node in prepared.outputs:
         outputs.setdefault(assignment.result_stage[node], []).append(node)
-    is_planned = fingerprint(prepared.captured) == plan.model
     generators = ranks.generators  # on every rank, whether or not it has a grid
     chunks = {}
     for stage in plan.stages_of_rank(ranks.rank):

@@ -56,12 +56,15 @@ class Shapes:
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
 def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, num_samples: int) -> int:
-    others = {other: _other_prime(str(other)) for other in expression.free_symbols - {symbol}}
+    others = {other: other_prime(str(other)) for other in expression.free_symbols - {symbol}}
     return int(expression.subs({symbol: num_samples, **others}))
 
 
-def _other_prime(name: str) -> int:
-    """A stand-in for a size that depends on data: some large prime, the same at every call."""
+@lru_cache(maxsize=1024)
+def other_prime(name: str) -> int:
+    """A stand-in for a length, or a size that depends on data: some large prime, the same at every
+    call.
+    """
     spread = sum(ord(letter) * 31**place for place, letter in enumerate(name)) % 1_000_000
     return int(sympy.nextprime(2_000_003 + spread))
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import sympy
 import torch
 
+Size: TypeAlias = "int | torch.SymInt | sympy.Expr"
+"""a number, or an expression of symbols"""
 
-def shape_at(
-    shape: Sequence[int | torch.SymInt], symbol: sympy.Symbol, num_samples: int
-) -> tuple[int, ...]:
+
+def shape_at(shape: Sequence[Size], symbol: sympy.Symbol, num_samples: int) -> tuple[int, ...]:
     """The shape with the batch symbol replaced by a number."""
     return tuple(size_at(size, symbol, num_samples) for size in shape)
 
 
-def size_at(size: int | torch.SymInt, symbol: sympy.Symbol, num_samples: int) -> int:
+def size_at(size: Size, symbol: sympy.Symbol, num_samples: int) -> int:
     """One size with the batch symbol replaced by a number."""
     if isinstance(size, int):
         return size
-    expression = size.node.expr
+    expression = size.node.expr if isinstance(size, torch.SymInt) else size
     return num_samples if expression == symbol else _evaluate(expression, symbol, num_samples)
 
 

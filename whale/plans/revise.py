@@ -14,6 +14,7 @@ from typing import Any
 from whale.plans.plan import (
     WHOLE,
     Boxes,
+    Decision,
     Holding,
     Plan,
     PlannedDevice,
@@ -133,3 +134,29 @@ def boxes_of(template: ReplicaTemplate, device: int, stored: StoredLayout) -> Bo
     assert grid is not None, f"VirtualDevice {device} has no grid, but a stage on it is sharded"
     layout = stored.layout()
     return Boxes(layout.shape, layout.held_ranges(grid))
+
+
+def plan_for_longer(plan: Plan, made: Plan, lengths: str) -> Plan | None:
+    """The plan with the samples, times and memory of one that was made for longer batches; None
+    where that one would place weights or ranks elsewhere, or recompute other operations.
+    """
+    if len(plan.templates) > 1 or len(made.templates) > 1:
+        return None
+    mine = plan.templates[0]
+    other = made.templates[0]
+    if (mine.tensors, mine.boxes, mine.grids) != (other.tensors, other.boxes, other.grids):
+        return None
+    if [replica.ranks for replica in plan.replicas] != [each.ranks for each in made.replicas]:
+        return None
+    regions = [(stage.virtual_device, stage.num_recomputed) for stage in mine.stages]
+    if regions != [(stage.virtual_device, stage.num_recomputed) for stage in other.stages]:
+        return None
+    why = "a batch was longer than all before"
+    return replace(
+        plan,
+        devices=made.devices,
+        device_of_rank=made.device_of_rank,
+        shares=made.shares,
+        replicas=made.replicas,
+        decisions=(*plan.decisions, Decision("planned for", lengths, why)),
+    )

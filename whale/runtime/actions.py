@@ -175,7 +175,8 @@ class Forward:
             if state.gradients is not None:
                 roots.append(get_gradient_edge(result) if result.requires_grad else None)
         if chunk.num_outputs:
-            outcome.outputs[self.visit] = results[self.num_sent : self.num_results]
+            outputs = results[self.num_sent : self.num_results]
+            outcome.outputs[self.visit] = tuple(output.detach() for output in outputs)
         if chunk.has_loss:
             loss = results[self.num_results]
             outcome.loss += loss.detach()

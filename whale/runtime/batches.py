@@ -65,17 +65,28 @@ class Batches:
         return AheadBatch(batch, lowered, copied, num_rebalanced)
 
     def for_training(
-        self, batch: Any, step: int, loss_scale: float | Tensor, num_rebalanced: int
+        self,
+        batch: Any,
+        step: int,
+        loss_scale: float | Tensor,
+        num_rebalanced: int,
+        outputs: bool = False,
     ) -> tuple[Lowered, StepInput, int]:
         """The graph for this batch, what this rank runs it on, and the samples of the mini-batch.
 
-        `num_rebalanced`: how often samples were shared again so far.
+        `num_rebalanced`: how often samples were shared again so far. `outputs`: the graph gives the
+        outputs of the model as well.
         """
         ahead = None
         if isinstance(batch, AheadBatch):
             ahead = batch if batch.num_rebalanced == num_rebalanced else None
             batch = batch.batch
         if isinstance(batch, ShardedBatch):
+            if outputs:
+                raise ValueError(
+                    "engine.step(outputs=True) takes whole batches; those of engine.loader hold "
+                    "only this rank's samples: use a DataLoader"
+                )
             lowered = self._shapes.first
             self._compare(batch.digest, step)
             self._note(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
@@ -90,7 +101,7 @@ class Batches:
         self._compare(digest(tensors, layout.paths) if self._compares(step) else b"", step)
         self._note(layout)
         check_agrees(layout, self._job.sample)
-        lowered = self._shapes.training(layout, tensors)
+        lowered = self._shapes.training(layout, tensors, outputs)
         if ahead is not None and ahead.lowered is not lowered:
             ahead = None
         samples = self.own_samples(lowered, layout.batch_size)

@@ -136,12 +136,15 @@ class Engine:
 
     # ---- training
 
-    def step(self, batch: Any) -> StepResult:
+    def step(self, batch: Any, outputs: bool = False) -> StepResult:
         """Forward, backward, all-reduce of gradients and update for one mini-batch: the whole one
         on every rank, or one of `engine.loader`.
+
+        With `outputs` the result also holds what the model returned, on every rank: a state that
+        the next batch goes on with, say. These are copied to all ranks in every step.
         """
         with reporting(self._job.ranks.watch, f"step {self.step_count}"), self._at_failed_step():
-            return self._step(batch)
+            return self._step(batch, outputs)
 
     def _settle(self) -> None:
         """On an accelerator: looks at what became of the last step, and raises what is wrong."""
@@ -157,11 +160,11 @@ class Engine:
             self.step_count = error.step
             raise
 
-    def _step(self, batch: Any) -> StepResult:
+    def _step(self, batch: Any, outputs: bool) -> StepResult:
         self._need_optimizer("engine.step")
         self._parts.refuse_unfinished()
         now = self._job.ranks.device.event
-        done = self._run(batch, self.step_count, updates_by_stage=True)
+        done = self._run(batch, self.step_count, updates_by_stage=True, outputs=outputs)
         totals = self._totals(done.outcome.loss, done)
         updating = now()
         update = self._updater.apply(
@@ -170,7 +173,16 @@ class Engine:
             self.step_count,
             lambda: done.lowered.num_empty(done.given.tensors),
         )
-        return self._end_step(done, totals, update, updating)
+        result = self._end_step(done, totals, update, updating)
+        return replace(result, outputs=self._outputs(done, totals)) if outputs else result
+
+    def _outputs(self, done: BatchPass, totals: Totals) -> Any:
+        """What the model returned in a step, on every rank."""
+        for warning in done.lowered.prepared.warnings:
+            self._warn_once(f"engine.step: {warning}")
+        ranks = self._job.ranks
+        program = done.executor.program
+        return ranks.from_first(gather_outputs(done.lowered, done.outcome, program, totals, ranks))
 
     def _need_optimizer(self, caller: str) -> None:
         if not self._updater.is_given and self._held:
@@ -179,9 +191,11 @@ class Engine:
                 "torch.optim.AdamW(params, ...) to wh.parallelize"
             )
 
-    def _run(self, batch: Any, draw: int, updates_by_stage: bool) -> BatchPass:
+    def _run(
+        self, batch: Any, draw: int, updates_by_stage: bool, outputs: bool = False
+    ) -> BatchPass:
         """Forward, backward and all-reduce of gradients of one batch. `draw`: what random numbers
-        are drawn from.
+        are drawn from. `outputs`: what the model returns is held as well.
         """
         # the graph names no device index: it means the current one
         self._job.ranks.device.select()
@@ -193,8 +207,9 @@ class Engine:
         loss_scale = self._updater.loss_scale
         scale = loss_scale.scale if loss_scale is not None else 1.0
         lowered, given, batch_size = self._batches.for_training(
-            batch, self.step_count, scale, self.num_rebalanced
+            batch, self.step_count, scale, self.num_rebalanced, outputs
         )
+        self.plan = self._job.plan  # a longer batch than planned for was planned anew
         if draw != given.step:
             given = replace(given, step=draw)
         whole_or_own = batch.batch if isinstance(batch, AheadBatch) else batch
@@ -571,6 +586,13 @@ class Engine:
         )
 
     # ---- looking at a run
+
+    @property
+    def num_captures(self) -> int:
+        """How often the model was captured for training: once, and again for batches that no graph
+        was for.
+        """
+        return self._shapes.num_captures
 
     def executors(self) -> list[Executor]:
         """What runs the steps, one for each shape and size of batch seen so far: for tools that

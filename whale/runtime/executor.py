@@ -114,32 +114,20 @@ class Executor:
             for action in program.actions
             if action.kind is Kind.INPUT
         }
-        deferred = {stage: Deferred() for stage, _ in split}
+        deferred: dict[int, Deferred] = {}
         last = {
             action.stage: action
             for action in program.actions
             if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
         }
         sends: dict[Action, Send] = {}
-        functions: dict[tuple[int, bool, int], Callable[..., tuple[Tensor, ...]]] = {}
         prepared: list[PreparedAction] = []
         num_actions = sum(action.kind is not Kind.UPDATE for action in program.actions)
         for action, freed in zip(program.actions, self.slots.freed, strict=True):
             if action.kind is Kind.FORWARD:
                 is_split = (action.stage, action.micro_batch) in split
-                chunk = program.chunks[action.stage]
-                (start, stop) = program.samples[action.micro_batch]
-                key = (action.stage, is_split, stop - start if chunk.is_sharded else 0)
-                if key not in functions:
-                    name = (
-                        f"stage {action.stage}"
-                        + ", split backward" * is_split
-                        + f", {stop - start} samples" * chunk.is_sharded
-                    )
-                    own = deferred[action.stage] if is_split else None
-                    module = chunk.module_for(stop - start)
-                    functions[key] = compile_chunk(module, name, own, self.with_torch_compile)
-                run = Forward(program, action, self.slots, functions[key]).run
+                function, deferred[action.stage] = self._function(action, is_split)
+                run = Forward(program, action, self.slots, function).run
             elif action.kind is Kind.BACKWARD:
                 run = Backward(program, action, self.slots, last[action.stage] is action).run
             elif action.kind is Kind.INPUT:
@@ -165,6 +153,29 @@ class Executor:
                 )
             )
         return prepared
+
+    def _function(
+        self, action: Action, is_split: bool
+    ) -> tuple[Callable[..., tuple[Tensor, ...]], Deferred]:
+        """What runs the chunk of an action, and where its split backward puts weight products.
+        Executors for other batches share both: one runs at a time.
+        """
+        chunk = self.program.chunks[action.stage]
+        start, stop = self.program.samples[action.micro_batch]
+        num_samples = stop - start if chunk.is_sharded else 0
+        deferred = chunk.compiled.setdefault("deferred", Deferred())
+        key = (is_split, num_samples, self.with_torch_compile)
+        if key not in chunk.compiled:
+            name = f"stage {action.stage}" + ", split backward" * is_split
+            if chunk.is_sharded:
+                name += f", {num_samples} samples"
+            chunk.compiled[key] = compile_chunk(
+                chunk.module_for(stop - start),
+                name,
+                deferred if is_split else None,
+                self.with_torch_compile,
+            )
+        return chunk.compiled[key], deferred
 
     def run(
         self,

@@ -111,6 +111,10 @@ class StepResult:
     totals: Totals
     read_timing: Callable[[], Timing]
     update: Update
+    outputs: Any = None
+    """of `engine.step(batch, outputs=True)`: the model's outputs in sample order, without
+    gradients, on the CPU of every rank
+    """
 
     @property
     def learning_rate(self) -> float:

@@ -1,16 +1,14 @@
-"""Captured graphs of one engine: one for each shape of the batch, in training and in evaluation,
-with their executors.
+"""Captured graphs of one engine, in training and in evaluation, with their executors: one for all
+lengths of the batch, or one for each shape where the model fixes it (`runtime/captures.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.clean import tied_names
 from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
+from whale.capture.lengths import Numbers, Place
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
 from whale.distributed.intervals import Intervals
@@ -37,8 +36,16 @@ from whale.planning.planner import (
     follow_plan,
 )
 from whale.plans.plan import Plan
+from whale.plans.revise import plan_for_longer
 from whale.plans.samples import least_batch, num_samples_by_rank, own_samples
 from whale.plans.shards import Shards
+from whale.runtime.captures import (
+    MOST_LENGTHS,
+    Captures,
+    Family,
+    same_on_all_ranks,
+    what_changed,
+)
 from whale.runtime.executor import Executor
 from whale.runtime.zero import Zero, trained_parts
 from whale.scheduling.queues import Transfer, safe_window
@@ -63,6 +70,10 @@ class Job:
     platform: Platform
     zero: Zero | None = None
     """parameters that are cut over ranks; None: each holder has all of what it holds"""
+    longest: Mapping[str, int] = field(default_factory=dict)
+    """lengths that were planned for, by name; others are those of the sample"""
+    replan: Callable[[CapturedModel, Numbers], Plan] | None = None
+    """the plan for a graph with these numbers as lengths, made on rank 0; None: never anew"""
 
     @staticmethod
     def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
@@ -114,8 +125,8 @@ class _Channels:
 
 
 class Shapes:
-    """Finds or makes the lowered graph for a batch. A new shape is captured once; of more than
-    `max_captures` the one unused for longest is dropped.
+    """Finds or makes the lowered graph for a batch. What no graph is for is captured once; of more
+    than `max_captures` the one unused for longest is dropped.
     """
 
     def __init__(self, job: Job) -> None:
@@ -144,13 +155,166 @@ class Shapes:
             job.zero = Zero(job.plan, job.weights, job.ranks, intervals)
         shortcut = self.transport.collectives.all_gather if self.transport is not None else None
         self._groups = StageGroups(job.plan, job.ranks, has_statistics, shortcut)
-        self._training: OrderedDict[Any, Lowered] = OrderedDict()
-        self._evaluation: OrderedDict[Any, Lowered] = OrderedDict()
+        self._training = Captures(job.config.max_captures)
+        self._with_outputs = Captures(job.config.max_captures)
+        """of steps whose outputs are asked for"""
+        self._evaluation = Captures(job.config.max_captures)
         self._executors: dict[tuple[int, int, int], Executor] = {}
-        self.first = self._lower(apply_plan, job.prepared)
-        self._training[job.sample.key] = self.first
+        family = self._family(job.prepared, job.sample, apply_plan)
+        self._training.add(family)
+        self._planned_for = job.prepared.longest(job.longest)
+        self._longest: dict[Place, int] = {}
+        for tensor in job.sample.tensors:
+            for dim, size in enumerate(tensor.shape):
+                name = dict(tensor.lengths).get(dim, "")
+                self._longest[tensor.path, dim] = job.longest.get(name, size)
+        self.first = self._lowered(family, self._planned_for)
 
-    def _lower(self, assign: Assign, prepared: CapturedModel) -> Lowered:
+    @property
+    def num_captures(self) -> int:
+        """How often the model was captured for training."""
+        return self._training.num_captures
+
+    def training(
+        self, layout: BatchLayout, tensors: list[Tensor], outputs: bool = False
+    ) -> Lowered:
+        """What runs a batch in training, with outputs or without; the model is captured where no
+        graph is for it.
+        """
+        captures = self._with_outputs if outputs else self._training
+        found = captures.find(layout)
+        if found is None:
+            if not outputs:
+                changed = what_changed(layout, self._job.sample)
+                logger.info("capturing the model again: %s", changed)
+            family = captures.capture(
+                layout,
+                self._training.names(),
+                lambda named: self._capture_training(named, tensors, outputs),
+            )
+            self._forget(captures.add(family))
+            found = captures.find(layout)
+        assert found is not None, "a capture runs the batch that it was made with"
+        self._plan_longer(layout, *found)
+        return self._lowered(*found)
+
+    def _plan_longer(self, layout: BatchLayout, family: Family, numbers: Numbers) -> None:
+        """Plans anew for a batch that is longer than all before: shares and memory change, who
+        holds which weights does not. The same on all ranks.
+        """
+        longer = {}
+        for tensor in layout.with_lengths(family.layout.length_names).tensors:
+            for dim, name in tensor.lengths:
+                if tensor.shape[dim] > self._longest.get((tensor.path, dim), 0):
+                    longer[name] = self._longest[tensor.path, dim] = tensor.shape[dim]
+        job = self._job
+        if not longer or job.replan is None:
+            return
+        made: Plan | None = None
+        with job.ranks.together():
+            if job.ranks.rank == 0:
+                made = job.replan(family.prepared, numbers)
+        made = job.ranks.from_first(made)
+        assert made is not None
+        said = ", ".join(f"{name} {size}" for name, size in longer.items())
+        plan = plan_for_longer(job.plan, made, said)
+        if plan is None:
+            job.replan = None  # it would say the same for every longer one
+            if job.ranks.rank == 0:
+                logger.warning(
+                    "a batch is longer than planned (%s): a plan for it would put weights "
+                    "elsewhere, so the present one stays, and memory may not be enough. Try: "
+                    "wh.parallelize(..., dynamic=...) with the longest size, or a sample batch of "
+                    "the largest shape",
+                    said,
+                )
+            return
+        job.plan = plan
+        self.follow(plan)
+
+    def _capture_training(
+        self, layout: BatchLayout, tensors: list[Tensor], outputs: bool
+    ) -> Family:
+        job = self._job
+        captured = capture_training(job.model, layout, tensors, job.task, outputs)
+        known = {finding.name for finding in job.prepared.capture.findings.gradient_changes()}
+        if any(finding.name not in known for finding in captured.findings.gradient_changes()):
+            refuse(captured.findings)  # the self-check of the first capture did not see these
+        prepared = prepare(captured, _num_parts(job.plan), job.config.loss_per_micro_batch)
+        check_loss_and_buffers(
+            prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
+        )
+        advice = "All ranks must run the same script on the same versions"
+        prepared = same_on_all_ranks(prepared, job.ranks, "the captured graph", advice)
+        return self._family(prepared, layout)
+
+    def known_training(self, layout: BatchLayout) -> Lowered | None:
+        """The graph for batches of this shape, if there is one already."""
+        found = self._training.find(layout)
+        return None if found is None else self._lowered(*found)
+
+    def evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
+        """What runs a batch in evaluation."""
+        found = self._evaluation.find(layout)
+        if found is None:
+            known = self._training.names()
+            family = self._evaluation.capture(
+                layout, known, lambda named: self._capture_evaluation(named, tensors)
+            )
+            self._forget(self._evaluation.add(family))
+            found = self._evaluation.find(layout)
+        assert found is not None, "a capture runs the batch that it was made with"
+        return self._lowered(*found)
+
+    def _capture_evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Family:
+        job = self._job
+        captured = capture_evaluation(job.model, layout, tensors, job.task)
+        prepared = prepare(
+            captured,
+            num_micro_batch=len(job.plan.templates),  # not at one place where there are several
+            loss_per_micro_batch=job.config.loss_per_micro_batch,
+        )
+        if (
+            prepared.not_additive is not None
+            and max(job.plan.num_micro_batch, widest(job.plan)) > 1
+        ):
+            raise ValueError(prepared.not_additive.message)
+        return self._family(prepared, layout)
+
+    def _family(
+        self, prepared: CapturedModel, layout: BatchLayout, assign: Assign = follow_plan
+    ) -> Family:
+        """A graph, lowered at once where one program is for all its lengths."""
+        is_planned = fingerprint(prepared.captured) == self._job.plan.model
+        named = layout.with_lengths(prepared.capture.layout.length_names)
+        family = Family(prepared, named, assign, is_planned)
+        if not self._on_grid or not prepared.captured.lengths:
+            family.symbolic = self._lower(assign, prepared, is_planned)
+        return family
+
+    @property
+    def _on_grid(self) -> bool:
+        return any(device.grid is not None for device in self._job.plan.virtual_devices)
+
+    def _lowered(self, family: Family, numbers: Numbers) -> Lowered:
+        """What runs batches of these lengths."""
+        if not numbers:
+            assert family.symbolic is not None
+            return family.symbolic
+        key = tuple(numbers.values())
+        known = family.by_lengths
+        if key not in known:
+            while len(known) >= MOST_LENGTHS:
+                self._forget([known.popitem(last=False)[1]])
+            if family.symbolic is not None:
+                known[key] = family.symbolic.at(numbers)
+            else:
+                is_planned = family.is_planned and dict(numbers) == self._planned_for
+                known[key] = self._lower(family.assign, family.prepared.at(numbers), is_planned)
+        known.move_to_end(key)
+        return known[key]
+
+    def _lower(self, assign: Assign, prepared: CapturedModel, is_planned: bool) -> Lowered:
         """The chunks of this rank for one graph of the model."""
         job = self._job
         weights: Mapping[str, Tensor] = job.weights
@@ -160,67 +324,16 @@ class Shapes:
             residence = job.zero.residence
             if residence is not None:
                 blocks = BlockWeights(residence, job.zero.block_of, residence.pool.slot_of)
-        return lower(job.plan, assign, prepared, weights, job.ranks, self._groups, blocks)
-
-    def training(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
-        def capture() -> Lowered:
-            job = self._job
-            logger.info("capturing the model again: %s", _what_changed(layout, job.sample))
-            captured = capture_training(job.model, layout, tensors, job.task)
-            known = {finding.name for finding in job.prepared.capture.findings.gradient_changes()}
-            if any(finding.name not in known for finding in captured.findings.gradient_changes()):
-                refuse(captured.findings)  # the self-check of the first capture did not see these
-            prepared = prepare(captured, _num_parts(job.plan), job.config.loss_per_micro_batch)
-            check_loss_and_buffers(
-                prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
-            )
-            job.ranks.agree(
-                "the captured graph",
-                fingerprint(prepared.captured),
-                "All ranks must run the same script on the same versions",
-            )
-            return self._lower(follow_plan, prepared)
-
-        return self._find(self._training, layout.key, capture)
-
-    def known_training(self, layout: BatchLayout) -> Lowered | None:
-        """The graph for batches of this shape, if there is one already."""
-        return self._training.get(layout.key)
-
-    def evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
-        def capture() -> Lowered:
-            job = self._job
-            captured = capture_evaluation(job.model, layout, tensors, job.task)
-            prepared = prepare(
-                captured,
-                num_micro_batch=len(job.plan.templates),  # not at one place where there are several
-                loss_per_micro_batch=job.config.loss_per_micro_batch,
-            )
-            if (
-                prepared.not_additive is not None
-                and max(job.plan.num_micro_batch, widest(job.plan)) > 1
-            ):
-                raise ValueError(prepared.not_additive.message)
-            return self._lower(follow_plan, prepared)
-
-        return self._find(self._evaluation, layout.key, capture)
-
-    def _find(
-        self, known: OrderedDict[Any, Lowered], key: Any, capture: Callable[[], Lowered]
-    ) -> Lowered:
-        if key not in known:
-            while len(known) >= self._job.config.max_captures:
-                _, old = known.popitem(last=False)
-                self._executors = {k: e for k, e in self._executors.items() if k[0] != id(old)}
-            known[key] = capture()
-            if self.transport is not None:
-                # an evaluation, or a batch of another shape, may have edges that the plan has not
-                pairs: set[tuple[int, int]] = set()
-                for graph in known[key].graphs:
-                    pairs |= _pairs(graph.plan, graph.edges)
-                self.transport.connect(self._cheap(pairs))
-        known.move_to_end(key)
-        return known[key]
+        lowered = lower(
+            job.plan, assign, prepared, weights, job.ranks, self._groups, is_planned, blocks
+        )
+        if self.transport is not None:
+            # an evaluation, or a batch of another shape, may have edges that the plan has not
+            pairs: set[tuple[int, int]] = set()
+            for graph in lowered.graphs:
+                pairs |= _pairs(graph.plan, graph.edges)
+            self.transport.connect(self._cheap(pairs))
+        return lowered
 
     def _cheap(self, pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
         """Pairs of ranks that need no communicator of their own, which is dear: these are made for
@@ -228,12 +341,18 @@ class Shapes:
         """
         return {pair for pair in pairs if self._job.ranks.backend_among(pair).has_tags}
 
+    def _forget(self, gone: Iterable[Lowered]) -> None:
+        """Drops the executors of graphs that are held no longer."""
+        ids = {id(lowered) for lowered in gone}
+        self._executors = {k: e for k, e in self._executors.items() if k[0] not in ids}
+
     def follow(self, plan: Plan) -> None:
         """Takes the shares of this plan, which is otherwise the same, from now on: who holds what
         has not changed.
         """
-        for lowered in (*self._training.values(), *self._evaluation.values()):
-            lowered.plan = plan.of_rank(self._job.ranks.rank)
+        for captures in (self._training, self._with_outputs, self._evaluation):
+            for lowered in captures.all_lowered():
+                lowered.plan = plan.of_rank(self._job.ranks.rank)
         self._executors.clear()
 
     def executors(self) -> list[Executor]:
@@ -367,13 +486,3 @@ def _pairs(plan: Plan, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]
                 if source != destination:
                     pairs |= {(source, destination), (destination, source)}
     return pairs
-
-
-def _what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
-    for got, expected in zip(layout.tensors, sample.tensors, strict=False):
-        if got.shape[1:] != expected.shape[1:]:
-            return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
-    return (
-        f"constants of the batch are {[v for _, v in layout.constants]}, in the sample "
-        f"{[v for _, v in sample.constants]}"
-    )

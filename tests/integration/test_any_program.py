@@ -1,0 +1,420 @@
+"""Programs that people write, each of which was once refused or crashed: they train like local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale as wh
+from tests.exactness import Trace, compare, local_training
+from tests.ranks import preload, run_ranks
+
+preload("tests.integration.test_any_program")
+
+WIDTH = 6
+DOUBLE = torch.float64
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+class Layered(nn.Module):
+    """A layer, something unusual, and a mean of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unusual(self.layer(x)).square().mean()
+
+
+class Bag(nn.Module):
+    def __init__(self, mode: str, padding: int | None = None) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, WIDTH, mode=mode, padding_idx=padding, dtype=DOUBLE)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.bag(tokens).square().mean()
+
+
+class ListOfNumbers(Layered):
+    def unusual(self, x: Tensor) -> Tensor:
+        for factor in torch.arange(2, 5).tolist():
+            x = x / factor
+        return x
+
+
+class SizesAsInts(Layered):
+    def unusual(self, x: Tensor) -> Tensor:
+        num_samples, length, width = (int(size) for size in x.shape)
+        return x.reshape(num_samples * length, width).tanh().reshape(num_samples, length, width)
+
+
+class CachedTable(Layered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            table = torch.arange(x.shape[1], dtype=DOUBLE)[:, None] / 10
+            self.register_buffer("table", table, persistent=False)
+        return x + self.table[: x.shape[1]]
+
+
+class ComplexSlice(nn.Module):
+    """A Fourier layer that keeps the lowest frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.filter = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.layer(x))
+        kept = torch.zeros_like(spectrum)
+        kept[:, :2] = spectrum[:, :2] * self.filter
+        kept[:, -1] = spectrum[:, -1].conj()
+        return torch.fft.irfft(kept, n=WIDTH).square().mean()
+
+
+class MaskedEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True, dtype=DOUBLE)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=DOUBLE)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x, mask=self.mask)[..., 0].square().mean()
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Transformer(WIDTH, 2, 1, 1, 8, 0.0, batch_first=True, dtype=DOUBLE)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=DOUBLE)
+        return self.both(source, target, tgt_mask=mask)[..., 0].square().mean()
+
+
+class ManySamples(Layered):
+    """Takes another path for a large batch; a micro-batch takes that of its mini-batch."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        if x.shape[0] >= 8:
+            x = x.contiguous() * 2
+        return x
+
+
+class Distances(nn.Module):
+    """`cdist` computes by products from 26 rows on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.centres = nn.Parameter(torch.randn(5, WIDTH, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.layer(x), self.centres).mean()
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return -ctx.scale * gradient * x.cos(), None
+
+
+class TwoResults(torch.autograd.Function):
+    """The newer form, with a context of its own, two inputs and two results."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sign(), x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return first.clamp(-1, 1) + second * y, second * x
+
+
+class WithFunction(Layered):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.last = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        return self.last(self.function(x))
+
+
+def through(x: Tensor) -> Tensor:
+    return StraightThrough.apply(x)
+
+
+def reversed_gradient(x: Tensor) -> Tensor:
+    return Reversed.apply(x, 0.5)
+
+
+def two_results(x: Tensor) -> Tensor:
+    first, second = TwoResults.apply(x, x.tanh())
+    return first + second
+
+
+class Quantised(nn.Module):
+    """Vectors replaced by the nearest of a codebook, straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.codes = nn.Embedding(7, WIDTH, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        nearest = self.codes(torch.cdist(found, self.codes.weight).argmin(-1))
+        passed = found + (nearest - found).detach()
+        return passed.square().mean() + F.mse_loss(nearest, found.detach())
+
+
+class Ungrateful(nn.Module):
+    """Takes the labels and does nothing with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3, dtype=DOUBLE)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.layer(x)
+
+
+def of_labels(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch["labels"])
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 9, (8, 4))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "bag, mean": (lambda: Bag("mean"), tokens),
+    "bag, sum": (lambda: Bag("sum"), tokens),
+    "bag, max": (lambda: Bag("max"), tokens),
+    "bag, mean without padding": (lambda: Bag("mean", padding=2), tokens),
+    "arange as a list": (ListOfNumbers, lambda: rows(8, WIDTH)),
+    "int of sizes": (SizesAsInts, lambda: rows(8, 3, WIDTH)),
+    "buffer made in forward": (CachedTable, lambda: rows(8, 3, WIDTH)),
+    "complex values written to a slice": (ComplexSlice, lambda: rows(8, WIDTH)),
+    "encoder with a mask": (MaskedEncoder, lambda: rows(8, 3, WIDTH)),
+    "transformer with a mask": (Translator, lambda: (rows(8, 2, WIDTH), rows(8, 3, WIDTH))),
+    "branch on the batch size": (ManySamples, lambda: rows(10, WIDTH)),
+    "branch that a small batch does not take": (ManySamples, lambda: rows(6, WIDTH)),
+    "cdist of many rows": (Distances, lambda: rows(32, WIDTH)),
+    "straight-through Function": (lambda: WithFunction(through), lambda: rows(8, WIDTH)),
+    "gradient reversal": (lambda: WithFunction(reversed_gradient), lambda: rows(8, WIDTH)),
+    "Function with two results": (lambda: WithFunction(two_results), lambda: rows(8, WIDTH)),
+    "vector-quantised": (Quantised, lambda: rows(8, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_like_local(name: str) -> None:
+    build, batch = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    data = [batch(), batch()]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    reference.buffers = None
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(data[0]).loss]
+    gradients = engine.full_gradients()
+    losses.append(engine.step(data[1]).loss)
+    weights = engine.full_state_dict()
+    compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
+
+
+def test_a_branch_is_that_of_the_whole_mini_batch() -> None:
+    """Batches on both sides of the branch, in micro-batches that are all on one side of it."""
+    torch.manual_seed(0)
+    model = ManySamples()
+    data = [rows(number, WIDTH) for number in (10, 6, 12, 4)]
+    reference = local_training(deepcopy(model), data, None, sgd).losses
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    assert [engine.step(batch).loss for batch in data] == pytest.approx(reference, rel=1e-12)
+    assert engine.num_captures == 2
+
+
+def test_labels_that_forward_swallows_reach_the_loss() -> None:
+    torch.manual_seed(0)
+    model = Ungrateful()
+    batch = {"x": rows(8, WIDTH), "labels": torch.randint(0, 3, (8,))}
+    expected = of_labels(model(**batch), batch).item()
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, batch, optimizer=sgd, loss=of_labels)
+    assert engine.step(batch).loss == pytest.approx(expected, rel=1e-12)
+
+
+class TakesMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def forward(self, source: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask:
+            source = source * mask
+        return self.layer(source)
+
+
+def test_says_which_element_went_to_which_argument() -> None:
+    wh.init(wh.Config())
+    batch = (rows(8, WIDTH), rows(8, WIDTH))
+    with pytest.raises(ValueError, match=r"\[0\] went to `source`, \[1\] went to `mask`"):
+        wh.parallelize(
+            TakesMask(),
+            batch,
+            optimizer=sgd,
+            loss=lambda output, given: F.mse_loss(output, given[1]),
+        )
+
+
+# ---- on several ranks
+
+
+def train_column() -> float:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, dtype=DOUBLE)
+    column = torch.arange(4, dtype=DOUBLE).view(1, 4).t().contiguous()
+    wh.init(wh.Config())
+    engine = wh.parallelize(model, column, optimizer=sgd, loss=lambda output, x: output.mean())
+    return engine.step(column).loss
+
+
+def test_a_column_that_was_a_row() -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(1, 1, dtype=DOUBLE)(torch.arange(4, dtype=DOUBLE)[:, None]).mean().item()
+    assert run_ranks(train_column, 2)[0] == pytest.approx(expected, rel=1e-12)
+
+
+class GoesThroughSet(nn.Module):
+    """Computes its parts in an order that each process has for itself, as strings of a set do."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for name in "abc"})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = {name: self.parts[name](x).tanh() for name in self.order}
+        joined = found["a"] * found["b"] + found["c"]
+        return (joined * (y > 0)).square().sum() / (y > 0).sum() + joined.mean()
+
+
+def train_set(config: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    wh.init(wh.Config(config))
+    model = GoesThroughSet("abc" if wh.rank() == 0 else "cab")
+    data = [(rows(6, WIDTH), rows(6, WIDTH)) for _ in range(3)]
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    return [engine.step(batch).loss for batch in data]
+
+
+@pytest.mark.parametrize("config", [{}, {"num_task_graph": 2, "num_micro_batch": 2}])
+def test_code_that_goes_through_a_set_trains_on_all_ranks(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = GoesThroughSet("abc")
+    data = [(rows(6, WIDTH), rows(6, WIDTH)) for _ in range(3)]
+    expected = local_training(model, data, None, sgd).losses
+    for losses in run_ranks(train_set, 2, config):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Carried(nn.Module):
+    """A recurrent model whose state goes on from batch to batch, samples first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True, dtype=DOUBLE)
+        self.head = nn.Linear(WIDTH, 1, dtype=DOUBLE)
+
+    def forward(self, x: Tensor, state: Tensor) -> dict[str, Tensor]:
+        out, last = self.cell(x, state.transpose(0, 1).contiguous())
+        return {"loss": self.head(out).square().mean(), "state": last.transpose(0, 1)}
+
+
+def carried_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(6, 4, WIDTH, dtype=DOUBLE, generator=generator) for _ in range(4)]
+
+
+def train_carried(config: dict[str, Any]) -> tuple[list[float], Tensor]:
+    torch.manual_seed(0)
+    state = torch.zeros(6, 1, WIDTH, dtype=DOUBLE)
+    data = carried_batches()
+    wh.init(wh.Config(config))
+    engine = wh.parallelize(Carried(), {"x": data[0], "state": state}, optimizer=sgd)
+    losses = []
+    for x in data:
+        result = engine.step({"x": x, "state": state}, outputs=True)
+        state = result.outputs["state"]
+        losses.append(result.loss)
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config"), [(1, {"num_micro_batch": 2}), (2, {}), (2, {"num_task_graph": 2})]
+)
+def test_a_state_is_carried_from_batch_to_batch(num_ranks: int, config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Carried()
+    optimizer = sgd(model.parameters())
+    state = torch.zeros(6, 1, WIDTH, dtype=DOUBLE)
+    expected = []
+    for x in carried_batches():
+        optimizer.zero_grad()
+        output = model(x, state)
+        output["loss"].backward()
+        optimizer.step()
+        state = output["state"].detach()
+        expected.append(output["loss"].item())
+    for losses, last in run_ranks(train_carried, num_ranks, config):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert torch.allclose(last, state, rtol=0, atol=1e-12), "every rank has the state"

@@ -1,0 +1,158 @@
+"""What stands in for functions of torch and Python while a model is exported, because a graph could
+not hold them as they are. Each computes the same.
+
+    F.embedding_bag of a matrix          a lookup and a sum over dim 1: torch makes offsets of it, which
+                                         say where each sample begins in the batch
+    nn.TransformerEncoder(mask=...)      takes the mask as it is; torch reads its values to see whether it
+                                         is causal, which only chooses a kernel
+    torch.arange(2, 5).tolist()          the numbers: they depend on nothing
+    int(size) for size in x.shape        the size as it is, still a symbol (`sizes_stay_symbols`)
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from whale.capture.guards import code_swapped
+from whale.compat import causal_mask_detection, patched_item, without_modes
+from whale.names import names_of
+
+NO_BAG = float("-inf")
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Around `torch.export.export`."""
+    with ExitStack() as stack:
+        stack.enter_context(code_swapped(inspect.unwrap(F.embedding_bag), _embedding_bag))
+        stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
+        stack.enter_context(_KnownNumbers())
+        yield
+
+
+def _is_causal(
+    original: Callable[..., bool],
+    mask: Tensor | None,
+    is_causal: bool | None = None,
+    size: int | None = None,
+) -> bool:
+    """Whether torch may take a mask for causal; without a word of the user it is used as it is."""
+    del original, mask, size
+    return bool(is_causal)
+
+
+def _embedding_bag(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """`F.embedding_bag`; a matrix of tokens (bag, token) without offsets."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    tokens = options["input"]
+    changes_weights = options["max_norm"] is not None or options["scale_grad_by_freq"]
+    if tokens.ndim != 2 or options["offsets"] is not None or changes_weights:
+        return original(*args, **kwargs)
+    rows = F.embedding(tokens, options["weight"])  # (bag, token, feature)
+    if options["per_sample_weights"] is not None:
+        rows = rows * options["per_sample_weights"].unsqueeze(-1)
+    padding = options["padding_idx"]
+    if padding is None:
+        if options["mode"] == "max":
+            return rows.max(1).values
+        return rows.sum(1) if options["mode"] == "sum" else rows.mean(1)
+    counts = (tokens != padding % options["weight"].shape[0]).unsqueeze(-1)
+    if options["mode"] == "max":
+        largest = rows.masked_fill(~counts, NO_BAG).max(1).values
+        return torch.where(counts.any(1), largest, 0.0)
+    total = torch.where(counts, rows, 0.0).sum(1)
+    return total if options["mode"] == "sum" else total / counts.sum(1).clamp(min=1)
+
+
+class _KnownNumbers(TorchFunctionMode):
+    """Remembers tensors that are made of Python numbers alone, until somebody asks for these."""
+
+    MAKERS = (torch.arange, torch.linspace)
+    FOLLOWED = names_of("__getitem__ unbind select __mul__ __rmul__ __add__ __radd__ __sub__ flip")
+    """operations after which the numbers are still known, where all else is numbers"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by id, with the tensor itself so that the id stays its own, and what computes it
+        self.known: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.MAKERS:
+            result = func(*args, **kwargs)
+            numbers = [*args, *(kwargs.get(name, 0) for name in ("start", "end", "step", "steps"))]
+            if all(isinstance(number, int | float) for number in numbers):
+                self._know(result, lambda: func(*args, **{**kwargs, "device": "cpu"}))
+            return result
+        if not self.known or not args or id(args[0]) not in self.known:
+            return func(*args, **kwargs)  # nearly always: every call of torch comes through here
+        compute = self.known[id(args[0])][1]
+        if func in (torch.Tensor.tolist, torch.Tensor.item):
+            with without_modes():
+                return func(compute())
+        result = func(*args, **kwargs)
+        plain = all(isinstance(each, int | float | slice) for each in args[1:]) and not kwargs
+        if plain and getattr(func, "__name__", "") in self.FOLLOWED:
+            self._know(result, lambda: func(compute(), *args[1:]))
+        return result
+
+    def _know(self, result: Any, compute: Callable[[], Any]) -> None:
+        if isinstance(result, Tensor):
+            self.known[id(result)] = (result, compute)
+        elif isinstance(result, tuple | list):
+            for place, each in enumerate(result):
+                self._know(each, partial(lambda place: compute()[place], place))
+
+
+class _SymbolicInt(type):
+    """The type of `SymbolicInt`."""
+
+    def __call__(cls, value: Any = 0, *args: Any) -> Any:
+        return value if isinstance(value, torch.SymInt) else builtins.int(value, *args)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is builtins.int or other is cls
+
+    def __hash__(cls) -> builtins.int:
+        return hash(builtins.int)
+
+
+class SymbolicInt(builtins.int, metaclass=_SymbolicInt):
+    """`int` for the files of a model: leaves a symbolic size as it is, where `int` would make it
+    the number of the sample batch.
+    """
+
+
+@contextmanager
+def sizes_stay_symbols(files: Collection[str]) -> Iterator[None]:
+    """`int(size)` in these files gives the symbol."""
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__file__", None) in files:
+                stack.enter_context(patched_item(vars(module), "int", SymbolicInt))
+        yield

@@ -1,0 +1,170 @@
+"""Which captured graph runs a batch: one graph for all lengths where the model allows it.
+
+The first batch whose dims differ from the sample's has the model captured anew with these dims as
+symbols (or the user declared them: `wh.parallelize(..., dynamic=...)`, and it was so from the
+start). That graph then runs every length that its conditions allow. A model that fixes its sizes is
+captured once for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whale.capture.batch import BatchLayout
+from whale.capture.errors import CaptureError
+from whale.capture.lengths import Numbers, Place, can_vary, varying
+from whale.capture.prepare import CapturedModel
+from whale.distributed.ranks import Ranks
+from whale.lowering.program import Assign, Lowered
+from whale.planning.planner import fingerprint
+
+logger = logging.getLogger("whale")
+
+MOST_LENGTHS = 64
+"""sets of lengths whose programs are held; the one unused for longest goes first"""
+
+
+@dataclass
+class Family:
+    """A captured graph with everything that was lowered from it."""
+
+    prepared: CapturedModel
+    layout: BatchLayout
+    """of the batch that it was captured with, its lengths named"""
+    assign: Assign
+    """gives the stage of every operation"""
+    is_planned: bool
+    """the plan was made for this graph"""
+    symbolic: Lowered | None = None
+    """for every length; None where layouts on a grid need numbers"""
+    by_lengths: OrderedDict[tuple[int, ...], Lowered] = field(default_factory=OrderedDict)
+    _numbers: dict[Any, Numbers | None] = field(default_factory=dict)
+    """what `numbers` gave, by the sizes of a batch"""
+
+    def numbers(self, layout: BatchLayout) -> Numbers | None:
+        """The lengths of a batch; None where this graph is not for it."""
+        if layout.with_lengths(self.layout.length_names).key != self.layout.key:
+            return None
+        conditions = self.prepared.conditions
+        if conditions is None:
+            return {}
+        sizes = (layout.batch_size, *(tensor.shape for tensor in layout.tensors))
+        if sizes not in self._numbers:
+            if len(self._numbers) >= MOST_LENGTHS:
+                self._numbers.clear()
+            self._numbers[sizes] = conditions.numbers(layout)
+        return self._numbers[sizes]
+
+    def all_lowered(self) -> Iterator[Lowered]:
+        if self.symbolic is not None:
+            yield self.symbolic
+        yield from self.by_lengths.values()
+
+
+class Captures:
+    """The graphs of one mode, training or evaluation."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._families: list[Family] = []
+        """the one unused for longest first"""
+        self._refused: set[frozenset[Place]] = set()
+        """dims that the model does not allow to be symbols"""
+        self._reference: BatchLayout | None = None
+        self.num_captures = 0
+
+    def add(self, family: Family) -> list[Lowered]:
+        """Holds a graph; gives what had to go for it."""
+        gone: list[Lowered] = []
+        while len(self._families) >= self._most:
+            gone += self._families.pop(0).all_lowered()
+        self._families.append(family)
+        self.num_captures += 1
+        if self._reference is None:
+            self._reference = family.layout
+        return gone
+
+    def find(self, layout: BatchLayout) -> tuple[Family, Numbers] | None:
+        """The graph for a batch and its lengths, if there is one."""
+        for family in reversed(self._families):
+            numbers = family.numbers(layout)
+            if numbers is not None:
+                self._families.remove(family)
+                self._families.append(family)
+                return family, numbers
+        return None
+
+    def names(self) -> dict[Place, str]:
+        """The lengths of the graph that was used last."""
+        return self._families[-1].layout.length_names
+
+    def all_lowered(self) -> Iterator[Lowered]:
+        for family in self._families:
+            yield from family.all_lowered()
+
+    def capture(
+        self,
+        layout: BatchLayout,
+        known: Mapping[Place, str],
+        capture: Callable[[BatchLayout], Family],
+    ) -> Family:
+        """Captures the model for a batch that no graph is for. Dims that differ from those of the
+        first batch, and `known` ones, become symbols where the model allows it.
+        """
+        paths = {tensor.path for tensor in layout.tensors}
+        names = {place: name for place, name in known.items() if place[0] in paths}
+        if self._reference is not None:
+            names |= varying(self._reference, layout)
+        wanted = frozenset(names)
+        if names and wanted not in self._refused and can_vary(layout, names):
+            try:
+                return capture(layout.with_lengths(names))
+            except CaptureError as error:
+                self._refused.add(wanted)
+                logger.warning("%s", captured_for_each(names, error))
+        return capture(layout)
+
+
+def captured_for_each(names: Mapping[Place, str], error: Exception) -> str:
+    """What the user is told when these dims cannot be symbols."""
+    dims = ", ".join(f"dim {dim} of {path}" for path, dim in names)
+    lines = [line.strip() for line in str(error).splitlines()]
+    reason = next((line for line in lines if line.startswith("What is wrong")), lines[0])
+    places = [line for line in lines if line.startswith("at ")]
+    where = f" ({places[0]})" if places else ""
+    reason = reason.removeprefix("What is wrong: ").partition(", the size of the sample batch")[0]
+    reason = reason.replace("the batch size", "a size").rstrip(".")
+    return (
+        f"the batches have different lengths ({dims}), and the model cannot be captured with these "
+        f"as symbols: {reason}{where}. It is captured once for each length, which takes seconds "
+        "each time. Try: pad all batches to few lengths, with `pad_to_multiple_of=64` of the "
+        "collator or `wh.pad_lengths(batch, 64, ...)`"
+    )
+
+
+def same_on_all_ranks(
+    prepared: CapturedModel, ranks: Ranks, what: str, advice: str
+) -> CapturedModel:
+    """The captured model, the same on all ranks; raises where it is another. Code that goes through
+    a `set` runs in an order that differs between processes: then all take the canonical one.
+    """
+    if len(set(ranks.gather(fingerprint(prepared.captured)))) > 1:
+        prepared = prepared.in_canonical_order()
+    ranks.agree(what, fingerprint(prepared.captured), advice)
+    return prepared
+
+
+def what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
+    """In which way a batch differs from the sample, for messages."""
+    for got, expected in zip(layout.tensors, sample.tensors, strict=False):
+        if got.shape[1:] != expected.shape[1:]:
+            return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"
+    constants: list[Any] = [value for _, value in layout.constants]
+    return (
+        f"constants of the batch are {constants}, in the sample "
+        f"{[value for _, value in sample.constants]}"
+    )
