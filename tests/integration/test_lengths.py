@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
-from tests.exactness import Trace, compare, local_training
+from tests.exactness import Float64Mode, Trace, compare, local_training
 from tests.ranks import preload, run_ranks
 
 preload("tests.integration.test_lengths")
@@ -131,7 +131,12 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+LONG = ("2 stages", "2 stages, wave, recomputed")
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.slow if plan in LONG else ()) for plan in PLANS]
+)
 def test_one_capture_trains_every_length_like_local(plan: str) -> None:
     num_ranks, config, marks = PLANS[plan]
     reference = local_training(text(), mini_batches(), None, sgd)
@@ -302,3 +307,63 @@ def test_a_longer_batch_is_planned_anew() -> None:
     assert engine.plan.decisions[-1].choice == "length 21"
     engine.step(data[0])
     assert engine.plan.decisions[-1].choice == "length 21", "a shorter one changes nothing"
+
+
+# ---- models of Hugging Face, 20 lengths
+
+
+def hugging_face(name: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": 60, "use_cache": False}
+    if name == "gpt2":
+        sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(**small, **sizes, **off, bos_token_id=1, eos_token_id=1)
+        return transformers.GPT2LMHeadModel(config).double()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 64}
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **sizes)).double()
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=60, **sizes, **off)
+    return transformers.BertForMaskedLM(config).double()
+
+
+def padded(step: int) -> dict[str, Tensor]:
+    """As a collator gives them: 20 lengths, padding masked."""
+    length = 6 + 2 * ((7 * step) % 20)
+    batch = mini_batch(step, length)
+    tokens = batch["tokens"]
+    return {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": batch["labels"]}
+
+
+def fine_tune(name: str, config: dict[str, Any], is_declared: bool) -> tuple[list[float], int]:
+    keys = ("input_ids", "attention_mask", "labels")
+    dynamic = {key: {1: ("length", 44)} for key in keys} if is_declared else None
+    with Float64Mode():
+        wh.init(wh.Config(config))
+        engine = wh.parallelize(hugging_face(name), padded(0), optimizer=sgd, dynamic=dynamic)
+        losses = [engine.step(padded(step)).loss for step in range(20)]
+    return losses, engine.num_captures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [(1, {}), (2, {}), (2, {"num_task_graph": 2, "num_micro_batch": 2})],
+    ids=["one device", "data parallel", "2 stages"],
+)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_fine_tuning_with_20_lengths(
+    name: str, num_ranks: int, config: dict[str, Any], is_declared: bool
+) -> None:
+    with Float64Mode():
+        data = [padded(step) for step in range(20)]
+        reference = local_training(hugging_face(name), data, None, sgd).losses
+    run = run_ranks(fine_tune, num_ranks, name, config, is_declared, timeout_s=200)
+    losses, num_captures = run[0]
+    assert losses == pytest.approx(reference, rel=1e-10)
+    assert num_captures == (1 if is_declared else 2)

@@ -47,7 +47,12 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
         for _ in range(2 * progress_module.LOOK_EVERY):
             x = x.sin()
         return x.mean()

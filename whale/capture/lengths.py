@@ -12,7 +12,7 @@ sizes from the batch. Plans need numbers: costs, memory and layouts are those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,14 +266,16 @@ class Specialised:
         return size.node.shape_env.create_symintnode(expression, hint=None)
 
 
-def copy_graph(captured: CapturedGraph, numbers: Numbers) -> tuple[CapturedGraph, dict[Node, Node]]:
+def copy_graph(
+    captured: CapturedGraph, numbers: Numbers, order: Sequence[Node] = ()
+) -> tuple[CapturedGraph, dict[Node, Node]]:
     """(the graph with these numbers as lengths, node -> its copy). The same operations in the same
-    order: only what is known of sizes differs.
+    order, or in `order`: only what is known of sizes differs.
     """
     specialised = Specialised(numbers)
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in captured.graph.nodes:
+    for node in order or captured.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
         if "val" in node.meta:
