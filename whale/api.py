@@ -53,8 +53,8 @@ from whale.plans.shards import Shards
 from whale.runtime.captures import captured_for_each, same_on_all_ranks
 from whale.runtime.checkpoints import Pretrained, load_pretrained
 from whale.runtime.engine import Engine
+from whale.runtime.job import Job
 from whale.runtime.local_model import refuse_use
-from whale.runtime.shapes import Job
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
 from whale.search.choose import choose_plan
 

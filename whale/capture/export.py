@@ -30,6 +30,7 @@ from whale.capture.errors import (
     limits_batch,
     size_conditions,
 )
+from whale.capture.fake_weights import fake_weights
 from whale.capture.guards import Findings, watch
 from whale.capture.lengths import MAX_BATCH
 from whale.capture.progress import progress
@@ -40,7 +41,7 @@ from whale.capture.python_state import (
     random_branches,
 )
 from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
-from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
+from whale.compat import export_patches, fake_mode, is_fake, pytree
 
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 
@@ -408,40 +409,6 @@ def _refuse_lost_writes(program: ExportedProgram) -> None:
                 "the capture would lose that. Try: the out-of-place form, or `with "
                 "torch.no_grad():` instead of `.data`"
             )
-
-
-@contextlib.contextmanager
-def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[None]:
-    """Swaps parameters and buffers for fake ones on `device`, tied ones staying tied; real ones
-    come back at exit.
-    """
-    fakes: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for module in model.modules():
-            for store in tensor_stores(module):
-                before.append((store, dict(store)))
-                for name, value in store.items():
-                    if value is None:
-                        continue
-                    if id(value) not in fakes:
-                        fakes[id(value)] = _fake_like(value, mode, device)
-                    store[name] = fakes[id(value)]
-        yield
-    finally:
-        for store, own in before:  # what forward put there, a table it made, is fake as well
-            store.clear()
-            store.update(own)
-
-
-def _fake_like(value: torch.Tensor, mode: Any, device: str) -> torch.Tensor:
-    with mode:
-        fake = torch.empty_strided(
-            tuple(value.shape), value.stride(), dtype=value.dtype, device=device
-        )
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(fake, requires_grad=value.requires_grad)
-    return fake
 
 
 def local_name(exported_name: str) -> str:

@@ -199,7 +199,9 @@ class Conditions:
 
 
 def _is_true(relation: sympy.Basic, numbers: Numbers) -> bool:
-    return bool(relation.xreplace({key: sympy.Integer(value) for key, value in numbers.items()}))
+    """Whether a relation holds; what cannot be decided does not."""
+    value = relation.xreplace({key: sympy.Integer(value) for key, value in numbers.items()})
+    return value in (sympy.true, True)
 
 
 def conditions_of(captured: CapturedGraph) -> Conditions:

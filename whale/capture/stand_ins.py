@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -151,8 +152,9 @@ class SymbolicInt(builtins.int, metaclass=_SymbolicInt):
 @contextmanager
 def sizes_stay_symbols(files: Collection[str]) -> Iterator[None]:
     """`int(size)` in these files gives the symbol."""
+    wanted = set(map(os.path.abspath, files))
     with ExitStack() as stack:
-        for module in list(sys.modules.values()):
-            if getattr(module, "__file__", None) in files:
+        for module in list(sys.modules.values()) if wanted else ():
+            if os.path.abspath(getattr(module, "__file__", None) or "") in wanted:
                 stack.enter_context(patched_item(vars(module), "int", SymbolicInt))
         yield

@@ -16,7 +16,7 @@ from whale.operations.nodes import trains_batch_norm
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
 from whale.plans.plan import Plan
 from whale.runtime.executor import Executor
-from whale.runtime.shapes import Job
+from whale.runtime.job import Job
 
 logger = logging.getLogger("whale")
 

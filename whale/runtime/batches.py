@@ -17,7 +17,8 @@ from whale.lowering.inputs import CopiedBatch, own_rows
 from whale.lowering.program import Lowered
 from whale.runtime.data import ShardedBatch
 from whale.runtime.executor import StepInput
-from whale.runtime.shapes import Job, Shapes, largest_micro_batches
+from whale.runtime.job import Job
+from whale.runtime.shapes import Shapes, largest_micro_batches
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many

@@ -38,7 +38,7 @@ from whale.checkpoint.reader import CHECKPOINT_NAME
 from whale.checkpoint.training_state import parameter_name, state_name
 from whale.distributed.ranks import Ranks
 from whale.plans.shards import Shard, Shards
-from whale.runtime.shapes import Job
+from whale.runtime.job import Job
 from whale.runtime.update import Updater
 
 logger = logging.getLogger("whale")

@@ -29,12 +29,12 @@ from whale.runtime.checkpoints import Checkpoints
 from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, HeldPiece, by_backward_order
+from whale.runtime.job import Job
 from whale.runtime.local_model import local_model, save_pretrained
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
 from whale.runtime.shapes import (
-    Job,
     Shapes,
     evaluation_micro_batches,
     largest_micro_batches,

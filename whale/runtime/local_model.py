@@ -20,7 +20,7 @@ from whale.checkpoint import CheckpointError, export_safetensors
 from whale.distributed.ranks import Ranks
 from whale.dtypes import in_memory
 from whale.lowering.weights import named_tensors
-from whale.runtime.shapes import Job
+from whale.runtime.job import Job
 from whale.runtime.state import gather_tensors
 
 REFUSALS = "_whale_refusals"

@@ -6,24 +6,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
-from whale.capture.clean import tied_names
-from whale.capture.export import Loss, Task
 from whale.capture.guards import refuse
-from whale.capture.lengths import Numbers, Place
+from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel, prepare
-from whale.config import Config
 from whale.distributed.intervals import Intervals
-from whale.distributed.platform import Platform, StandIn
-from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.blocks import BlockWeights
 from whale.lowering.program import Assign, Lowered, lower
@@ -36,9 +29,7 @@ from whale.planning.planner import (
     follow_plan,
 )
 from whale.plans.plan import Plan
-from whale.plans.revise import plan_for_longer
 from whale.plans.samples import least_batch, num_samples_by_rank, own_samples
-from whale.plans.shards import Shards
 from whale.runtime.captures import (
     MOST_LENGTHS,
     Captures,
@@ -47,71 +38,12 @@ from whale.runtime.captures import (
     what_changed,
 )
 from whale.runtime.executor import Executor
-from whale.runtime.zero import Zero, trained_parts
+from whale.runtime.job import Job
+from whale.runtime.longest import Longest
+from whale.runtime.zero import Zero
 from whale.scheduling.queues import Transfer, safe_window
 
 logger = logging.getLogger("whale")
-
-
-@dataclass
-class Job:
-    """What an engine is made from: the same on every rank, but for `weights`."""
-
-    model: torch.nn.Module
-    loss: Loss | None
-    config: Config
-    plan: Plan
-    sample: BatchLayout
-    prepared: CapturedModel
-    weights: dict[str, Tensor]
-    """this rank's parameters and buffers, by first name"""
-    names: dict[str, str]
-    """every tensor name of the model -> first name of the same tensor"""
-    platform: Platform
-    zero: Zero | None = None
-    """parameters that are cut over ranks; None: each holder has all of what it holds"""
-    longest: Mapping[str, int] = field(default_factory=dict)
-    """lengths that were planned for, by name; others are those of the sample"""
-    replan: Callable[[CapturedModel, Numbers], Plan] | None = None
-    """the plan for a graph with these numbers as lengths, made on rank 0; None: never anew"""
-
-    @staticmethod
-    def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
-        """The job that trains a small model in place of the user's."""
-        return Job(
-            stand_in.model,
-            None,
-            stand_in.config,
-            stand_in.plan,
-            stand_in.layout,
-            stand_in.prepared,
-            stand_in.weights,
-            tied_names(stand_in.model),
-            platform,
-        )
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.platform.ranks
-
-    @cached_property
-    def shards(self) -> Shards:
-        """Who holds which part of which tensor."""
-        return Shards(self.plan)
-
-    @cached_property
-    def state_shards(self) -> Shards:
-        """Who updates which part of which parameter, and has its gradient and optimizer state."""
-        return Shards(self.plan, "states") if self.plan.blocks else self.shards
-
-    @property
-    def updated(self) -> Mapping[str, Tensor]:
-        """This rank's parameters as its optimizer updates them: of those that are cut its rows."""
-        return trained_parts(self.zero, self.weights)
-
-    @property
-    def task(self) -> Task:
-        return Task(self.loss, self.ranks.device.type, self.config.autocast)
 
 
 @dataclass(frozen=True)
@@ -163,11 +95,7 @@ class Shapes:
         family = self._family(job.prepared, job.sample, apply_plan)
         self._training.add(family)
         self._planned_for = job.prepared.longest(job.longest)
-        self._longest: dict[Place, int] = {}
-        for tensor in job.sample.tensors:
-            for dim, size in enumerate(tensor.shape):
-                name = dict(tensor.lengths).get(dim, "")
-                self._longest[tensor.path, dim] = job.longest.get(name, size)
+        self._longest = Longest(job)
         self.first = self._lowered(family, self._planned_for)
 
     @property
@@ -195,42 +123,11 @@ class Shapes:
             self._forget(captures.add(family))
             found = captures.find(layout)
         assert found is not None, "a capture runs the batch that it was made with"
-        self._plan_longer(layout, *found)
+        plan = self._longest.plan_for(layout, *found)
+        if plan is not None:
+            self._job.plan = plan
+            self.follow(plan)
         return self._lowered(*found)
-
-    def _plan_longer(self, layout: BatchLayout, family: Family, numbers: Numbers) -> None:
-        """Plans anew for a batch that is longer than all before: shares and memory change, who
-        holds which weights does not. The same on all ranks.
-        """
-        longer = {}
-        for tensor in layout.with_lengths(family.layout.length_names).tensors:
-            for dim, name in tensor.lengths:
-                if tensor.shape[dim] > self._longest.get((tensor.path, dim), 0):
-                    longer[name] = self._longest[tensor.path, dim] = tensor.shape[dim]
-        job = self._job
-        if not longer or job.replan is None:
-            return
-        made: Plan | None = None
-        with job.ranks.together():
-            if job.ranks.rank == 0:
-                made = job.replan(family.prepared, numbers)
-        made = job.ranks.from_first(made)
-        assert made is not None
-        said = ", ".join(f"{name} {size}" for name, size in longer.items())
-        plan = plan_for_longer(job.plan, made, said)
-        if plan is None:
-            job.replan = None  # it would say the same for every longer one
-            if job.ranks.rank == 0:
-                logger.warning(
-                    "a batch is longer than planned (%s): a plan for it would put weights "
-                    "elsewhere, so the present one stays, and memory may not be enough. Try: "
-                    "wh.parallelize(..., dynamic=...) with the longest size, or a sample batch of "
-                    "the largest shape",
-                    said,
-                )
-            return
-        job.plan = plan
-        self.follow(plan)
 
     def _capture_training(
         self, layout: BatchLayout, tensors: list[Tensor], outputs: bool
@@ -353,6 +250,7 @@ class Shapes:
         for captures in (self._training, self._with_outputs, self._evaluation):
             for lowered in captures.all_lowered():
                 lowered.plan = plan.of_rank(self._job.ranks.rank)
+        self.first.plan = plan.of_rank(self._job.ranks.rank)
         self._executors.clear()
 
     def executors(self) -> list[Executor]:

@@ -28,10 +28,10 @@ from whale.runtime.gradients import (
     scale_gradients,
     squared_norm,
 )
+from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
 from whale.runtime.result import Totals
-from whale.runtime.shapes import Job
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
 

@@ -1,0 +1,83 @@
+"""What an engine is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from whale.capture.batch import BatchLayout
+from whale.capture.clean import tied_names
+from whale.capture.export import Loss, Task
+from whale.capture.lengths import Numbers
+from whale.capture.prepare import CapturedModel
+from whale.config import Config
+from whale.distributed.platform import Platform, StandIn
+from whale.distributed.ranks import Ranks
+from whale.plans.plan import Plan
+from whale.plans.shards import Shards
+from whale.runtime.zero import Zero, trained_parts
+
+
+@dataclass
+class Job:
+    """What an engine is made from: the same on every rank, but for `weights`."""
+
+    model: torch.nn.Module
+    loss: Loss | None
+    config: Config
+    plan: Plan
+    sample: BatchLayout
+    prepared: CapturedModel
+    weights: dict[str, Tensor]
+    """this rank's parameters and buffers, by first name"""
+    names: dict[str, str]
+    """every tensor name of the model -> first name of the same tensor"""
+    platform: Platform
+    zero: Zero | None = None
+    """parameters that are cut over ranks; None: each holder has all of what it holds"""
+    longest: Mapping[str, int] = field(default_factory=dict)
+    """lengths that were planned for, by name; others are those of the sample"""
+    replan: Callable[[CapturedModel, Numbers], Plan] | None = None
+    """the plan for a graph with these numbers as lengths, made on rank 0; None: never anew"""
+
+    @staticmethod
+    def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
+        """The job that trains a small model in place of the user's."""
+        return Job(
+            stand_in.model,
+            None,
+            stand_in.config,
+            stand_in.plan,
+            stand_in.layout,
+            stand_in.prepared,
+            stand_in.weights,
+            tied_names(stand_in.model),
+            platform,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.platform.ranks
+
+    @cached_property
+    def shards(self) -> Shards:
+        """Who holds which part of which tensor."""
+        return Shards(self.plan)
+
+    @cached_property
+    def state_shards(self) -> Shards:
+        """Who updates which part of which parameter, and has its gradient and optimizer state."""
+        return Shards(self.plan, "states") if self.plan.blocks else self.shards
+
+    @property
+    def updated(self) -> Mapping[str, Tensor]:
+        """This rank's parameters as its optimizer updates them: of those that are cut its rows."""
+        return trained_parts(self.zero, self.weights)
+
+    @property
+    def task(self) -> Task:
+        return Task(self.loss, self.ranks.device.type, self.config.autocast)
