@@ -23,6 +23,7 @@ from whale.lowering.weights import build_on_meta
 from whale.planning.planner import Problem, make_plan
 from whale.planning.pricing import price
 from whale.plans.plan import Plan
+from whale.plans.revise import with_devices
 
 SAMPLES = 4
 """of the batch that a model is captured with; the graph has a symbol in its place"""
@@ -112,7 +113,7 @@ class Captured:
         priced = price(
             plan, self._of(checked).captured, assignment, cluster, optimizer_ratio, checked.dtype
         )
-        return replace(priced, device_kinds=kinds)
+        return with_devices(priced, {"kind": kinds})
 
     def _plan(
         self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config

@@ -44,6 +44,12 @@ PREDICTED = "predicted"
 
 BENCHMARKS = (
     Benchmark(
+        "mixed_gpus",
+        PREDICTED,
+        "GPT-2 of 1.3 B parameters on 2 RTX 3090, an RTX 4090 and 4 V100: Whale's choice, times faster",
+        "even pipelines of 7 stages, and even shards of weights and samples (FSDP's rule)",
+    ),
+    Benchmark(
         "dp_vs_ddp",
         MEASURED,
         "Data parallelism on 2 ranks, times faster",
