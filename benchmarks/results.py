@@ -96,8 +96,9 @@ BENCHMARKS = (
     Benchmark(
         "unlike_replicas",
         EMULATED,
-        "Model replicas that are not alike: emulated step near the predicted one, and times faster",
-        "the best plan of alike replicas on the same devices",
+        "Model replicas that are not alike: emulated against predicted step",
+        "the simulation of the same plan",
+        at_most=True,
     ),
     Benchmark(
         "reproduce_whale",

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -31,6 +33,7 @@ from whale.plans.samples import SampleMap, num_samples_by_rank, template_samples
 from whale.plans.shards import Shards
 from whale.report.plan_page import html, plan_json
 from whale.report.plan_table import print_plan
+from whale.runtime.gradients import Bucket, Held, Unit, _Group, _queues
 from whale.simulation.communication import all_reduces_of
 from whale.simulation.simulate import figures_in, simulate
 
@@ -343,6 +346,38 @@ def test_ranks_may_be_left_out(plan_on: Callable[..., Plan], tmp_path: Path) -> 
         assert all(not any(map(sum, [num_samples_by_rank(plan)[r]])) for r in plan.left_out)
         assert "left out" in html(plan, timeline)
         assert plan_json(plan, timeline)["devices"][plan.left_out[0]]["stages"] == []
+
+
+@hypothesis.given(st.lists(st.sets(st.integers(0, 5), min_size=2), min_size=1, max_size=24))
+def test_buckets_of_overlapping_groups_go_out_in_one_order(holders: list[set[int]]) -> None:
+    """Whatever parameters the ranks share: no rank waits for another one that waits for it. All
+    ranks take the bucket at the head of their queues when all its holders have it there; that goes
+    on until all are gone.
+    """
+    order = {f"p{number}": number for number in range(len(holders))}
+    queues: dict[int, list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
+    for rank in range(6):
+        groups: dict[tuple[int, ...], _Group] = {}
+        for number, members in enumerate(holders):
+            if rank in members:
+                ranks = tuple(sorted(members))
+                tensor = nn.Parameter(torch.zeros(1))
+                unit = Unit(Held(f"p{number}", tensor, ranks, (0,)), ranks)
+                bucket = Bucket([unit], None, torch.zeros(1), [])
+                groups.setdefault(ranks, _Group([], False)).buckets.append(bucket)
+        (queue,) = _queues(groups, order)
+        queues[rank] = [
+            (each.units[0].ranks, tuple(unit.name for unit in each.units)) for each in queue.buckets
+        ]
+    while any(queues.values()):
+        heads = {rank: queue[0] for rank, queue in queues.items() if queue}
+        ready = next(
+            head
+            for head in heads.values()
+            if all(queues[rank] and queues[rank][0] == head for rank in head[0])
+        )
+        for rank in ready[0]:
+            queues[rank].pop(0)
 
 
 def test_specs_by_hand() -> None:
