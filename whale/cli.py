@@ -24,7 +24,7 @@ from typer.core import TyperCommand
 from whale import cli_plans
 from whale.cli_plans import FAILED
 from whale.cli_plans import stop as _stop
-from whale.names import count, say_renamed
+from whale.names import count, nearest, say_renamed
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
@@ -101,9 +101,45 @@ def _num_own_words(words: Sequence[str]) -> int:
     return min(place, len(words))
 
 
-class _OptionsAroundScript(TyperCommand):
+class _Spelled(TyperCommand):
+    """A command that says what an option it does not know may have been meant for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_misspelt(args, self)
+        return super().parse_args(ctx, args)
+
+
+class _OptionsAroundScript(_Spelled):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, own_options_first(args))
+
+
+def refuse_misspelt(words: Sequence[str], command: TyperCommand) -> None:
+    """Refuses the first option before the script that the command does not have."""
+    flags = {"--help"}
+    with_value: set[str] = set()
+    for parameter in command.params:
+        if getattr(parameter, "param_type_name", "") == "option":
+            names = flags if getattr(parameter, "is_flag", False) else with_value
+            names.update(parameter.opts)
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        name, has_value, _ = words[place].partition("=")
+        known = name in flags or name in with_value or re.fullmatch(r"-\w.+", name) is not None
+        if not known:
+            hint = nearest(name, flags | with_value)
+            _stop(f"whale {command.name}: there is no option {name}.{hint}")
+        place += 2 if name in with_value and not has_value else 1
+
+
+def _passed_on(arguments: Sequence[str]) -> str:
+    """A hint where the script was given an option that is nearly one of `whale plan`'s."""
+    for word in arguments:
+        if word.startswith("--"):
+            hint = nearest(word.partition("=")[0], (*PLAN_OPTIONS_WITH_VALUE, *PLAN_FLAGS))
+            if hint:
+                return f". {word.partition('=')[0]} was passed on to the script.{hint}"
+    return ""
 
 
 def _print_version(wanted: bool) -> None:
@@ -126,7 +162,7 @@ def _top(
     pass
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=_Spelled, context_settings={"allow_interspersed_args": False})
 def run(
     script: ScriptArgument,
     arguments: OwnArguments = None,
@@ -263,7 +299,7 @@ def _plan_of_script(
     if exit_code not in (None, 0):
         _stop(
             f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached "
-            "wh.parallelize",
+            f"wh.parallelize{_passed_on(arguments)}",
             FAILED,
         )
     _stop(f"whale plan: {script} ended without calling wh.parallelize, so there is nothing to plan")
@@ -277,7 +313,7 @@ def _comes_from_whale(error: BaseException) -> bool:
     return any(Path(file).is_relative_to(own) and file not in launching for file in files)
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The cluster file to write.")
@@ -338,7 +374,7 @@ def profile(
         _stop(f"whale profile: {failure}", failure.exit_code)
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def doctor(
     gpu: Annotated[
         bool,
@@ -388,10 +424,10 @@ def doctor(
 
 
 for _command in (cli_plans.show, cli_plans.diff, cli_plans.compare, cli_plans.simulate):
-    app.command()(_command)
+    app.command(cls=_Spelled)(_command)
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def schedule(
     num_devices: Annotated[int, typer.Option("--devices", help="How many devices.")],
     num_micro_batch: Annotated[
@@ -467,7 +503,7 @@ def schedule(
             print(f"saved as {file}")
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def top(
     run_folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="where the run writes its metrics")
@@ -486,7 +522,7 @@ def top(
         return
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def board(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where the runs are")] = Path(
         "runs"
@@ -511,7 +547,7 @@ def board(
             server.serve_forever()
 
 
-@app.command()
+@app.command(cls=_Spelled)
 def config() -> None:
     """Print all settings of wh.Config: as a table on a terminal, as Markdown into a file."""
     from whale.config import document, rows

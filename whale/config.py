@@ -297,6 +297,11 @@ class Config(BaseModel):
     to `runs/<script>`.
     """
 
+    num_steps: Count | None = None
+    """How many steps the script will make, for the time left in the progress line of `whale run`.
+    None: not known. It ends nothing.
+    """
+
     tensorboard: Switch = False
     """Writes the metrics for TensorBoard too (needs the extra `tensorboard`)."""
 

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.config import RUN_FOLDER_VARIABLE
+from whale.metric_files import note_failure
+from whale.progress import PROGRESS_VARIABLE, watch_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -84,6 +86,7 @@ def launch(
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
     os.environ.setdefault(RUN_FOLDER_VARIABLE, str(Path("runs") / script.stem))
+    os.environ.setdefault(PROGRESS_VARIABLE, "1")
     # a store that outlives the ranks still holds the addresses of dead ones when they are started
     # again (pytorch issue 135712)
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -156,6 +159,7 @@ def run_as_rank() -> NoReturn:
     script, *arguments = sys.argv[1:]
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()  # a crash in C++ shows where Python was
+    watch_output()
     _end_process(_exit_code(script, arguments))
 
 
@@ -236,6 +240,7 @@ def _report_to_watch(error: BaseException) -> None:
 
 def _write_down(text: str) -> None:
     """Writes the error file that torch's launcher reads, with the exact time besides."""
+    note_failure()
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return

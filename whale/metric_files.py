@@ -4,7 +4,10 @@ at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,39 @@ TAIL_BYTES = 1 << 16
 def metrics_file(run_folder: str | Path, rank: int) -> Path:
     """Where a rank writes its metrics, one JSON object a line."""
     return Path(run_folder) / "metrics" / f"rank_{rank:05d}.jsonl"
+
+
+def finished_file(run_folder: str | Path) -> Path:
+    """Where rank 0 writes that the run has come to its end."""
+    return Path(run_folder) / "metrics" / "finished.json"
+
+
+def write_finished(run_folder: str | Path, step: int | None) -> None:
+    """Notes that the run ended well; `step` was its last, None when it made none."""
+    with contextlib.suppress(OSError):  # a full disk must not end the training
+        text = json.dumps({"step": step, "time": time.time()})
+        finished_file(run_folder).write_text(text + "\n")
+
+
+def read_finished(run_folder: str | Path) -> dict[str, Any] | None:
+    """The last step and the time at which a run ended well; None while it runs, or failed."""
+    try:
+        found = json.loads(finished_file(run_folder).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "time" in found else None
+
+
+_failed: list[bool] = []
+
+
+def note_failure() -> None:
+    """The script of this process failed: its run is not finished, though it ends."""
+    _failed.append(True)
+
+
+def has_failed() -> bool:
+    return bool(_failed) or getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
 
 
 def read_metrics(run_folder: str | Path) -> dict[int, list[dict[str, Any]]]:

@@ -496,3 +496,65 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
     assert (by_signal.rank, by_signal.exit_code, by_signal.num_failed) == (3, 137, 3)
     assert "signal 9 (SIGKILL" in by_signal.text
     assert first_failure({2: ended}).exit_code == 143
+
+
+# ---- words that are not quite right
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--htm", "x", "train.py"], "no option --htm. Did you mean '--html'?"),
+        (["run", "-n", "2", "--restart=1", "train.py"], "--restart. Did you mean '--restarts'?"),
+        (["top", "--onc", "runs"], "no option --onc. Did you mean '--once'?"),
+        (["schedule", "--device", "4"], "no option --device. Did you mean '--devices'?"),
+    ],
+)
+def test_misspelt_options_before_the_script(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_misspelt_option_behind_the_script_is_named_when_the_script_refuses_it() -> None:
+    result = CliRunner().invoke(app, ["plan", str(QUICKSTART), "-n", "2", "--htm", "x"])
+    assert result.exit_code == 1
+    assert "--htm was passed on to the script. Did you mean '--html'?" in result.output
+
+
+def test_figures_given_where_a_plan_is_wanted(tmp_path: Path) -> None:
+    script = tmp_path / "tiny.py"
+    script.write_text(TINY)
+    figures = tmp_path / "figures.json"
+    made = CliRunner().invoke(app, ["plan", str(script), "-n", "2", "--json", str(figures)])
+    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["show", str(figures)])
+    assert result.exit_code == 2
+    assert "holds the figures of `--json`. Try: the file of `whale plan --save`" in result.output
+
+
+SILENT = (
+    TINY.replace(
+        "batches = [torch.randn(9, 6) for _ in range(3)]", "batches = [torch.randn(9, 6)] * 8"
+    )
+    .replace('print("loss", repr(loss), flush=True)', "pass")
+    .replace('"num_micro_batch": 2', '"num_micro_batch": 2, "num_steps": 8')
+)
+
+
+@pytest.mark.slow
+def test_progress_of_a_silent_script(tmp_path: Path) -> None:
+    for text, is_silent in ((SILENT, True), (TINY, False)):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        done = subprocess.run(
+            [str(BIN / "whale"), "run", "-n", "2", str(script)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("step 8/8  loss" in done.stdout and "left" in done.stdout) == is_silent
+    shown = CliRunner().invoke(app, ["top", "--once", str(tmp_path / "runs" / "script")])
+    assert "finished, step 2" in shown.output

@@ -278,3 +278,41 @@ def test_m6_moe_trains_on_8_ranks_like_on_one(tmp_path: Path) -> None:
         for printed in (sharded, local)
     )  # type: ignore[index]
     assert held < whole / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--quantize",)])
+def test_lora_by_the_trainer(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The same evaluation loss on 1 rank and on 2 stages; the adapter generates."""
+    pytest.importorskip("peft")
+    script = EXAMPLES / "finetune_trainer.py"
+    losses = []
+    for name, words in (("one", ("python",)), ("two", ("whale", "run", "-n", "2"))):
+        printed = run(tmp_path, *words, script, "--steps", "8", "--out", name, *options)
+        found = re.search(r"evaluation loss ([\d.]+)", printed)
+        assert found is not None, printed
+        losses.append(float(found[1]))
+        files = {path.name for path in (tmp_path / name / "adapter").iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+        assert ("continues 5 6 7 with" in printed) == (not options)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    planned = run(tmp_path, "whale", "plan", "--cluster", EXAMPLES / "unlike_memories.yaml", script)
+    assert "large-card" in planned and "small-card" in planned
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation(tmp_path: Path) -> None:
+    script = EXAMPLES / "generate.py"
+    printed = [
+        run(tmp_path, *words, script) for words in (("python",), ("whale", "run", "-n", "2"))
+    ]
+    lines = [
+        [line for line in text.splitlines() if line.startswith(("trained to", "continues"))]
+        for text in printed
+    ]
+    assert len(lines[0]) == 2
+    assert lines[0][1] == lines[1][1]
+    first, second = (re.findall(r"[\d.]+", each[0]) for each in lines)
+    assert list(map(float, first[:2])) == pytest.approx(list(map(float, second[:2])), abs=2e-3)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "runs" / "generate" / "model")
+    assert isinstance(loaded, transformers.GPT2LMHeadModel)

@@ -15,7 +15,7 @@ import whale as wh
 
 ROOT = Path(wh.__file__).parent
 ORDER = (
-    ("names", "units", "dtypes", "compat", "devices", "metric_files", "config"),
+    ("names", "units", "dtypes", "compat", "devices", "metric_files", "progress", "config"),
     ("annotation",),
     ("cluster",),
     ("scheduling",),

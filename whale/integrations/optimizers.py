@@ -74,9 +74,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     _is_accelerate_prepared = True
     """Accelerate wraps it no further"""
 
-    def __init__(self, engine: Engine, own: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Engine | None, own: torch.optim.Optimizer) -> None:
         # not Optimizer.__init__: groups and state are those of this rank's optimizer
         self.engine = engine
+        """None until there is one"""
         self.own = own
         self.result: StepResult | None = None
         """of the last update"""
@@ -102,13 +103,17 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = closure() if closure is not None else None
         self._opt_called = True
+        assert self.engine is not None, "no batch was trained on"
         self.result = self.engine.update()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing overrode it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.engine.zero_gradients()
+        if self.engine is None:
+            self.own.zero_grad(set_to_none)
+        else:
+            self.engine.zero_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part; whole checkpoints are those of the engine."""

@@ -572,6 +572,10 @@ def _short(value: Any) -> str:
     )
 
 
+FIGURES = {"summary", "batch_size", "devices", "network"}
+"""keys of what `whale plan --json` writes, which is no plan"""
+
+
 def _read_json(path: str | Path, content: bytes) -> dict[str, Any]:
     """The fields of a plan file; raises ValueError where it is none, or has other fields."""
     try:
@@ -579,7 +583,10 @@ def _read_json(path: str | Path, content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or "format" not in data:
-        raise ValueError(f"{path} is not a plan of `whale plan --save`")
+        what = ""
+        if isinstance(data, dict) and data.keys() >= FIGURES:
+            what = ": it holds the figures of `--json`. Try: the file of `whale plan --save`"
+        raise ValueError(f"{path} is not a plan of `whale plan --save`{what}")
     unknown = sorted(data.keys() - {field.name for field in fields(Plan)})
     if unknown and data["format"] == PLAN_FORMAT:
         raise ValueError(

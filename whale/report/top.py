@@ -11,17 +11,22 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from whale.metric_files import last_metrics
+from whale.metric_files import last_metrics, read_finished
 from whale.units import human_bytes, human_seconds
 
 STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 
 
-def metrics_table(lines: Mapping[int, dict[str, Any] | None], now: float) -> Table:
-    """The last step of every rank."""
+def metrics_table(
+    lines: Mapping[int, dict[str, Any] | None],
+    now: float,
+    finished: Mapping[str, Any] | None = None,
+) -> Table:
+    """The last step of every rank. `finished`: what `read_finished` gives."""
     newest = max(filter(None, lines.values()), key=lambda line: line["time"])
+    ended = "" if finished is None else "finished, "
     title = (
-        f"step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
+        f"{ended}step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
         f"{newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -55,13 +60,13 @@ def metrics_table(lines: Mapping[int, dict[str, Any] | None], now: float) -> Tab
             ),
             f"{100 * line['model_flop_utilisation']:.2g} %",
             human_bytes(line["memory_bytes"]),
-            f"{age:.0f} s ago" + (" (silent)" if age > STALE_S else ""),
+            f"{age:.0f} s ago" + (" (silent)" if age > STALE_S and finished is None else ""),
         )
     return table
 
 
 def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> None:
-    """Prints the table once, or keeps it up to date until Ctrl-C."""
+    """Prints the table once, or keeps it up to date until the run is finished or Ctrl-C."""
     if every_s <= 0:
         raise ValueError(f"--every {every_s:g}: the time between two updates must be more than 0 s")
     lines = last_metrics(run_folder)
@@ -70,10 +75,14 @@ def follow(run_folder: Path, console: Console, every_s: float, once: bool) -> No
             f"{run_folder} has no metrics yet: give a run folder ('run_folder' of the config, "
             "'runs/<script>' under whale run)"
         )
+
+    def table() -> Table:
+        return metrics_table(last_metrics(run_folder), time.time(), read_finished(run_folder))
+
     if once or not console.is_terminal:
-        console.print(metrics_table(lines, time.time()))
+        console.print(table())
         return
-    with Live(metrics_table(lines, time.time()), console=console, auto_refresh=False) as live:
-        while True:
+    with Live(table(), console=console, auto_refresh=False) as live:
+        while read_finished(run_folder) is None:
             time.sleep(every_s)
-            live.update(metrics_table(last_metrics(run_folder), time.time()), refresh=True)
+            live.update(table(), refresh=True)

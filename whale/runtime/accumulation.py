@@ -103,6 +103,12 @@ class GradientSum:
         self.num_batches = 0
         self._no_gradients()
 
+    def drop_counted(self) -> bool:
+        """Forgets all batches that count; whether `.grad` is that of one that does not, yet."""
+        self._sum = {}
+        self.num_batches = 0
+        return self._factor is None
+
     def _take(self, parameter: Held) -> None:
         gradient = parameter.tensor.grad
         assert self._factor is not None
@@ -182,6 +188,16 @@ class StepInParts:
     def clear(self) -> None:
         self._sum.clear()
         self._latest = None
+        self._loss = 0.0
+        self._num_samples = 0
+        self._totals = None
+
+    def zero(self) -> None:
+        """Forgets what counts; some loops call it between forward and backward."""
+        latest = self._latest
+        if latest is None or not self._sum.drop_counted():
+            self.clear()
+            return
         self._loss = 0.0
         self._num_samples = 0
         self._totals = None

@@ -21,6 +21,7 @@ from whale.distributed.watch import reporting
 from whale.lowering.inputs import own_rows
 from whale.lowering.program import Lowered
 from whale.plans.plan import Plan
+from whale.progress import open_progress
 from whale.runtime.accumulation import BatchPass, PassResult, StepInParts
 from whale.runtime.adapting import Adapting
 from whale.runtime.batches import AheadBatch, Batches
@@ -30,7 +31,7 @@ from whale.runtime.data import Sampler, ShardedBatch, ShardedLoader
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import GradientSynchroniser, Held, HeldPiece, by_backward_order
 from whale.runtime.job import Job
-from whale.runtime.local_model import local_model, save_pretrained
+from whale.runtime.local_model import gathered, give_back, local_model, save_pretrained
 from whale.runtime.metrics import Shares, open_metrics, write_trace
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import EvaluationResult, StepResult, Timing, Totals
@@ -43,6 +44,7 @@ from whale.runtime.shapes import (
 from whale.runtime.state import gather_gradients, gather_outputs, gather_state
 from whale.runtime.step_update import NonFiniteError, Update
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
+from whale.runtime.trackers import TrackerFactory
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
 from whale.scheduling import Action, Kind
 
@@ -92,6 +94,7 @@ class Engine:
         """None where the clock of the host says when an action is done"""
         self._last_timing: Callable[[], Timing] | None = None
         self._metrics = open_metrics(job.config, self.plan, job.ranks)
+        self._progress = open_progress(job.ranks.rank, job.config.num_steps)
         self._adapting = Adapting(job)
         self._next_plan: Plan | None = None
         """with other shares, to be followed when the loader begins its next epoch: samples of this
@@ -252,6 +255,8 @@ class Engine:
         if self._metrics is not None:
             shares = Shares(done.batch_size, own_samples, self._adapting.num_rebalanced)
             self._metrics.note(self.step_count - 1, result, shares)
+        if self._progress is not None:
+            self._progress.note(self.step_count, done.batch_size, lambda: result.loss)
         self._next_plan = (
             self._adapting.after_step(
                 done.executor,
@@ -294,8 +299,10 @@ class Engine:
             return self._parts.update()
 
     def zero_gradients(self) -> None:
-        """Forgets all gradients that were accumulated since the last update."""
-        self._parts.clear()
+        """Forgets all gradients that were accumulated since the last update. That of the latest
+        `forward_backward` stays when it was not accumulated yet.
+        """
+        self._parts.zero()
 
     def _timed(
         self, outcome: StepOutcome, moments: StepMoments, update: Update, bubble_s: float
@@ -546,6 +553,19 @@ class Engine:
             return None
         return local_model(self._job, everywhere)
 
+    def gathered(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
+        """Inside `with engine.gathered() as model:` the model that was parallelized has copies of
+        all weights on every rank and may be used as before. All ranks must enter it.
+        """
+        return gathered(self._job)
+
+    def give_back(self) -> None:
+        """Gives the model that was parallelized all its weights back, on every rank, and closes the
+        engine. All ranks must call it.
+        """
+        give_back(self._job)
+        self.close()
+
     def _checkpoint_folder(self, folder: str | Path | None) -> Path:
         if folder is None and self._job.config.folder is None:
             raise ValueError(
@@ -607,6 +627,18 @@ class Engine:
         if self._last_timing is not None:
             self._last_timing()  # gives the outcome its events
         write_trace(path, self._last_outcome, self._job.ranks)
+
+    def track(self, tracker: TrackerFactory) -> None:
+        """Gives the figures of every step from now on to a tracker, which is made by this function
+        on rank 0: `engine.track(lambda: Wandb(project="mine"))` (`whale.integrations.trackers`).
+        """
+        if self._metrics is None:
+            self._metrics = open_metrics(
+                self._job.config, self.plan, self._job.ranks, without_folder=True
+            )
+        assert self._metrics is not None
+        if self._job.ranks.rank == 0:
+            self._metrics.trackers.append(tracker())
 
     def close(self) -> None:
         """Waits for checkpoints under way and writes the last metrics line, or the timeline of an

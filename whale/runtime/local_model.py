@@ -7,16 +7,19 @@ on `meta`. `engine.module()` puts a whole one together.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from whale.checkpoint import CheckpointError, export_safetensors
+from whale.compat import tensor_stores
 from whale.distributed.ranks import Ranks
 from whale.dtypes import in_memory
 from whale.lowering.weights import named_tensors
@@ -82,8 +85,8 @@ def local_model(job: Job, everywhere: bool) -> torch.nn.Module | None:
     memo: dict[int, Any] = {}
     for name, _, _, tensor in named_tensors(job.model):
         value = whole[job.names[name]]
-        if isinstance(tensor, torch.nn.Parameter) and not isinstance(value, torch.nn.Parameter):
-            value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, Parameter) and not isinstance(value, Parameter):
+            value = Parameter(value, requires_grad=tensor.requires_grad)
             whole[job.names[name]] = value
         memo[id(tensor)] = value
     _allow_use(job.model)
@@ -92,6 +95,43 @@ def local_model(job: Job, everywhere: bool) -> torch.nn.Module | None:
     finally:
         refuse_use(job.model)
     return made
+
+
+@contextlib.contextmanager
+def gathered(job: Job) -> Iterator[torch.nn.Module]:
+    """Inside, the model that was parallelized has copies of all weights on every rank, and may be
+    used; what is written to them is lost. All ranks must enter it together.
+    """
+    before = give_back(job)
+    try:
+        yield job.model
+    finally:
+        for owner, leaf, tensor in before:
+            _put(owner, leaf, tensor)
+        refuse_use(job.model)
+
+
+def give_back(job: Job) -> list[tuple[torch.nn.Module, str, Tensor]]:
+    """Puts copies of all weights into the model that was parallelized, on every rank; gives what
+    was there: (module, name in it, tensor).
+    """
+    before: list[tuple[torch.nn.Module, str, Tensor]] = []
+    whole = _whole(job, everywhere=True)
+    _allow_use(job.model)
+    for name, owner, leaf, tensor in list(named_tensors(job.model)):
+        value = whole[job.names[name]].to(job.ranks.device.name)
+        if isinstance(tensor, Parameter) and not isinstance(value, Parameter):
+            value = Parameter(value, requires_grad=tensor.requires_grad)
+        whole[job.names[name]] = value
+        before.append((owner, leaf, tensor))
+        _put(owner, leaf, value)
+    return before
+
+
+def _put(owner: torch.nn.Module, leaf: str, tensor: Tensor) -> None:
+    parameters, buffers = tensor_stores(owner)
+    store = parameters if leaf in parameters else buffers
+    store[leaf] = tensor
 
 
 def _whole(job: Job, everywhere: bool) -> dict[str, Tensor]:

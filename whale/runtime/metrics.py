@@ -8,22 +8,25 @@ Metrics are lines of JSON that can be read at any time.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from whale.config import Config
 from whale.devices import LocalDevice
 from whale.distributed.ranks import Ranks
-from whale.metric_files import metrics_file
+from whale.metric_files import finished_file, has_failed, metrics_file, write_finished
 from whale.plans.plan import Plan
 from whale.runtime.executor import StepOutcome
 from whale.runtime.result import StepResult
+from whale.runtime.trackers import TRACKED, TensorBoard, Tracker
 
 BACKWARD_AND_FORWARD = 3.0
 """a step costs about three forwards: a backward is taken for two"""
@@ -46,18 +49,23 @@ class Shares:
 class Metrics:
     """Writes this rank's lines."""
 
-    run_folder: Path
+    run_folder: Path | None
+    """None: only trackers are given the figures"""
     rank: int
     plan: Plan
     peak_flop_per_s: float
     """of all devices together: what model FLOP utilisation is measured against"""
     device: LocalDevice
     tensorboard: bool = False
+    trackers: list[Tracker] = field(default_factory=list)
+    """on rank 0"""
+    _last_step: int | None = None
     _file: IO[str] | None = None
-    _board: Any = None
     _unwritten: tuple[int, StepResult, Shares] | None = None
 
     def __post_init__(self) -> None:
+        if self.run_folder is None:
+            return
         # on every rank, so that all refuse alike
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
@@ -69,8 +77,11 @@ class Metrics:
         self._file = path.open("a", buffering=1)  # a line reaches the file when its step ends
         if not _ends_with_line(path):
             self._file.write("\n")  # a run that was killed has left half a line
-        if self.tensorboard and self.rank == 0:
-            self._board = _open_board(self.run_folder / "tensorboard")
+        if self.rank == 0:
+            finished_file(self.run_folder).unlink(missing_ok=True)
+            if self.tensorboard:
+                self.trackers.append(TensorBoard(self.run_folder / "tensorboard"))
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     def note(self, step: int, result: StepResult, shares: Shares) -> None:
         """Takes what there is to say of a step, and writes the line of the one before: its loss has
@@ -110,39 +121,55 @@ class Metrics:
             "own_samples": shares.own_samples,
             "num_rebalanced": shares.num_rebalanced,
         }
-        assert self._file is not None
+        self._last_step = step
         try:
-            self._file.write(json.dumps(line) + "\n")
+            if self._file is not None:
+                self._file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk must not end the training
             print(
                 f"whale: metrics of step {step} could not be written to {self.run_folder}: {error}",
                 file=sys.stderr,
             )
-        if self._board is not None:
-            for name in ("loss", "grad_norm", "lr", "samples_per_s", "model_flop_utilisation"):
-                self._board.add_scalar(name, line[name], step)
+        for tracker in self.trackers:
+            tracker.log({name: float(str(line[name])) for name in TRACKED}, step)
 
     def close(self) -> None:
-        """Writes the last line, and closes the files."""
+        """Writes the last line, and closes the files and trackers."""
+        atexit.unregister(_close_at_exit)
         self._flush()
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers.clear()
+        if self.rank == 0 and self.run_folder is not None and not has_failed():
+            write_finished(self.run_folder, self._last_step)
 
 
-def open_metrics(config: Config, plan: Plan, ranks: Ranks) -> Metrics | None:
-    """The metrics of a job on this rank; None without a run folder."""
+def _close_at_exit(metrics: weakref.ref[Metrics]) -> None:
+    """A script that never closed its engine: its last line is still there to be written."""
+    own = metrics()
+    if own is not None and own._file is not None and not own._file.closed:
+        if has_failed():  # the last step may wait for ranks that are gone
+            own._unwritten = None
+        own.close()
+
+
+def open_metrics(
+    config: Config, plan: Plan, ranks: Ranks, without_folder: bool = False
+) -> Metrics | None:
+    """The metrics of a job on this rank; None without a run folder, unless that is asked for."""
     if config.folder is None:
         if config.tensorboard:
             raise ValueError(
                 '"tensorboard": true needs a place to write to. Try: set "run_folder", or '
                 "start the script with whale run"
             )
-        return None
+        if not without_folder:
+            return None
     peak_flop_per_s = sum(plan.devices[index].flop_per_s for index in plan.device_of_rank)
     return Metrics(
-        Path(config.folder),
+        Path(config.folder) if config.folder is not None else None,
         ranks.rank,
         plan,
         peak_flop_per_s or math.inf,
@@ -157,12 +184,6 @@ def _ends_with_line(path: Path) -> bool:
             return True
         file.seek(-1, 2)
         return file.read() == b"\n"
-
-
-def _open_board(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
 
 
 # ---- traces

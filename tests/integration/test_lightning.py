@@ -1,0 +1,182 @@
+"""`WhaleStrategy` against Lightning in one process: logged losses, schedule, validation, resuming."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+
+from tests.ranks import run_ranks  # noqa: E402
+
+STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
+NUM_STEPS = 20
+
+
+class Classifier(LightningModule):  # type: ignore[misc]
+    """A module as people write them: a criterion, logs, a schedule, decay groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bottom = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+        self.top = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 3))
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(F.gelu(self.bottom(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch
+        loss = self.criterion(self(x), labels)
+        self.log("train_loss", loss, prog_bar=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, labels = batch
+        output = self(x)
+        self.log("val_loss", self.criterion(output, labels))
+        self.log("val_accuracy", (output.argmax(-1) == labels).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.bottom.parameters(), "weight_decay": 0.1},
+            {"params": self.top.parameters(), "lr": 5e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=2e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Record(Callback):  # type: ignore[misc]
+    """What a logging callback sees."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+        self.values.append(trainer.optimizers[0].param_groups[1]["lr"])
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            for name in ("val_loss", "val_accuracy"):
+                self.values.append(float(trainer.callback_metrics[name]))
+
+
+def loader(num_samples: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 8, generator=generator)
+    labels = torch.randint(0, 3, (num_samples,), generator=generator)
+    data = torch.utils.data.TensorDataset(x, labels)
+    return torch.utils.data.DataLoader(data, batch_size=6, shuffle=False)
+
+
+def fit(
+    config: dict[str, Any] | None, folder: str, max_steps: int = NUM_STEPS, resume: str = ""
+) -> tuple[list[float], list[float]]:
+    """Values that callbacks saw, and the trained module's outputs after the fit. `config` None: in
+    one process without Whale.
+    """
+    warnings.simplefilter("ignore")
+    strategy: Any = "auto"
+    if config is not None:
+        from whale.integrations.lightning import WhaleStrategy
+
+        strategy = WhaleStrategy(whale=config)
+    record = Record()
+    trainer = Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=[record, ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1)],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Classifier()
+    trainer.fit(module, loader(35, 0), loader(11, 1), ckpt_path=resume or None)
+    with torch.no_grad():
+        outputs = module(next(iter(loader(6, 2)))[0]).flatten().tolist()
+    return record.values, outputs
+
+
+def check(
+    found: tuple[list[float], list[float]], expected: tuple[list[float], list[float]]
+) -> None:
+    assert len(found[0]) == len(expected[0]) > 2 * NUM_STEPS
+    assert found[0] == pytest.approx(expected[0], rel=2e-5)
+    assert found[1] == pytest.approx(expected[1], rel=2e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "config"), [(1, {}), (2, {}), (2, STAGES)])
+def test_fit(tmp_path: Path, num_ranks: int, config: dict[str, Any]) -> None:
+    """35 samples in batches of 6: the last of an epoch has 5; accumulation over 2 batches."""
+    expected = fit(None, str(tmp_path / "stock"))
+    for found in run_ranks(fit, num_ranks, config, str(tmp_path / "whale")):
+        check(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, STAGES), (1, {})), ((1, {}), (2, {})), ((2, {}), (2, STAGES))]
+)
+def test_resume_in_the_middle_on_other_ranks(
+    tmp_path: Path, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
+) -> None:
+    """Against stock Lightning that was resumed at the same step: it reads its data from the start
+    of the epoch again, whatever the strategy.
+    """
+    stock = str(tmp_path / "stock")
+    fit(None, stock, 10)
+    expected = fit(None, stock, NUM_STEPS, str(next(Path(stock).glob("*step=10.ckpt"))))
+    folder = str(tmp_path / "whale")
+    run_ranks(fit, before[0], before[1], folder, 10)
+    (saved,) = Path(folder).glob("*step=10.ckpt")
+    for values, outputs in run_ranks(fit, after[0], after[1], folder, NUM_STEPS, str(saved)):
+        assert len(values) == len(expected[0]) > NUM_STEPS
+        assert values == pytest.approx(expected[0], rel=2e-5)
+        assert outputs == pytest.approx(expected[1], rel=2e-4, abs=1e-5)
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    from whale.integrations.lightning import WhaleStrategy
+
+    class Two(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.bottom, self.top)]
+
+    trainer = Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        devices=1,
+        strategy=WhaleStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ValueError, match="gave 2 optimizers, and needs one"):
+        trainer.fit(Two(), loader(12, 0))
