@@ -382,17 +382,19 @@ def _recurrent_by_form() -> Iterator[None]:
     layers and 128 steps. Shape functions of these operations would replace it.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    swapped = []
+    kernels: list[tuple[Any, Any]] = []
     for name in ("gru", "rnn_tanh", "rnn_relu", "lstm"):
         operation = getattr(torch.ops.aten, name).input
-        if key not in operation.py_kernels:
-            operation.py_impl(key)(_lstm_form if name == "lstm" else _gru_form)
-            swapped.append(operation)
+        kernels.append((operation, operation.py_kernels.get(key)))
+        operation.py_kernels[key] = _lstm_form if name == "lstm" else _gru_form
+        operation._dispatch_cache.clear()
     try:
         yield
     finally:
-        for operation in swapped:
+        for operation, kernel in kernels:
             del operation.py_kernels[key]
+            if kernel is not None:
+                operation.py_kernels[key] = kernel
             operation._dispatch_cache.clear()
 
 

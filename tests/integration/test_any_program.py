@@ -250,6 +250,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "straight-through Function": (lambda: WithFunction(through), lambda: rows(8, WIDTH)),
     "gradient reversal": (lambda: WithFunction(reversed_gradient), lambda: rows(8, WIDTH)),
     "Function with two results": (lambda: WithFunction(two_results), lambda: rows(8, WIDTH)),
+    "recurrent layers": (lambda: Recurrent(), lambda: rows(8, 40, WIDTH)),
     "vector-quantised": (Quantised, lambda: rows(8, WIDTH)),
 }
 
@@ -365,6 +366,20 @@ def test_code_that_goes_through_a_set_trains_on_all_ranks(config: dict[str, Any]
     expected = local_training(model, data, None, sgd).losses
     for losses in run_ranks(train_set, 2, config):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Recurrent(nn.Module):
+    """Long sequences through recurrent layers, of which the graph has one operation each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, 4, 2, batch_first=True, dtype=DOUBLE)
+        self.lstm = nn.LSTM(4, 5, bidirectional=True, proj_size=3, batch_first=True, dtype=DOUBLE)
+        self.rnn = nn.RNN(6, 2, batch_first=True, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, last = self.rnn(self.lstm(self.gru(x)[0])[0])
+        return out.square().mean() + last.mean()
 
 
 class Carried(nn.Module):

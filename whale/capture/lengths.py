@@ -213,10 +213,16 @@ def conditions_of(captured: CapturedGraph) -> Conditions:
         upper = float("inf") if found.upper.is_infinite else float(found.upper)
         ranges[symbol] = (int(found.lower), upper)
     relations: dict[sympy.Basic, None] = {}
+    sample = {length.symbol: length.size for length in captured.lengths}
+    sample[captured.batch_symbol] = captured.batch_size
     for guard in environment.guards:
         relation = environment.replace(guard.expr)
-        if relation not in (sympy.true, True) and relation.free_symbols <= captured.symbols:
+        if relation in (sympy.true, True) or not relation.free_symbols <= captured.symbols:
+            continue
+        if _is_true(relation, sample):
             relations[relation] = None
+        elif relation.free_symbols - {captured.batch_symbol}:
+            raise NotSymbolic(f"the forward asks that {relation}, which Whale cannot decide")
     return Conditions(captured.lengths, captured.batch_symbol, ranges, tuple(relations))
 
 
