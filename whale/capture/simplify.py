@@ -15,6 +15,7 @@ The order of the clean-up passes is in `capture/clean.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -37,7 +38,7 @@ NO_LIMIT = 2**31
 """larger numbers in a mask stand for "to the end" """
 
 
-def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int]) -> None:
+def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyType({})) -> None:
     """Removes what costs time and changes nothing from a functional graph: operations that only
     hand on their input. `lengths`: symbols besides the batch, with their sizes in the sample.
 
