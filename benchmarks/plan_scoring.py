@@ -165,15 +165,15 @@ class Scoring:
             samples_per_s += max(row.micro_batch / self._whole(row) for row in rows)
         return samples_per_s / batch
 
-    def gradient_bound_s(self, lines_bytes: float) -> float:
-        """Seconds that the network card of a host needs at least where two hosts or more hold all
-        weights: each sends its gradients once and gets their sum.
+    def network_bound_s(self) -> float:
+        """Seconds that the network card of a host needs at least where every host holds all
+        weights: it sends the gradients once, at the best rate of any link.
         """
         fastest = max(
             (pair.link.card_bytes_per_s or pair.link.bytes_per_s)
             for pair in self.cluster.network.pair_links
         )
-        return lines_bytes / fastest
+        return parameters(self.shape, range(self.shape.num_layers)) * BYTES / fastest
 
     def _whole(self, row: LayerRow) -> float:
         layers = (row.of(number, self.shape.num_layers) for number in range(self.shape.num_layers))

@@ -255,7 +255,11 @@ def compare(
     scoring = Scoring(MODELS[MODEL], cluster, measured)
     entries = [each for each in measured.rival_plans if each["cluster"] == dict(counts)]
     bound = scoring.bound_steps_per_s(entries[0]["batch"])
-    say(f"\n{name}: no plan can do more than {bound:.4f} steps/s (compute alone)")
+    network_s = scoring.network_bound_s()
+    say(
+        f"\n{name}: all GPUs computing without a pause do {bound:.4f} steps/s; replicas on all hosts "
+        f"keep a network card for {network_s:.2f} s a step at least ({1 / network_s:.2f} steps/s)"
+    )
     scores: dict[str, Score] = {}
     for entry in entries:
         try:
@@ -267,7 +271,8 @@ def compare(
         say(_row(entry["planner"], scores[entry["planner"]], bound, f"{theirs:.4f}"))
     best = max(scores, key=lambda planner: scores[planner].steps_per_s)
     result: dict[str, Any] = {
-        "bound, steps/s": round(bound, 4),
+        "bound of compute, steps/s": round(bound, 4),
+        "bound of the network, steps/s": round(1 / network_s, 3),
         "rivals, steps/s": {k: round(v.steps_per_s, 4) for k, v in scores.items()},
         "best rival": best,
         "target": target_of(counts),
