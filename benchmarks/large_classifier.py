@@ -86,7 +86,8 @@ def planned(num_classes: int, num_devices: int, hybrid: bool) -> wh.Plan:
         "images": torch.zeros(number, 3, size, size, device="meta"),
         "labels": torch.zeros(number, dtype=torch.long, device="meta"),
     }
-    return wh.plan(model, batch, cluster=cluster(num_devices), config={"num_micro_batch": 1})
+    config = {"num_micro_batch": 1} | ({} if hybrid else {"strategy": "data"})
+    return wh.plan(model, batch, cluster=cluster(num_devices), config=config)
 
 
 def speed(plan: wh.Plan, hybrid: bool) -> tuple[float, dict[str, Any]]:

@@ -342,14 +342,18 @@ class _Run:
         one_link = 2 * (number - 1) / number * num_bytes
         slowest = 0.0
         leaving: dict[str, float] = {}
+        members: dict[str, int] = {}
+        for stage in stages:
+            host = network.hosts[stage.gpu]
+            members[host] = members.get(host, 0) + stage.tensor_parallel
         for here, there in zip(stages, (*stages[1:], stages[0])):
             link = network.link(here.gpu, there.gpu)
-            parts = min(here.tensor_parallel, there.tensor_parallel)
-            step = num_bytes / number / num_buckets / parts
-            rate = link.rate(step) * parts
-            if network.hosts[here.gpu] != network.hosts[there.gpu]:
-                rate = min(rate, link.card_bytes_per_s or link.bytes_per_s)
-                host = network.hosts[here.gpu]
+            host = network.hosts[here.gpu]
+            other = network.hosts[there.gpu]
+            if host != other:
+                link = link.together(min(members[host], members[other]))
+            rate = link.rate(num_bytes / number / num_buckets)
+            if host != other:
                 leaving[host] = leaving.get(host, 0.0) + link.card_s(one_link)
             slowest = max(
                 slowest, one_link / rate + 2 * (number - 1) * num_buckets * link.latency_s

@@ -178,8 +178,8 @@ def search(captured: tuple[torch.nn.Module, Any, CapturedModel], cluster: Cluste
 
 
 def lines_of_plan(ours: Ours) -> list[Line] | None:
-    """Whale's plan as lines; None where its stages have other widths or are split, which lines
-    cannot say.
+    """Whale's plan as lines; None where its stages have other widths, are split, or several of them
+    run on one GPU, which lines cannot say.
     """
     plan = ours.plan
     parts = _parts_of_layers(ours)
@@ -197,6 +197,8 @@ def lines_of_plan(ours: Ours) -> list[Line] | None:
                 rank = replica.ranks[stage.virtual_device][member]
                 layers = parts[replica.template][stage.index]
                 stages.append(ScoredStage(tuple(sorted(layers.items())), rank))
+            if len({stage.gpu for stage in stages}) < len(stages):
+                return None
             samples = [number for number in times.num_samples(stages[0].gpu) if number]
             if samples:
                 lines.append(Line(tuple(stages), sum(samples) / len(samples), len(samples)))
@@ -235,6 +237,20 @@ def _parts_of_layers(ours: Ours) -> list[list[dict[int, float]]]:
                 stages[stage][layer] = stages[stage].get(layer, 0.0) + share
         found.append(stages)
     return found
+
+
+def describe(plan: Plan) -> str:
+    """Replicas, stages, micro-batches and recomputation in one line."""
+    parts = []
+    for number, template in enumerate(plan.templates):
+        replicas = [replica for replica in plan.replicas if replica.template == number]
+        widths = "+".join(str(len(ranks)) for ranks in replicas[0].ranks)
+        again = sum(stage.num_recomputed > 0 for stage in template.stages)
+        parts.append(
+            f"{len(replicas)} x {len(template.stages)} stages on {widths} GPUs"
+            + (f", {again} of them recompute" if again else "")
+        )
+    return f"{'; '.join(parts)}; {plan.num_micro_batch} micro-batches"
 
 
 # ---- the comparison
@@ -284,11 +300,12 @@ def compare(
     lines = lines_of_plan(ours)
     if lines is None:
         score = Score(ours.simulated_s, 0.0)
-        result["scored by"] = "wh.simulate: stages of other widths or split"
+        result["scored by"] = "wh.simulate: stages of other widths, split, or several on a GPU"
     else:
         score = scoring.score(lines)
         result["scored by"] = "the same as the others"
     say(_row("Whale", score, bound, f"{1 / ours.simulated_s:.4f}"))
+    say(f"  Whale's plan: {describe(ours.plan)}; scored by {result['scored by']}")
     ratio = score.steps_per_s / scores[best].steps_per_s
     say(f"  {ratio:.3f} times {best}; searched in {ours.search_s:.1f} s after the capture")
     return result | {

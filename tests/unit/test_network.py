@@ -10,7 +10,7 @@ import pytest
 from whale.cluster.cluster import Cluster
 from whale.cluster.file import dumps, loads
 from whale.cluster.network import Link, Network, PairLink, slower
-from whale.simulation.communication import Links, ring_s
+from whale.simulation.communication import Links, all_reduce_seconds, ring_s
 
 CURVE = Link(4e9, 1e-5, ((1e5, 1e9), (1e7, 3e9), (1e9, 4e9)))
 
@@ -66,6 +66,19 @@ def test_a_ring_goes_at_the_rate_of_its_parts() -> None:
     """4 devices, 40 MB in one bucket: 6 steps of 10 MB at the 3 GB/s of that size."""
     assert ring_s(4e7, [CURVE], 4) == pytest.approx(6 * (1e7 / 3e9 + 1e-5))
     assert ring_s(4e7, [CURVE], 4, 100) > ring_s(4e7, [CURVE], 4)
+
+
+def test_members_of_a_ring_on_one_host_leave_it_together() -> None:
+    """Two devices of each host reach 1.6 GB/s, where one alone has 1 and the card carries 1.6."""
+    link = Link(1e9, 0.0, (), card_bytes_per_s=1.6e9)
+    network = Network(("a", "a", "b", "b"), Link(1e12, 0.0), link)
+    both, leaving = all_reduce_seconds(8e8, 1, (0, 1, 2, 3), network)
+    assert both == pytest.approx(2 * 3 / 4 * 8e8 / 1.6e9)
+    assert dict(leaving) == {"a": pytest.approx(0.75), "b": pytest.approx(0.75)}
+    alone, _ = all_reduce_seconds(8e8, 1, (0, 2), network)
+    assert alone == pytest.approx(8e8 / 1e9)
+    assert link.together(8).rate(1.0) == 1.6e9
+    assert Link(1e9, 0.0).together(8) == Link(1e9, 0.0)
 
 
 FILE = """

@@ -62,6 +62,16 @@ class Link:
         fraction = self.rate(num_bytes) / self.bytes_per_s
         return num_bytes / (fraction * self.card_bytes_per_s)
 
+    def together(self, num_devices: int) -> Link:
+        """The link as so many devices of a host have it who send at the same time, all of them
+        together: more than one has, up to what the card carries.
+        """
+        if self.card_bytes_per_s is None or num_devices < 2:
+            return self
+        factor = max(1.0, min(float(num_devices), self.card_bytes_per_s / self.bytes_per_s))
+        curve = tuple((size, factor * rate) for size, rate in self.curve)
+        return Link(factor * self.bytes_per_s, self.latency_s, curve, self.card_bytes_per_s)
+
 
 def slower(a: Link, b: Link) -> Link:
     """A link that is at no size faster than either of two."""

@@ -204,7 +204,7 @@ def convolution(op: Operation) -> Dims | None:
     return dims(inputs, [["m", outer, *window]], sums={"k"}, added={op.slot("bias")})
 
 
-@row("batch_norm")
+@row("batch_norm", backward_passes=5)  # sums of the gradient and of its product, then the input's
 def batch_norm(op: Operation) -> Dims | None:
     """When it trains, sums over the samples are exchanged; otherwise channels are apart as well."""
     training = trains_batch_norm(op.node)

@@ -19,6 +19,8 @@ Bucket i is ready at t - d + d i / b and takes T / b, so that the last one is th
 
     max(t - d + d / b + T,  t + T / b)                                                           (2)
 
+Members on one host leave it together where one of them does not fill the network card.
+
 A group does one all-reduce after the other, and begins when the last of its members is ready: the
 latest end that any member comes to by itself is the end for all. Where a ring leaves a host it
 takes the network card of that host, after what was there before it.
@@ -27,6 +29,7 @@ takes the network card of that host, after what was there before it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,7 +212,16 @@ def all_reduce_seconds(
     seconds on its card) where the ring leaves a host.
     """
     pairs = list(zip(ranks, (*ranks[1:], ranks[0])))
-    links = [network.link(a, b) for a, b in pairs]
+    members = Counter(network.hosts[rank] for rank in ranks)
+    links = []
+    for a, b in pairs:
+        host_a = network.hosts[a]
+        host_b = network.hosts[b]
+        link = network.link(a, b)
+        if host_a != host_b:
+            # libraries make several rings, which leave a host by different devices
+            link = link.together(min(members[host_a], members[host_b]))
+        links.append(link)
     if network.all_reduce is not None:
         # the measured latency is that of all steps of a ring over all ranks
         latency_s = network.all_reduce.latency_s / (2 * (len(network.hosts) - 1))
