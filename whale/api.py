@@ -25,7 +25,13 @@ from whale.capture.prepare import CapturedModel
 from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
-from whale.costs.optimizers import note_on_parts, state_ratio, update_work
+from whale.costs.optimizers import (
+    keeps_whole,
+    note_on_parts,
+    refuse_if_it_looks_at_others,
+    state_ratio,
+    update_work,
+)
 from whale.costs.update_work import UpdateWork
 from whale.distributed.job_cluster import (
     ClusterLike,
@@ -49,6 +55,8 @@ from whale.lowering.weights import (
 from whale.notebook import Plan  # one that shows itself in a notebook
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
+from whale.planning.zero_blocks import owners_of
+from whale.plans.plan import Decision
 from whale.plans.shards import Shards
 from whale.runtime.captures import captured_for_each, same_on_all_ranks
 from whale.runtime.checkpoints import Pretrained, load_pretrained
@@ -378,11 +386,30 @@ def _plan(
             batch_size=layout.batch_size,
             optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
             update_work=_update_work(prepared, optimizer, config),
+            updates_whole=_updates_whole(prepared, config, optimizer),
             float32_precision=torch.get_float32_matmul_precision(),
         )
     )
     # the same for every length: a plan for one is a plan for the model
     made = replace(made, model=fingerprint(prepared.captured))
+    if optimizer is None or not made.is_uniform:
+        return _with_note_on_parts(made, optimizer)
+    cut = [
+        name for sharding in made.shardings for name, own in sharding.stored.items() if own.is_cut
+    ]
+    trained = [name for name in cut if prepared.captured.state[name].trainable]
+    if not trained or not keeps_whole(optimizer, trained):
+        return made
+    decision = Decision(
+        "update of cut parameters",
+        "each whole on one rank",
+        "the optimizer looks at more than one number of a parameter at a time",
+    )
+    owners = owners_of(made, prepared.captured)
+    return replace(made, owners=owners, decisions=(*made.decisions, decision))
+
+
+def _with_note_on_parts(made: Plan, optimizer: OptimizerFactory | None) -> Plan:
     cut = _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
@@ -398,6 +425,20 @@ def _update_work(
     names = [state.name for state in states if state.kind == "parameter" and state.trainable]
     is_masked = config.on_nonfinite != "continue" or config.precision == "fp16"
     return update_work(optimizer, names, is_masked) if optimizer is not None and names else None
+
+
+def _updates_whole(
+    prepared: CapturedModel, config: Config, optimizer: OptimizerFactory | None
+) -> bool:
+    """Whether under ZeRO each parameter must stay whole on the rank that updates it; refuses an
+    optimizer that looks at parameters of other ranks.
+    """
+    if optimizer is None or config.zero == 0:
+        return False
+    states = prepared.captured.state.values()
+    names = [state.name for state in states if state.kind == "parameter" and state.trainable]
+    refuse_if_it_looks_at_others(optimizer, names, f'"zero": {config.zero!r}')
+    return bool(names) and keeps_whole(optimizer, names)
 
 
 def _first_cut_weight(plan: Plan) -> str | None:

@@ -161,6 +161,47 @@ def note_on_parts(make: MakeOptimizer, name: str) -> str | None:
     )
 
 
+MOST_TRIED = 100
+"""parameters with which an optimizer is tried: a factory may choose by their names"""
+
+
+def keeps_whole(make: MakeOptimizer, names: Sequence[str]) -> bool:
+    """Whether some of these parameters must be updated whole: the optimizer looks at more than one
+    number of them at a time, or could not be tried.
+    """
+    step = max(1, len(names) // MOST_TRIED)
+    return any(not works_by_element(make, name) for name in names[::step])
+
+
+def refuse_if_it_looks_at_others(make: MakeOptimizer, names: Sequence[str], why: str) -> None:
+    """Raises ValueError where the update of a parameter depends on other parameters, which may lie
+    on other ranks. `why`: the setting that puts them there.
+    """
+    if len(names) < 2:
+        return
+    pair = [names[0], names[-1]]
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in pair]
+    gradients = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in pair]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = _trained(make, pair[0], starts[0], [gradients[0]] * NUM_STEPS)
+            parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+            optimizer = make(iter(list(zip(pair, parameters, strict=True))))
+            for _ in range(NUM_STEPS):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                optimizer.step()
+    except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
+        return
+    if not torch.allclose(alone, parameters[0].detach(), rtol=CLOSE, atol=CLOSE):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at other parameters when it updates one "
+            f"({pair[0]} beside {pair[1]}, say), and with {why} these are updated by other ranks. "
+            'Try: "zero": 0, or an optimizer that treats every parameter by itself'
+        )
+
+
 def works_by_element(make: MakeOptimizer, name: str) -> bool | None:
     """Whether the optimizer treats every number on its own; None where it could not be tried.
     `name`: of a parameter of the model, since a factory may choose by name.

@@ -439,6 +439,7 @@ class PricedCut:
             holders(self.problem.captured, self.assignment),
             self.device_of_stage,
             self.placement.virtual_devices,
+            self.problem.updates_whole,
         )
         level = level_of(self.problem.config.zero)
         return ZeroChoice(sharing, level, self.workload.optimizer_ratio)

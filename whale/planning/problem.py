@@ -48,6 +48,8 @@ class Problem:
     """what an update of the user's optimizer launches; None: not known"""
     float32_precision: str = "highest"
     """`torch.get_float32_matmul_precision()`"""
+    updates_whole: bool = False
+    """the optimizer looks at whole parameters (Muon, Adafactor): each is updated by one rank"""
     is_trial: bool = False
     """only whether it fits is asked: the first draft that does is enough, with one chunk on a
     device where their number is free. Less is searched than for a plan, and nothing else, so that a

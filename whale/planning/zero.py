@@ -262,7 +262,7 @@ def with_even_blocks(problem: Problem, plan: Plan, level: int) -> Plan:
             f'"zero": {level} cuts what replicas hold alike, and those of "replicas" are not '
             'alike: their ranks do other actions. Try: "zero": 0, or replicas that are all alike'
         )
-    sharing = Sharing.of_plan(plan, problem.captured)
+    sharing = Sharing.of_plan(plan, problem.captured, problem.updates_whole)
     blocks = blocks_of(sharing, {})
     if not blocks:
         return plan

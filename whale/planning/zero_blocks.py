@@ -36,11 +36,13 @@ class Sharing:
     """parameter or buffer -> stages that hold it"""
     device_of_stage: Sequence[int]
     virtual_devices: Sequence[VirtualDevice]
+    updates_whole: bool = False
+    """no parameter is cut: each lies whole on one rank of its group, which updates it"""
 
     @staticmethod
-    def of_plan(plan: Plan, captured: CapturedGraph) -> Sharing:
+    def of_plan(plan: Plan, captured: CapturedGraph, updates_whole: bool = False) -> Sharing:
         devices = [stage.virtual_device for stage in plan.stages]
-        return Sharing(captured, plan.holders, devices, plan.virtual_devices)
+        return Sharing(captured, plan.holders, devices, plan.virtual_devices, updates_whole)
 
     @cached_property
     def first_use(self) -> dict[str, int]:
@@ -107,7 +109,13 @@ def blocks_of(sharing: Sharing, fractions: Fractions) -> tuple[Block, ...]:
         ranks = tuple(sorted(device.all_ranks))
         even = [1 / len(ranks)] * len(ranks)
         shares = fractions.get(ranks) or even
-        for layer in sharing.layers(device):
+        layers = sharing.layers(device)
+        place_of = _places(layers, sharing, shares) if sharing.updates_whole else {}
+        for layer in layers:
+            if place_of:
+                block = _whole_block(layer, states, ranks, place_of)
+                found.append((sharing.first_use[layer[0]], block))
+                continue
             block = _block(layer, states, ranks, even if layer[0] in sharing.tied else shares)
             found.append((sharing.first_use[layer[0]], block))
     return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
@@ -162,6 +170,71 @@ def _block(
     return Block(tuple(names), tuple(shapes.values()), ranks, ends)
 
 
+def _places(
+    layers: Sequence[Sequence[str]], sharing: Sharing, fractions: Sequence[float]
+) -> dict[str, int]:
+    """Parameter -> the place in its group that holds and updates it. Tied ones lie on the first
+    place of every group.
+    """
+    states = sharing.captured.state
+    shapes = {name: tuple(states[name].shape) for layer in layers for name in layer}
+    tied = {name: 0 for name in shapes if name in sharing.tied}
+    free = {name: shape for name, shape in shapes.items() if name not in tied}
+    return tied | balanced_places(free, fractions)
+
+
+def balanced_places(
+    shapes: Mapping[str, tuple[int, ...]], fractions: Sequence[float]
+) -> dict[str, int]:
+    """Gives whole parameters to places, the costliest first, each to the one with least work so far
+    among those that have memory for it: all, where fractions are even.
+    """
+    places = range(len(fractions))
+    work = [0.0] * len(fractions)
+    is_even = max(fractions) - min(fractions) < EVEN
+    total = sum(map(math.prod, shapes.values()))
+    free = [math.inf if is_even else fraction * total * (1 + EVEN) for fraction in fractions]
+    found = {}
+    for name, shape in sorted(shapes.items(), key=lambda each: (-update_work(each[1]), each[0])):
+        number = math.prod(shape)
+        able = [place for place in places if number <= free[place]]
+        if not able:
+            able = [max(places, key=free.__getitem__)]
+        chosen = min(able, key=lambda place: (work[place], place))
+        found[name] = chosen
+        work[chosen] += update_work(shape)
+        free[chosen] -= number
+    return found
+
+
+EVEN = 0.02
+"""parts that differ by less are even"""
+
+
+def update_work(shape: tuple[int, ...]) -> float:
+    """Work of an update that looks at a whole matrix, m x n: Newton-Schulz takes products of
+    min(m, n) x m x n; of anything else its elements.
+    """
+    number = float(math.prod(shape))
+    return number * min(shape) if len(shape) == 2 else number
+
+
+def _whole_block(
+    names: Sequence[str],
+    states: Mapping[str, StateTensor],
+    ranks: tuple[int, ...],
+    place_of: Mapping[str, int],
+) -> Block:
+    """A block in which every parameter lies whole on one rank."""
+    ordered: list[str] = []
+    ends: list[int] = []
+    for place in range(len(ranks)):
+        ordered += [name for name in names if place_of[name] == place]
+        ends.append(sum(math.prod(states[name].shape) for name in ordered))
+    shapes = tuple(tuple(states[name].shape) for name in ordered)
+    return Block(tuple(ordered), shapes, ranks, tuple(ends))
+
+
 def fractions_by_memory(free_bytes: Sequence[float], needed_bytes: float) -> list[float] | None:
     """Line (1); None where there is not so much free memory. The caller takes care that nothing is
     less than nothing.
@@ -178,3 +251,20 @@ def fractions_by_memory(free_bytes: Sequence[float], needed_bytes: float) -> lis
         found[place] = min(free[place], left / (len(order) - number))
         left -= found[place]
     return [each / needed_bytes for each in found]
+
+
+def owners_of(plan: Plan, captured: CapturedGraph) -> dict[str, int]:
+    """A rank for every trained parameter that a grid cuts, so that the ranks of a VirtualDevice have
+    about as much work with their updates.
+    """
+    found: dict[str, int] = {}
+    shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
+    for name, holding in plan.template.tensors.items():
+        state = captured.state[name]
+        if holding.boxes and state.trainable:
+            held_by = {rank for stage in holding.stages for rank in plan.ranks_of_stage(stage)}
+            shapes.setdefault(tuple(sorted(held_by)), {})[name] = tuple(state.shape)
+    for ranks, own in shapes.items():
+        places = balanced_places(own, [1 / len(ranks)] * len(ranks))
+        found |= {name: ranks[place] for name, place in places.items()}
+    return found

@@ -88,6 +88,7 @@ def _problems(plan: Plan) -> Iterator[str]:
     yield from _task_graphs(plan)
     yield from _shares(plan)
     yield from _blocks(plan)
+    yield from _owners(plan)
     if plan.figures is not None:
         yield from _figures(plan, plan.figures)
     for view in plan.by_template:
@@ -350,6 +351,13 @@ def _blocks(plan: Plan) -> Iterator[str]:
             if (name, block.ranks) in seen:
                 yield f"{name} is in two blocks of ranks {list(block.ranks)[:8]}"
             seen.add((name, block.ranks))
+
+
+def _owners(plan: Plan) -> Iterator[str]:
+    for name, rank in plan.owners.items():
+        stages = plan.holders.get(name, ())
+        if rank not in {holder for stage in stages for holder in plan.ranks_of_stage(stage)}:
+            yield f"{name} is updated by rank {rank}, which does not hold it"
 
 
 def _block_problem(plan: Plan, block: Block, groups: set[tuple[int, ...]]) -> str | None:

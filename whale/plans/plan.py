@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -334,6 +334,8 @@ class Plan:
     """
     blocks: tuple[Block, ...] = ()
     """parameters that are cut over ranks which would hold the same, in the order of their use"""
+    owners: dict[str, int] = field(default_factory=dict)
+    """parameters that a grid cuts and the optimizer wants whole -> the rank that updates each"""
 
     # What follows reads the fields above. In a plan of several templates stages and VirtualDevices
     # are counted through all of them (`templates.py`).

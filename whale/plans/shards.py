@@ -126,12 +126,14 @@ class Piece:
 class Shards:
     """All shards of a plan: of its weights, or of the state that its ranks update."""
 
-    def __init__(self, plan: Plan, of: Literal["weights", "states"] = "weights") -> None:
+    def __init__(self, plan: Plan, of: Literal["weights", "states", "owned"] = "weights") -> None:
+        """`owned`: as `states`, but what an owner updates whole is whole there and nowhere else."""
         self.plan = plan
+        self._owners = plan.owners if of == "owned" else {}
         self._of_name: dict[str, tuple[Shard, ...]] = {}
         self._blocks_of: dict[str, list[Block]] = {}
         """blocks in which a tensor is cut by rows, one for each group that holds it"""
-        if of == "states" or plan.zero == WEIGHTS_TOO:
+        if of != "weights" or plan.zero == WEIGHTS_TOO:
             for block in plan.blocks:
                 for name in block.parameters:
                     self._blocks_of.setdefault(name, []).append(block)
@@ -210,6 +212,8 @@ class Shards:
         return view.template.tensors.get(name, Holding((0,)))
 
     def _find(self, name: str) -> tuple[Shard, ...]:
+        if name in self._owners:
+            return (Shard(name, None, (self._owners[name],)),)
         if name in self._blocks_of:
             return self._in_rows(name)
         found: dict[Ranges | None, set[int]] = {}

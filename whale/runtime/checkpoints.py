@@ -69,8 +69,11 @@ class Checkpoints:
         self._own = _own_shards(self._whole, job.shards, job.ranks.rank)
         self._own_states = self._own
         """parts of parameters whose optimizer state this rank writes"""
-        if job.state_shards is not job.shards:
-            self._own_states = _own_shards(self._whole, job.state_shards, job.ranks.rank)
+        self._states = job.state_shards
+        if job.plan.owners:
+            self._states = Shards(job.plan, "owned")
+        if self._states is not job.shards:
+            self._own_states = _own_shards(self._whole, self._states, job.ranks.rank)
 
     def save(self, folder: Path, step: int, data: Any) -> Handle:
         """Copies this rank's part and writes it in the background. All ranks call it at the same
@@ -100,7 +103,7 @@ class Checkpoints:
             for key, tensor in state.items():
                 name = parameter_name(key)
                 shard = self._own_states[name]
-                is_first = shard is self._job.state_shards.first(name)
+                is_first = shard is self._states.first(name)
                 _add(
                     tensors,
                     parts,
@@ -185,7 +188,7 @@ class Checkpoints:
                 )
             merged = merge_values(values.get("optimizer") for values in reader.rank_values)
             state = {}
-            states = self._job.state_shards
+            states = self._states
             for name in self._names_of().values() if self._updater.optimizer is not None else ():
                 for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
                     stored = state_name(name, key)
@@ -249,9 +252,18 @@ class Checkpoints:
     def _names_of(self) -> dict[torch.nn.Parameter | Tensor, str]:
         return {
             tensor: name
-            for name, tensor in self._job.updated.items()
+            for name, tensor in self._updated().items()
             if isinstance(tensor, torch.nn.Parameter)
         }
+
+    def _updated(self) -> Mapping[str, Tensor]:
+        """By name, what the optimizer of this rank updates."""
+        whole = self._updater.whole
+        if whole is None:
+            return self._job.updated
+        parts = self._job.updated.items()
+        kept = {name: tensor for name, tensor in parts if name not in self._job.plan.owners}
+        return kept | whole.parameters
 
 
 @dataclass(frozen=True)

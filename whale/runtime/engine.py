@@ -46,6 +46,7 @@ from whale.runtime.step_update import NonFiniteError, Update
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
 from whale.runtime.trackers import TrackerFactory
 from whale.runtime.update import OptimizerFactory, SchedulerFactory, Updater
+from whale.runtime.whole_updates import WholeUpdates
 from whale.scheduling import Action, Kind
 
 logger = logging.getLogger("whale")
@@ -81,7 +82,13 @@ class Engine:
             self._block_gradients(),
             self._global_order(),
         )
-        self._updater = Updater(self._trainable(), optimizer, scheduler, job, self._shapes.first)
+        self._whole = self._whole_updates(optimizer)
+        trainable = self._trainable()
+        if self._whole is not None:
+            trainable = self._with_whole(trainable, self._whole)
+        self._updater = Updater(
+            trainable, optimizer, scheduler, job, self._shapes.first, self._whole
+        )
         self._checkpoints = Checkpoints(job, self._updater)
         self.peak_in_flight: dict[int, int] = {}
         """largest number of micro-batches whose activations each stage of this rank held in the
@@ -222,6 +229,7 @@ class Engine:
         num_micro_batch = largest_micro_batches(lowered.plan, batch_size)
         executor = self._shapes.executor(lowered, batch_size, num_micro_batch, is_training=True)
         self._gradients.begin(lowered.trained)
+        self._updater.trained = lowered.trained
         waited_before = self._waited_s
         updates = None
         if updates_by_stage and platform.updates_during_step and self._job.zero is None:
@@ -239,7 +247,7 @@ class Engine:
     ) -> StepResult:
         """What follows an update: counts, times, checks, metrics."""
         start, waiting, waited = done.moments
-        if self._job.zero is not None and not update.is_left_out:
+        if self._job.zero is not None:  # of a step that is left out nothing has changed
             self._job.zero.after_update()
         self._job.platform.end_step(done.outcome.events, (waiting, waited), self._updater.optimizer)
         end = self._job.ranks.device.event()
@@ -524,6 +532,8 @@ class Engine:
             self.step_count = step
             if self._job.zero is not None:
                 self._job.zero.loaded()
+            if self._whole is not None:
+                self._whole.reload()
         return step
 
     def export(self, path: str | Path) -> None:
@@ -695,6 +705,25 @@ class Engine:
             holders = {each for piece in pieces for each in piece.ranks} or shard.ranks
             held.append(Held(name, tensor, tuple(sorted(holders)), stages, tuple(pieces)))
         return held
+
+    def _whole_updates(self, optimizer: OptimizerFactory | None) -> WholeUpdates | None:
+        """What brings parameters together that the optimizer wants whole; None where it does not,
+        or nothing is cut.
+        """
+        if not self.plan.owners or optimizer is None:
+            return None
+        job = self._job
+        states = job.prepared.captured.state
+        shapes = {name: tuple(states[name].shape) for name in self.plan.owners}
+        return WholeUpdates(self.plan.owners, job.weights, shapes, job.shards, job.ranks)
+
+    def _with_whole(
+        self, trainable: list[tuple[str, torch.nn.Parameter]], whole: WholeUpdates
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        """What the optimizer gets: whole parameters that this rank owns in place of parts."""
+        order = {name: place for place, name in enumerate(self._job.names)}
+        kept = [pair for pair in trainable if pair[0] not in self.plan.owners]
+        return sorted([*kept, *whole.parameters.items()], key=lambda pair: order[pair[0]])
 
     def _block_gradients(self) -> BlockGradients | None:
         """What sums the gradients of parameters that are cut; None where there are none."""

@@ -34,6 +34,7 @@ from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, 
 from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
+from whale.runtime.whole_updates import WholeUpdates
 
 logger = logging.getLogger("whale")
 
@@ -77,6 +78,7 @@ class Updater:
         scheduler: SchedulerFactory | None,
         job: Job,
         lowered: Lowered,
+        whole: WholeUpdates | None = None,
     ) -> None:
         config = job.config
         ranks = job.ranks
@@ -98,6 +100,10 @@ class Updater:
         self._config = config
         self._ranks = ranks
         self._by_stage: StageUpdates | None = None
+        self.whole = whole
+        """updates parameters whole that a grid cuts; None: each holder updates its part"""
+        self.trained: Collection[str] = ()
+        """parameters that the loss of this step reaches"""
         self.masked: MaskedUpdates | None = None
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
@@ -235,10 +241,14 @@ class Updater:
     def _step(self, held: Sequence[Held], factor: float) -> None:
         if factor != 1.0:
             scale_gradients(held, factor)
+        if self.whole is not None:
+            self.whole.collect(self.trained)
         if self._by_stage is not None:
             self._by_stage.finish()
         elif self.optimizer is not None:
             self.optimizer.step()
+        if self.whole is not None:
+            self.whole.scatter(self.trained)
 
     def _schedule(self, totals: Totals) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
