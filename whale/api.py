@@ -372,6 +372,8 @@ def _plan(
 ) -> Plan:
     """The plan for a model with these numbers as lengths."""
     refuse_unknown_sizes(prepared.captured)
+    if config.optimizer_state != "fp32":
+        optimizer_ratio = _compressed_ratio(config.optimizer_state, optimizer_ratio)
     planned = prepared.at(numbers) if numbers else prepared
     made, _ = choose_plan(
         Problem(
@@ -392,25 +394,54 @@ def _plan(
     )
     # the same for every length: a plan for one is a plan for the model
     made = replace(made, model=fingerprint(prepared.captured))
+    if config.optimizer_state != "fp32":
+        note = (
+            f"optimizer states are held in {config.optimizer_state} between steps "
+            '("optimizer_state"): they are rounded, and results are not those of local training'
+        )
+        made = replace(made, notes=(*made.notes, note))
     if optimizer is None or not made.is_uniform:
         return _with_note_on_parts(made, optimizer)
-    cut = [
-        name for sharding in made.shardings for name, own in sharding.stored.items() if own.is_cut
-    ]
-    trained = [name for name in cut if prepared.captured.state[name].trainable]
+    stored = [(name, own) for each in made.shardings for name, own in each.stored.items()]
+    states = prepared.captured.state
+    trained = [name for name, own in stored if own.is_cut and states[name].trainable]
     if not trained or not keeps_whole(optimizer, trained):
+        return made
+    owners = owners_of(made, prepared.captured)
+    stacks = [name for name in trained if name not in owners]
+    if stacks:
+        made = _with_note_on_parts(made, optimizer, stacks[0])
+    if not owners:
         return made
     decision = Decision(
         "update of cut parameters",
         "each whole on one rank",
         "the optimizer looks at more than one number of a parameter at a time",
     )
-    owners = owners_of(made, prepared.captured)
     return replace(made, owners=owners, decisions=(*made.decisions, decision))
 
 
-def _with_note_on_parts(made: Plan, optimizer: OptimizerFactory | None) -> Plan:
-    cut = _first_cut_weight(made)
+def _compressed_ratio(kind: str, ratio: float | None) -> float:
+    """Bytes of optimizer state for each byte of float32 parameters, where states are held in fewer
+    bits; refuses an optimizer that has none.
+    """
+    if ratio == 0.0:
+        raise ValueError(
+            f'"optimizer_state": "{kind}" holds the states of the optimizer in fewer bits, and this '
+            'optimizer has none of the size of a parameter. Try: "optimizer_state": "fp32", or '
+            "AdamW, or SGD with momentum"
+        )
+    bytes_of_four = {"bf16": 2.0, "int8": 1.0 + 4.0 / 256}[kind]
+    return (ADAM_STATE if ratio is None else ratio) * bytes_of_four / 4
+
+
+def _with_note_on_parts(
+    made: Plan, optimizer: OptimizerFactory | None, cut: str | None = None
+) -> Plan:
+    """The plan with a note where the optimizer sees parts of a parameter, this one say, and gives
+    other values on them.
+    """
+    cut = cut or _first_cut_weight(made)
     note = note_on_parts(optimizer, cut) if optimizer is not None and cut is not None else None
     return made if note is None else replace(made, notes=(*made.notes, note))
 

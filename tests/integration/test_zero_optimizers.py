@@ -16,6 +16,7 @@ import whale as wh
 from tests.exactness import Float64Mode, Trace, compare, local_training, mean_square
 from tests.ranks import run_ranks
 from whale.planning.zero_blocks import balanced_places, update_work
+from whale.runtime.compressed_states import CompressedStates
 
 WIDTH = 12
 
@@ -199,3 +200,57 @@ def test_checkpoints_load_under_any_other_placement(
     before = run_ranks(save, saved[0], str(tmp_path), saved[1], optimizer)
     after = run_ranks(load, loaded[0], str(tmp_path), loaded[1], optimizer, loaded[2])
     assert after[0] == pytest.approx(before[0], rel=1e-10)
+
+
+# ---- states in fewer bits
+
+
+def adamw_like(num_steps: int, kind: str) -> tuple[Tensor, int]:
+    """(weights after some steps, bytes of compressed states)"""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(64, 48))
+    optimizer = torch.optim.AdamW([parameter], lr=0.01)
+    states = CompressedStates(optimizer, kind) if kind != "fp32" else None
+    for step in range(num_steps):
+        parameter.grad = torch.randn(64, 48, generator=torch.Generator().manual_seed(step))
+        if states is None:
+            optimizer.step()
+        else:
+            states.step()
+    return parameter.detach(), states.num_bytes if states is not None else 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_per_number", "tolerance"), [("bf16", 2, 0.02), ("int8", 1, 0.2)]
+)
+def test_states_in_fewer_bits_take_less_and_train_nearly_alike(
+    kind: str, bytes_per_number: float, tolerance: float
+) -> None:
+    exact, _ = adamw_like(10, "fp32")
+    start, _ = adamw_like(0, "fp32")
+    rounded, num_bytes = adamw_like(10, kind)
+    assert not torch.equal(exact, rounded)
+    moved = (exact - start).norm()
+    assert (rounded - exact).norm() <= tolerance * moved
+    assert num_bytes <= 2 * 64 * 48 * (bytes_per_number + 4 / 256)
+
+
+def test_states_in_fewer_bits_of_an_optimizer_without_states_are_refused() -> None:
+    with pytest.raises(ValueError, match="this optimizer has none"):
+        wh.plan(
+            build(),
+            batch(0),
+            cluster=1,
+            config={"optimizer_state": "int8"},
+            optimizer=lambda pairs: torch.optim.SGD(pairs, lr=0.1),
+            loss=mean_square,
+        )
+    made = wh.plan(
+        build(),
+        batch(0),
+        cluster=1,
+        config={"optimizer_state": "int8"},
+        optimizer=OPTIMIZERS["adamw"],
+        loss=mean_square,
+    )
+    assert any("not those of local training" in note for note in made.notes)

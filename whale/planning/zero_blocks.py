@@ -254,14 +254,15 @@ def fractions_by_memory(free_bytes: Sequence[float], needed_bytes: float) -> lis
 
 
 def owners_of(plan: Plan, captured: CapturedGraph) -> dict[str, int]:
-    """A rank for every trained parameter that a grid cuts, so that the ranks of a VirtualDevice have
-    about as much work with their updates.
+    """A rank for every trained vector and matrix that a grid cuts, so that the ranks of a
+    VirtualDevice have about as much work with their updates. Stacks of matrices (experts) stay cut:
+    one device may not have the memory for a whole one.
     """
     found: dict[str, int] = {}
     shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
     for name, holding in plan.template.tensors.items():
         state = captured.state[name]
-        if holding.boxes and state.trainable:
+        if holding.boxes and state.trainable and len(state.shape) <= 2:
             held_by = {rank for stage in holding.stages for rank in plan.ranks_of_stage(stage)}
             shapes.setdefault(tuple(sorted(held_by)), {})[name] = tuple(state.shape)
     for ranks, own in shapes.items():

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.program import Lowered
+from whale.runtime.compressed_states import CompressedStates
 from whale.runtime.gradients import (
     Held,
     by_backward_order,
@@ -100,6 +101,10 @@ class Updater:
         self._config = config
         self._ranks = ranks
         self._by_stage: StageUpdates | None = None
+        self.compressed: CompressedStates | None = None
+        """holds states in fewer bits between steps; None: they stay as they are"""
+        if config.optimizer_state != "fp32" and self.optimizer is not None:
+            self.compressed = CompressedStates(self.optimizer, config.optimizer_state)
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
         self.trained: Collection[str] = ()
@@ -108,7 +113,7 @@ class Updater:
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
-            can = can_mask(self.optimizer, config, ranks.device)
+            can = self.compressed is None and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
                 names = by_backward_order(list(job.plan.holders), lowered.first_use)
                 self.masked = MaskedUpdates(self.optimizer, config, ranks.device, names)
@@ -125,7 +130,8 @@ class Updater:
         """Start of a step: what updates each stage as soon as it may be; None where all must be
         updated at the end.
         """
-        if self.optimizer is None or not StageUpdates.possible(self.optimizer, self._config):
+        is_possible = StageUpdates.possible(self.optimizer, self._config)
+        if self.optimizer is None or self.compressed is not None or not is_possible:
             self._by_stage = None
             return None
         if self._by_stage is None:
@@ -245,6 +251,8 @@ class Updater:
             self.whole.collect(self.trained)
         if self._by_stage is not None:
             self._by_stage.finish()
+        elif self.compressed is not None:
+            self.compressed.step()
         elif self.optimizer is not None:
             self.optimizer.step()
         if self.whole is not None:

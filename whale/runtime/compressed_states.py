@@ -1,0 +1,148 @@
+"""Optimizer states held in fewer bits between steps: `"optimizer_state": "bf16"` or `"int8"`. Results
+are not those of local training, and the plan says so.
+
+    bf16    rounded to the nearest
+    int8    blocks of 256 numbers with a scale each: x = scale * q, |q| <= 127. States that are never
+            negative (second averages) are stored as roots and rounded up, in 255 steps: what they
+            divide never grows
+Before a step the states of a few parameters at a time are brought back, updated, and stored again,
+so that memory never holds all of them. States of another shape than their parameter stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.runtime.stage_updates import BY_PARAMETER
+
+BLOCK = 256
+"""numbers that share a scale"""
+SIGNED_STEPS = 127
+UNSIGNED_STEPS = 255
+AT_ONCE_BYTES = 32 * 1024**2
+"""parameters whose states are brought back together"""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A state in 8 bits."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    numbers: Tensor
+    scales: Tensor
+    is_root: bool
+
+    @staticmethod
+    def of(state: Tensor) -> Packed:
+        flat = state.detach().reshape(-1).to(torch.float32)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        is_root = bool((flat >= 0).all())
+        if is_root:
+            padded = padded.sqrt()
+        scales = padded.abs().amax(1, keepdim=True)
+        steps = UNSIGNED_STEPS if is_root else SIGNED_STEPS
+        parts = padded / scales.clamp_min(torch.finfo(torch.float32).tiny) * steps
+        numbers = parts.ceil().to(torch.uint8) if is_root else parts.round().to(torch.int8)
+        return Packed(state.shape, state.dtype, numbers, scales, is_root)
+
+    def expanded(self) -> Tensor:
+        steps = UNSIGNED_STEPS if self.is_root else SIGNED_STEPS
+        values = self.numbers.to(torch.float32) * (self.scales / steps)
+        if self.is_root:
+            values = values.square()
+        return values.reshape(-1)[: self.shape.numel()].view(self.shape).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A state in bfloat16."""
+
+    dtype: torch.dtype
+    numbers: Tensor
+
+    @staticmethod
+    def of(state: Tensor) -> Halved:
+        return Halved(state.dtype, state.detach().to(torch.bfloat16))
+
+    def expanded(self) -> Tensor:
+        return self.numbers.to(self.dtype)
+
+
+class CompressedStates:
+    """Steps an optimizer whose states are held in fewer bits."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: str) -> None:
+        self.optimizer = optimizer
+        self._pack = Packed.of if kind == "int8" else Halved.of
+        self._held: dict[Tensor, dict[str, Packed | Halved]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states that are held in fewer bits."""
+        total = 0
+        for states in self._held.values():
+            for state in states.values():
+                total += state.numbers.nbytes
+                total += state.scales.nbytes if isinstance(state, Packed) else 0
+        return total
+
+    def step(self) -> None:
+        """One step, some parameters at a time where the optimizer treats each by itself."""
+        if type(self.optimizer) not in BY_PARAMETER:
+            self.expand()
+            self.optimizer.step()
+            self.compress()
+            return
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for chosen in self._few():
+                for group, parameters in zip(groups, whole, strict=True):
+                    group["params"] = [each for each in parameters if id(each) in chosen]
+                own = [each for parameters in whole for each in parameters if id(each) in chosen]
+                self.expand(own)
+                self.optimizer.step()
+                self.compress(own)
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def expand(self, parameters: Any = None) -> None:
+        """Brings the states of these parameters (all) back to the optimizer."""
+        for parameter in list(self._held) if parameters is None else parameters:
+            for key, packed in self._held.pop(parameter, {}).items():
+                self.optimizer.state[parameter][key] = packed.expanded()
+
+    def compress(self, parameters: Any = None) -> None:
+        """Takes the states of these parameters (all) from the optimizer."""
+        known = self.optimizer.state
+        for parameter in list(known) if parameters is None else parameters:
+            states = known.get(parameter, {})
+            for key, state in list(states.items()):
+                is_tensor = isinstance(state, Tensor) and state.is_floating_point()
+                if is_tensor and state.shape == parameter.shape and state.numel() > 1:
+                    self._held.setdefault(parameter, {})[key] = self._pack(state)
+                    del states[key]
+            if not states and parameter in self._held:
+                known[parameter] = {}
+
+    def _few(self) -> Iterator[set[int]]:
+        """Parameters by identity, a few at a time."""
+        chosen: set[int] = set()
+        num_bytes = 0
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                chosen.add(id(parameter))
+                num_bytes += parameter.nbytes
+                if num_bytes >= AT_ONCE_BYTES:
+                    yield chosen
+                    chosen = set()
+                    num_bytes = 0
+        if chosen:
+            yield chosen
