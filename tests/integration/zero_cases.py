@@ -94,7 +94,7 @@ def _uneven(subject: Subject, case: ZeroCase, config: wh.Config, sample: Any) ->
     assert subject.prepared is not None
     cluster = platform_of_this_job(api._ranks()).cluster(None)
     layout, _ = read_batch(sample)
-    made = api._plan(subject.model, subject.prepared, cluster, config, layout, 2.0)
+    made = api._plan(subject.model, subject.prepared, {}, cluster, config, layout, 2.0)
     return recut(made, subject, case.fractions)
 
 

@@ -96,6 +96,9 @@ class CountingHome:
     def wait(self) -> None:
         return
 
+    def cancel(self) -> None:
+        return
+
 
 @given(st.data())
 def test_every_use_finds_its_blocks(data: st.DataObject) -> None:
@@ -205,7 +208,7 @@ def test_auto_takes_the_lowest_level_that_fits() -> None:
     assert levels == sorted(levels)
     assert levels[0] == 0 and levels[-1] >= 2
     with pytest.raises(DoesNotFit):
-        planned((5 * NUM_BYTES // 2,) * 4, zero=0)
+        planned((5 * NUM_BYTES // 2,) * 4, zero=0, strategy="data")
 
 
 def test_shards_of_a_plan_are_rows_of_every_rank() -> None:

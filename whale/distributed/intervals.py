@@ -23,11 +23,17 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Returns when it has arrived: for the launches that follow, not for the host."""
 
+    def cancel(self) -> None:
+        """Nobody wants it any more: the pass that began it has failed on all ranks."""
+
 
 class Arrived:
     """Nothing has to come."""
 
     def wait(self) -> None:
+        return
+
+    def cancel(self) -> None:
         return
 
 
@@ -42,6 +48,9 @@ class Works:
             if work is not None:
                 work.wait()
         self._works = ()
+
+    def cancel(self) -> None:
+        self.wait()  # collectives of torch that began on all ranks end on all
 
 
 class Intervals:

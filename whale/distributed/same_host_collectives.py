@@ -245,12 +245,17 @@ class Gather:
                     break
                 self._sent[peer] += 1
 
+    def cancel(self) -> None:
+        """Nobody waits for it any more: its pass has failed, or the buffer is not used."""
+        self._is_over = True
+        if self in self._collectives._gathers:
+            self._collectives._gathers.remove(self)
+
     def wait(self) -> None:
         """Returns when the buffer is whole."""
         if self._is_over:
             return
-        self._is_over = True
-        self._collectives._gathers.remove(self)
+        self.cancel()
         longest = max(len(self._own), *map(len, self._theirs.values()))
         for number in range(longest):
             for peer, (tag, _) in self._tags.items():

@@ -280,7 +280,14 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         "model; losses mean nothing",
     )
     small = replace(
-        plan, model=fingerprint(captured), templates=tuple(templates), notes=notes, figures=None
+        plan,
+        model=fingerprint(captured),
+        templates=tuple(templates),
+        notes=notes,
+        figures=None,
+        zero=0,  # the figures have its messages and its memory
+        blocks=(),
+        owners={},
     )
     templates = []
     for view, full in zip(small.by_template, plan.templates, strict=True):

@@ -77,7 +77,13 @@ class Residence:
         """fetches since the start, for tests and figures"""
 
     def begin(self, uses: Sequence[tuple[int, ...]]) -> None:
-        """A pass begins that uses blocks in this order, some of them several at once."""
+        """A pass begins that uses blocks in this order, some of them several at once. What a pass
+        before it began and never used (it failed) is forgotten.
+        """
+        for block, transfer in self._arriving.items():
+            transfer.cancel()
+            self._here.pop(self.pool.slot_of[block], None)
+        self._arriving.clear()
         self._uses = uses
         self._place = 0
 
