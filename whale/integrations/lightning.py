@@ -25,6 +25,7 @@ from torch import Tensor
 
 from whale import api
 from whale.config import Config
+from whale.devices import find_device
 from whale.integrations.engine_model import Spread, spread
 from whale.integrations.optimizers import EngineOptimizer, follow
 from whale.runtime.engine import Engine
@@ -51,8 +52,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, whale: Config | Mapping[str, Any] | None = None, **named: Any) -> None:
         given = whale.to_dict() if isinstance(whale, Config) else dict(whale or {})
         config = api.configure(**given)
-        device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
-        super().__init__(device, **named)
+        super().__init__(find_device(config.device).type, **named)
         self.global_rank = api.rank()
         self._spread: Spread | None = None
         self._loaded: Path | None = None
