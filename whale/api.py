@@ -40,7 +40,7 @@ from whale.distributed.job_cluster import (
     read_cluster,
 )
 from whale.distributed.ranks import Ranks
-from whale.dtypes import in_memory
+from whale.dtypes import as_moved, in_memory
 from whale.emulation.emulation import platform_of_this_job
 from whale.lowering.weights import (
     Init,
@@ -592,8 +592,8 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
     for name, _, _, tensor in named_tensors(model):
         if name in different and id(tensor) not in done:
             done.add(id(tensor))
-            moved = in_memory(tensor.detach()).to(ranks.device.name)
-            torch.distributed.broadcast(moved, src=0, group=ranks.world)
+            moved = in_memory(tensor.detach()).contiguous().to(ranks.device.name)
+            torch.distributed.broadcast(as_moved(moved), src=0, group=ranks.world)
             with torch.no_grad():
                 tensor.copy_(moved)
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.optim import optimizer as torch_optimizer
 
@@ -24,6 +25,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "abort_process_groups",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "causal_mask_detection",
@@ -172,6 +174,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
     return any(own) or bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
+
+
+def abort_process_groups() -> None:
+    """Gives up all communicators of this process without waiting for what is under way. The public
+    `ProcessGroup.abort` does one, and torch has to forget them, too.
+    """
+    dist.distributed_c10d._abort_process_group()
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer, device_type: str) -> bool:

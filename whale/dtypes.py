@@ -31,3 +31,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
     flat = in_memory(tensor).reshape(-1).contiguous()
     # a single number counts as contiguous with any stride, but `view` asks for stride 1
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+MOVED_BY_NAME = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    }
+)
+"""what every backend moves under its own name; NCCL has neither int16 nor complex numbers"""
+
+
+def as_moved(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor that every backend can move: itself, or its bytes."""
+    return tensor if tensor.dtype in MOVED_BY_NAME else as_bytes(tensor)

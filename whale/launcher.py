@@ -176,6 +176,7 @@ def _exit_code(script: str, arguments: list[str]) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        sys.last_value = error  # as Python does for exit functions, which look at it
         _report_to_watch(error)
         _write_down(_last_line(error))
         # one write: tracebacks of several ranks do not mix line by line

@@ -184,6 +184,11 @@ class LocalDevice:
         """What the driver says about it; None for a CPU."""
         return None
 
+    @property
+    def identity(self) -> str | None:
+        """What no other device has, as its driver says; None for a CPU, which processes share."""
+        return None
+
     # ---- random numbers
 
     @property
@@ -249,6 +254,11 @@ class Accelerator(LocalDevice):
 
     def synchronise(self) -> None:
         self.module.synchronize(self.name)
+
+    @property
+    def identity(self) -> str | None:
+        found = getattr(self.module.get_device_properties(self.name), "uuid", None)
+        return None if found is None else str(found)
 
     def facts(self) -> dict[str, str]:
         found = {"hardware queues": str(self.num_queues or "not known")}

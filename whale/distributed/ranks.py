@@ -7,12 +7,14 @@ import contextlib
 import datetime
 import itertools
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
+from whale.compat import abort_process_groups
 from whale.devices import GLOO, HOST, Backend, LocalDevice, backend_of, find_device
 from whale.distributed.host_group import register_host_groups
 from whale.distributed.watch import Watch, start_watch
@@ -183,9 +185,12 @@ def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:
     prefix = f"whale/{next(_joins)}"
     kind = f"{prefix}/{device.backend}"
     store.add(kind, 1)
+    if device.identity is not None:
+        note_device(store, prefix, rank, device.identity)
     if store.add(f"{prefix}/arrived", 1) == num_ranks:
         store.set(f"{prefix}/all arrived", "")
     store.wait([f"{prefix}/all arrived"])
+    refuse_shared_devices(store, prefix)
     is_alike = store.add(kind, 0) == num_ranks
     dist.init_process_group(
         device.backend.name if is_alike else GLOO.name,
@@ -197,8 +202,39 @@ def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:
     )
 
 
+def note_device(store: dist.Store, prefix: str, rank: int, identity: str) -> None:
+    """Leaves word of this rank's accelerator, and of another rank that has the same."""
+    first = f"{prefix}/first on {identity}"
+    if store.add(f"{prefix}/on {identity}", 1) == 1:
+        store.set(first, str(rank))
+        return
+    other = store.get(first).decode()
+    store.set(f"{prefix}/shared", f"ranks {other} and {rank} have the same device ({identity})")
+
+
+def refuse_shared_devices(store: dist.Store, prefix: str) -> None:
+    """Raises on every rank where two of them have one accelerator: their collectives would fail
+    without a name, or hang, and each would plan with memory that the other takes.
+    """
+    shared = f"{prefix}/shared"
+    if store.check([shared]):
+        raise ValueError(
+            f"{store.get(shared).decode()}: a rank needs one of its own. Try: as many processes on "
+            "each host as it has devices (--nproc-per-node, whale run -n), and show each process "
+            "all devices of its host or only its own"
+        )
+
+
 def _leave() -> None:
-    if dist.is_initialized():
+    """At exit. A script that failed may have left receives whose messages never come: their
+    communicators are aborted. Otherwise all that was issued runs first.
+    """
+    if not dist.is_initialized():
+        return
+    has_failed = getattr(sys, "last_value", None) is not None
+    if has_failed and not backend_of(None).has_tags:
+        abort_process_groups()
+    else:
         dist.destroy_process_group()
 
 

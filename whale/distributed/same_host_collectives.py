@@ -1,5 +1,5 @@
-"""Collectives of CPU ranks on one host, through memory: all-reduces, and all-gathers of a few
-numbers.
+"""Collectives of CPU ranks on one host, through memory: all-reduces, all-gathers of a few numbers,
+exchanges of parts between all members of a group.
 
 gloo sums in a thread of each rank, which shares the rank's core, and through sockets. Here the
 ranks themselves sum, by the rings that carry their messages (`distributed/same_host.py`): 28 MB
@@ -82,17 +82,7 @@ class SameHostCollectives:
         """Everyone's value, [members, *shape], in the order of the group, whose members all call
         it; None where memory does not reach.
         """
-        if group not in self._members:
-            whole = group if group is not None else dist.group.WORLD
-            assert whole is not None
-            ranks = sorted(
-                dist.get_process_group_ranks(whole),
-                key=lambda rank: dist.get_group_rank(whole, rank),
-            )
-            self._members[group] = (
-                tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
-            )
-        members = self._members[group]
+        members = self._members_of(group)
         own_rank = self._transport.ranks.rank
         if not members or value.nbytes > MOST_GATHERED_BYTES:
             return None
@@ -108,6 +98,48 @@ class SameHostCollectives:
                 self._take(result[place], rank, "its part of an all-gather")
         self._transport.push_rings(peers)
         return result
+
+    def _members_of(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+        """Ranks of a group in its order; none where memory does not reach all of them."""
+        if group not in self._members:
+            whole = group if group is not None else dist.group.WORLD
+            assert whole is not None
+            ranks = sorted(
+                dist.get_process_group_ranks(whole),
+                key=lambda rank: dist.get_group_rank(whole, rank),
+            )
+            self._members[group] = (
+                tuple(ranks) if self._transport.reaches_through_memory(ranks) else ()
+            )
+        return self._members[group]
+
+    def begin_exchange(
+        self,
+        outgoing: Sequence[Tensor],
+        received: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> PartsUnderway | None:
+        """Sends a flat part to each member of the group, in its order; those of the others come
+        into `received` when it is waited for. None where memory does not reach.
+        """
+        members = self._members_of(group)
+        if not members:
+            return None
+        own_rank = self._transport.ranks.rank
+        arriving = []
+        peers = []
+        for rank, part, into in zip(members, outgoing, received, strict=True):
+            if rank == own_rank:
+                into.copy_(part)
+                continue
+            tags = self.reserve(rank, bool(part.numel()), bool(into.numel()))
+            if part.numel():
+                self._transport.send_through_memory(part, rank, tags[0], NUM_AHEAD * part.nbytes)
+                peers.append(rank)
+            if into.numel():
+                arriving.append((into, rank, tags[1]))
+        self._transport.push_rings(peers)
+        return PartsUnderway(self._transport, arriving)
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> None:
         """Turns the tensor, which is flat, into the sum of those of all `ranks`. It is over when
@@ -207,6 +239,20 @@ class SameHostCollectives:
         )
         self._num_taken[peer] += 1
         return part
+
+
+class PartsUnderway:
+    """Parts of an exchange that others send to this rank."""
+
+    def __init__(self, transport: Transport, arriving: list[tuple[Tensor, int, int]]) -> None:
+        """`arriving`: (what it comes into, from which rank, tag)."""
+        self._transport = transport
+        self._arriving = arriving
+
+    def wait(self) -> None:
+        """Returns when all are there."""
+        for into, rank, tag in self._arriving:
+            self._transport.take_through_memory(into, rank, tag, "its part of an exchange")
 
 
 class Gather:

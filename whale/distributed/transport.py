@@ -24,6 +24,7 @@ from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.same_host import Outgoing, connect
 from whale.distributed.same_host_collectives import SameHostCollectives
+from whale.dtypes import as_moved
 
 MOST_EXCHANGING = 16
 """ranks that exchange numbers through memory, each with each"""
@@ -138,14 +139,14 @@ class Transport:
             ring.send(tensor, tag)
             return
         group, place = self._to[peer]
-        self._outgoing[peer, tag] = (group.send([_as_real(tensor)], place, tag), tensor)
+        self._outgoing[peer, tag] = (group.send([as_moved(tensor)], place, tag), tensor)
 
     def post(self, buffer: Tensor, message: Message, description: str) -> Arrival:
         tag = message.tag + self.epoch
         work = None
         if message.peer not in self._rings_from:
             group, place = self._from[message.peer]
-            work = group.recv([_as_real(buffer)], place, tag)
+            work = group.recv([as_moved(buffer)], place, tag)
         return Arrival(work, buffer, message.peer, tag, description)
 
     def is_through_memory(self, peer: int) -> bool:
@@ -275,8 +276,3 @@ def _let_compute_go_first() -> None:
                 int(thread.name)
             ) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """A view: backends of accelerators know no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -6,28 +6,54 @@ when the chunk is lowered; here nothing is decided but the way that fits the siz
 
 gloo: one `all_to_all_single` for small messages; a message to each peer for large ones, which needs
 no copy where a part of the tensor is contiguous. Its own reduce-scatter is an all-reduce inside,
-and its rings are slow for small tensors (research/tensor3d.md 4.3). Elsewhere: the collective that the
-plan's pattern names.
+and its rings are slow for small tensors (research/tensor3d.md 4.3). Small messages of CPU ranks on
+one host go through memory instead: they lie there when they are waited for, and no thread of gloo
+takes the core from the products that they travel under. Elsewhere: the collective that the plan's
+pattern names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from whale.devices import backend_of
-from whale.dtypes import as_bytes, in_memory, is_differentiable
+from whale.dtypes import as_bytes, as_moved, in_memory, is_differentiable
 from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step, in_order
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """places of the grid, in order -> process group of their ranks, in the same order"""
 
+
+class Arriving(Protocol):
+    """Parts of an exchange on their way."""
+
+    def wait(self) -> object:
+        """Returns when they are there."""
+
+
+Exchange = Callable[
+    [Sequence[Tensor], Sequence[Tensor], "dist.ProcessGroup | None"], "Arriving | None"
+]
+"""sends a flat part to each member of a group and takes one of each, through memory, without waiting;
+None where memory does not reach all of them
+"""
+
+
+class HostGroups(dict[tuple[int, ...], "dist.ProcessGroup | None"]):
+    """Groups whose members may reach each other through memory."""
+
+    exchange: Exchange | None = None
+
+
+THROUGH_MEMORY_BYTES = 4 << 20
+"""largest part that goes through memory, whose rings hold a few of them"""
 PEER_TO_PEER_FROM_BYTES = 8 << 20
 """on gloo: from here on the copies that an all-to-all needs cost more than a message to each peer
 """
@@ -90,7 +116,7 @@ class Pending:
 
     step: Step
     x: Tensor
-    work: list[dist.Work]
+    work: list[Arriving]
     parts: dict[int, Tensor]
     """place -> what comes from there, flat"""
     result: Tensor | None = None
@@ -126,8 +152,11 @@ def start(x: Tensor, step: Step, groups: Groups) -> Pending:
             if step.pattern == "all-to-all"
             else _start_even(x, step, group)
         )
-    is_small = step.largest * x.element_size() < PEER_TO_PEER_FROM_BYTES
-    return _start_all_to_all(x, step, group) if is_small else _start_peer_to_peer(x, step, group)
+    largest_bytes = step.largest * x.element_size()  # of all places, which decide alike
+    if largest_bytes >= PEER_TO_PEER_FROM_BYTES:
+        return _start_peer_to_peer(x, step, group)
+    reaches = isinstance(groups, HostGroups) and largest_bytes <= THROUGH_MEMORY_BYTES
+    return _start_all_to_all(x, step, group, groups.exchange if reaches else None)  # type: ignore[attr-defined]
 
 
 def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
@@ -157,20 +186,26 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
     )
 
 
-def _start_all_to_all(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+def _start_all_to_all(
+    x: Tensor, step: Step, group: dist.ProcessGroup | None, through_memory: Exchange | None = None
+) -> Pending:
     """One message to everyone."""
     outgoing = _packed(x, step.leaving, step.leaves_in_order)
     arriving, leaving = step.sizes
     result = x.new_empty(step.shape) if step.arrives_in_place else None
     received = x.new_empty(sum(arriving)) if result is None else _received_part(result, step)
-    to_me, to_others = (
-        [number * x.element_size() for number in numbers] for numbers in (arriving, leaving)
-    )
-    work = _must(
-        dist.all_to_all_single(
-            as_bytes(received), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
+    work: Arriving | None = None
+    if through_memory is not None:
+        work = through_memory(outgoing.split(leaving), received.split(arriving), group)
+    if work is None:
+        to_me, to_others = (
+            [number * x.element_size() for number in numbers] for numbers in (arriving, leaving)
         )
-    )
+        work = _must(
+            dist.all_to_all_single(
+                as_bytes(received), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
+            )
+        )
     pending = Pending(step, x, [work], {}, outgoing=[outgoing])
     if result is not None:
         _keep_own(x, step, result)
@@ -203,7 +238,12 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
                 pending.parts[block.place] = received
                 pending.work.append(
                     _must(
-                        dist.irecv(received, group=group, group_src=position[block.place], tag=_TAG)
+                        dist.irecv(
+                            as_moved(received),
+                            group=group,
+                            group_src=position[block.place],
+                            tag=_TAG,
+                        )
                     )
                 )
     outgoing = []
@@ -215,7 +255,12 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
             outgoing.append(_gathered(x, block).contiguous().view(-1))
             pending.work.append(
                 _must(
-                    dist.isend(outgoing[-1], group=group, group_dst=position[block.place], tag=_TAG)
+                    dist.isend(
+                        as_moved(outgoing[-1]),
+                        group=group,
+                        group_dst=position[block.place],
+                        tag=_TAG,
+                    )
                 )
             )
     pending.outgoing = outgoing

@@ -19,7 +19,7 @@ from torch import Tensor
 from whale.devices import backend_of
 from whale.distributed.ranks import Ranks
 from whale.dtypes import as_bytes, in_memory
-from whale.lowering.exchange import Groups, sent
+from whale.lowering.exchange import Exchange, Groups, HostGroups, sent
 from whale.plans.grid import Grid
 from whale.plans.plan import Plan
 from whale.plans.virtual_devices import VirtualDevice
@@ -76,14 +76,20 @@ class StageGroups:
     """
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, has_statistics: bool, shortcut: AllGather | None
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        has_statistics: bool,
+        shortcut: AllGather | None,
+        exchange: Exchange | None = None,
     ) -> None:
         """`has_statistics`: the model trains batch norms, or has a loss that is not additive: such
-        sums go over all replicas.
+        sums go over all replicas. `shortcut` and `exchange`: ways through memory.
         """
         self._plan = plan.of_rank(ranks.rank)
         self._ranks = ranks
         self._shortcut = shortcut
+        self._exchange = exchange
         self._on_grid: dict[tuple[int, ...], Groups] = {}
         """ranks of a grid -> groups of its places"""
         self._statistics: dict[tuple[int, tuple[int, ...]], Subgroup] = {}
@@ -96,11 +102,13 @@ class StageGroups:
             return
         subgroups = subgroups_of_grid(device.grid)
         for members in device.ranks:
-            self._on_grid[members] = {
-                places: self._ranks.group(tuple(members[place] for place in places), PURPOSE)
-                for places in subgroups
-                if len(places) > 1
-            }
+            groups = HostGroups()
+            groups.exchange = self._exchange
+            for places in subgroups:
+                if len(places) > 1:
+                    ranks = tuple(members[place] for place in places)
+                    groups[places] = self._ranks.group(ranks, PURPOSE)
+            self._on_grid[members] = groups
         # not between replicas that are not alike: the planner refuses statistics there
         if has_statistics and view.num_replicas > 1:
             for places in subgroups:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from whale import scheduling
@@ -74,7 +75,8 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
         least_samples=draft.device_loads.least,
         **_blocks(draft),
     )
-    return with_samples(replace(plan, figures=_figures(problem, workload, draft)))
+    notes = (*plan.notes, *_narrow_sum_notes(problem.captured, plan))
+    return with_samples(replace(plan, notes=notes, figures=_figures(problem, workload, draft)))
 
 
 def _blocks(draft: Draft) -> dict[str, Any]:
@@ -224,6 +226,20 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
         f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each "
         f"of the {num_micro_batch} micro-batches, not over the whole mini-batch: the same as local "
         'training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
+    ]
+
+
+def _narrow_sum_notes(captured: CapturedGraph, plan: Plan) -> list[str]:
+    """Notes on gradients that are summed over devices in 16 bits."""
+    narrow = (torch.float16, torch.bfloat16)
+    found = [each for each in captured.state.values() if each.trainable and each.dtype in narrow]
+    has_sums = any(len(plan.ranks_of_stage(stage.index)) > 1 for stage in plan.stages)
+    if not found or not has_sums:
+        return []
+    return [
+        f"gradients of {count(len(found), 'parameter')} in 16 bits are summed over devices in 16 "
+        'bits, and round at every hop. Try: weights in float32 with "precision": "bf16", whose '
+        "gradients are summed in float32"
     ]
 
 

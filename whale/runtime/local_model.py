@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from whale.checkpoint import CheckpointError, export_safetensors
 from whale.compat import tensor_stores
 from whale.distributed.ranks import Ranks
-from whale.dtypes import in_memory
+from whale.dtypes import as_moved, in_memory
 from whale.lowering.weights import named_tensors
 from whale.runtime.job import Job
 from whale.runtime.state import gather_tensors
@@ -159,7 +159,7 @@ def _from_first(
     else:
         moved = in_memory(tensor).contiguous().to(device)
     if moved.numel():
-        dist.broadcast(moved, src=0, group=ranks.world)
+        dist.broadcast(as_moved(moved), src=0, group=ranks.world)
     return moved.cpu()
 
 

@@ -85,8 +85,14 @@ class Shapes:
         if job.plan.blocks and self.transport is not None:
             intervals = Intervals(job.ranks, self.transport)
             job.zero = Zero(job.plan, job.weights, job.ranks, intervals)
-        shortcut = self.transport.collectives.all_gather if self.transport is not None else None
-        self._groups = StageGroups(job.plan, job.ranks, has_statistics, shortcut)
+        collectives = self.transport.collectives if self.transport is not None else None
+        self._groups = StageGroups(
+            job.plan,
+            job.ranks,
+            has_statistics,
+            collectives.all_gather if collectives is not None else None,
+            collectives.begin_exchange if collectives is not None else None,
+        )
         self._training = Captures(job.config.max_captures)
         self._with_outputs = Captures(job.config.max_captures)
         """of steps whose outputs are asked for"""

@@ -15,7 +15,7 @@ from whale.capture.prepare import LOSS, CapturedModel
 from whale.capture.sample_states import batch_dim
 from whale.compat import pytree
 from whale.distributed.ranks import Ranks
-from whale.dtypes import in_memory
+from whale.dtypes import as_moved, in_memory
 from whale.lowering.program import Lowered, Program
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shard, Shards
@@ -103,10 +103,10 @@ def _fetch(
         assert tensor is not None
         if owner == 0:
             return tensor.detach().cpu().clone()
-        dist.send(in_memory(tensor.detach()).contiguous(), 0, group=ranks.world)
+        dist.send(as_moved(in_memory(tensor.detach()).contiguous()), 0, group=ranks.world)
     elif ranks.rank == 0:
         buffer = torch.empty(shape, dtype=dtype, device=ranks.device.name)
-        dist.recv(buffer, owner, group=ranks.world)
+        dist.recv(as_moved(buffer), owner, group=ranks.world)
         return buffer.cpu()
     return None
 
@@ -195,13 +195,13 @@ def _exchange(tensor: Tensor | None, owner: int, ranks: Ranks) -> Tensor | None:
         header = [tuple(tensor.shape), tensor.dtype]
         dist.send_object_list(header, 0)
         if tensor.numel():
-            dist.send(in_memory(tensor).contiguous(), 0, group=ranks.world)
+            dist.send(as_moved(in_memory(tensor).contiguous()), 0, group=ranks.world)
     elif ranks.rank == 0:
         received: list[Any] = [None, None]
         dist.recv_object_list(received, owner)
         buffer = torch.empty(received[0], dtype=received[1], device=ranks.device.name)
         if buffer.numel():
-            dist.recv(buffer, owner, group=ranks.world)
+            dist.recv(as_moved(buffer), owner, group=ranks.world)
         return buffer.cpu()
     return None
 
