@@ -38,6 +38,7 @@ from torch import Tensor
 
 from whale.distributed.hub import Process
 from whale.distributed.ranks import Ranks
+from whale.dtypes import as_moved
 
 HEADER = struct.Struct("qqq")
 """tag, bytes, and where they are: INLINE, BY_GROUP, or a position in the ring"""
@@ -77,7 +78,9 @@ class Outgoing:
         """The tensor must be contiguous."""
         with self._lock:
             if not self._send_through_memory(tensor, tag, RING_BYTES):
-                self._by_group.append((self._group.send([tensor], self._peer, tag), tensor))
+                self._by_group.append(
+                    (self._group.send([as_moved(tensor)], self._peer, tag), tensor)
+                )
                 self._say(HEADER.pack(tag, tensor.nbytes, BY_GROUP))
 
     def send_if_free(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
@@ -192,7 +195,7 @@ class Incoming:
                 return
         known = self._early.pop(tag)
         if known is None:
-            self._group.recv([buffer], self._peer, tag).wait()
+            self._group.recv([as_moved(buffer)], self._peer, tag).wait()
         else:
             _fill(buffer, _address(known) if known else 0, len(known))
 
