@@ -34,6 +34,8 @@ from whale.plans.shards import Shards
 from whale.report.plan_page import html, plan_json
 from whale.report.plan_table import print_plan
 from whale.runtime.gradients import Bucket, Held, Unit, _Group, _queues
+from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
+from whale.search.unlike import plan_of_candidate
 from whale.simulation.communication import all_reduces_of
 from whale.simulation.simulate import figures_in, simulate
 
@@ -76,12 +78,9 @@ def plan_on() -> Callable[..., Plan]:
     layout, tensors = read_batch(sample)
     prepared = _prepare(Chain(), layout, tensors, None, Config(check_capture=False), "cpu")
 
-    def make(
-        kinds: list[str], replicas: list[Any], may_leave_out: bool = False, **settings: Any
-    ) -> Plan:
+    def problem_on(kinds: list[str], config: Config) -> Problem:
         hosts = ", ".join(f"{{name: h{i}, kind: {kind}}}" for i, kind in enumerate(kinds))
-        config = Config({"replicas": replicas, **settings})
-        problem = Problem(
+        return Problem(
             captured=prepared.captured,
             kinds=prepared.kinds,
             marks={},
@@ -92,12 +91,19 @@ def plan_on() -> Callable[..., Plan]:
             config=config,
             batch_size=BATCH_SIZE,
         )
+
+    def make(
+        kinds: list[str], replicas: list[Any], may_leave_out: bool = False, **settings: Any
+    ) -> Plan:
+        config = Config({"replicas": replicas, **settings})
+        problem = problem_on(kinds, config)
         specs = specs_of_config(config, activations(prepared.captured, prepared.kinds))
         model = fingerprint(prepared.captured)
         plan, _ = plan_of_replicas(problem, specs, model, may_leave_out)
         return plan
 
     make.prepared = prepared  # type: ignore[attr-defined]
+    make.problem = problem_on  # type: ignore[attr-defined]
     return make
 
 
@@ -378,6 +384,31 @@ def test_buckets_of_overlapping_groups_go_out_in_one_order(holders: list[set[int
         )
         for rank in ready[0]:
             queues[rank].pop(0)
+
+
+def test_candidates_of_the_search_become_such_plans(plan_on: Callable[..., Plan]) -> None:
+    """Cuts, chunks in waves, widths, micro-batches and samples are those of the candidate; rank 5
+    takes no part.
+    """
+    wave = ReplicaChoice(
+        (DeviceGroup((4,)), DeviceGroup((1, 2))),
+        num_micro_batch=2,
+        schedule="wave",
+        num_chunks=2,
+        starts=(0, 4, 8, 12),
+        num_samples=30,
+    )
+    alone = ReplicaChoice((DeviceGroup((0,)),), num_samples=12)
+    halves = ReplicaChoice((DeviceGroup((3, 6), (1, 2, 1)),), num_samples=6)
+    problem = plan_on.problem(["T4"] * 7, Config())  # type: ignore[attr-defined]
+    plan, _ = plan_of_candidate(problem, Candidate((wave, alone, halves)))
+    assert plan.left_out == (5,)
+    first, second, third = plan.by_template
+    assert [view.batch_size for view in plan.by_template] == [30, 12, 6]
+    assert [stage.virtual_device for stage in first.stages] == [0, 1, 1, 0]
+    assert first.replicas[0].ranks == ((4,), (1, 2)) and first.num_micro_batch == 2
+    assert second.ranks == (0,) and third.virtual_devices[0].grid is not None
+    assert simulate(plan).step_s > 0
 
 
 def test_specs_by_hand() -> None:

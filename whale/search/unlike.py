@@ -1,0 +1,60 @@
+"""A candidate whose model replicas are not alike, or that leaves devices out, as a plan
+(`planning/replicas.py`).
+"""
+
+from __future__ import annotations
+
+from whale.annotation import Strategy
+from whale.planning.planner import fingerprint
+from whale.planning.problem import Problem
+from whale.planning.replica_specs import ReplicaSpec, StageSpec
+from whale.planning.replicas import plan_of_replicas
+from whale.planning.stages import Assignment
+from whale.plans.plan import Plan
+from whale.scheduling.placement import loop, zigzag
+from whale.search.candidate import Candidate, DeviceGroup, Recompute, ReplicaChoice
+
+
+def plan_of_candidate(
+    problem: Problem, candidate: Candidate, model: str | None = None
+) -> tuple[Plan, Assignment]:
+    """The plan of any candidate without ZeRO and offload; ranks that no replica names take no part.
+    Raises ValueError where it cannot be. `model`: fingerprint of the graph, where it is known.
+    """
+    return plan_of_replicas(
+        problem,
+        specs_of(candidate),
+        model or fingerprint(problem.captured),
+        may_leave_out=True,
+    )
+
+
+def specs_of(candidate: Candidate) -> tuple[ReplicaSpec, ...]:
+    """The replicas of a candidate as planning takes them."""
+    recompute = candidate.memory.recompute
+    return tuple(_spec(replica, recompute) for replica in candidate.replicas)
+
+
+def _spec(replica: ReplicaChoice, recompute: Recompute) -> ReplicaSpec:
+    groups = replica.groups
+    stages = [_stage(group) for group in groups]
+    if replica.starts is not None:
+        place = loop if replica.schedule == "interleaved" else zigzag
+        devices = place(len(groups), replica.num_chunks)
+        stages = [
+            _stage(groups[device], start if number else None)
+            for number, (device, start) in enumerate(zip(devices, replica.starts, strict=True))
+        ]
+    return ReplicaSpec(
+        stages=tuple(stages),
+        num_samples=replica.num_samples,
+        num_micro_batch=replica.num_micro_batch,
+        schedule=replica.schedule,
+        num_waves=replica.num_chunks // 2 if replica.num_chunks > 1 else None,
+        recompute=recompute,
+    )
+
+
+def _stage(group: DeviceGroup, start: int | None = None) -> StageSpec:
+    split = Strategy("split", group.num_devices, group.grid) if group.grid is not None else None
+    return StageSpec(group.ranks, start, split)
