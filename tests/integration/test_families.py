@@ -70,7 +70,7 @@ def train_on_rank(subject: Any, plan: str) -> Trained:
     family, model, captured = subject
     wh.init(PLANS[plan])
     if plan == "split":
-        wh.set_default_strategy(wh.split(2))
+        wh.annotate(model, {"inner": wh.split(2)})
     with Float64Mode():
         engine = wh.parallelize(model, family.batch(0), optimizer=optimizer, prepared=captured)
         losses = [engine.step(family.batch(step)).loss for step in range(NUM_STEPS)]
