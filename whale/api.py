@@ -55,8 +55,7 @@ from whale.lowering.weights import (
 from whale.notebook import Plan  # one that shows itself in a notebook
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
-from whale.planning.zero_blocks import owners_of
-from whale.plans.plan import Decision
+from whale.planning.zero import plan_with_owners
 from whale.plans.shards import Shards
 from whale.runtime.captures import captured_for_each, same_on_all_ranks
 from whale.runtime.checkpoints import Pretrained, load_pretrained
@@ -407,18 +406,9 @@ def _plan(
     trained = [name for name, own in stored if own.is_cut and states[name].trainable]
     if not trained or not keeps_whole(optimizer, trained):
         return made
-    owners = owners_of(made, prepared.captured)
-    stacks = [name for name in trained if name not in owners]
-    if stacks:
-        made = _with_note_on_parts(made, optimizer, stacks[0])
-    if not owners:
-        return made
-    decision = Decision(
-        "update of cut parameters",
-        "each whole on one rank",
-        "the optimizer looks at more than one number of a parameter at a time",
-    )
-    return replace(made, owners=owners, decisions=(*made.decisions, decision))
+    with_owners = plan_with_owners(made, prepared.captured)
+    parts = [name for name in trained if name not in with_owners.owners]
+    return _with_note_on_parts(with_owners, optimizer, parts[0]) if parts else with_owners
 
 
 def _compressed_ratio(kind: str, ratio: float | None) -> float:

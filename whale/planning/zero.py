@@ -14,14 +14,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.capture.graph import CapturedGraph
 from whale.names import listed
 from whale.planning.balance import DeviceLoads
 from whale.planning.problem import Problem
 from whale.planning.workload import INSIDE_OPERATIONS
-from whale.planning.zero_blocks import Fractions, Sharing, blocks_of, fractions_by_memory
+from whale.planning.zero_blocks import (
+    Fractions,
+    Sharing,
+    blocks_of,
+    fractions_by_memory,
+    owners_of,
+)
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, slots_of
 from whale.plans.figures import UPDATE_COPIES, Figures, ZeroFigures
 from whale.plans.plan import Decision, DeviceMemory, Plan
+from whale.plans.revise import with_devices
+from whale.plans.samples import SampleMap
 from whale.plans.shares import DoesNotFit
 from whale.plans.virtual_devices import VirtualDevice
 from whale.units import human_bytes
@@ -276,6 +285,39 @@ def with_even_blocks(problem: Problem, plan: Plan, level: int) -> Plan:
         figures = with_zero_figures(figures, choice.figures(even))
     least = max(plan.least_samples, int(level >= GRADIENTS_TOO))
     return replace(plan, zero=level, blocks=blocks, figures=figures, least_samples=least)
+
+
+WHOLE_COPIES = 2
+"""of a parameter on the rank that updates it whole while a grid cuts it: weights and gradient"""
+
+
+def plan_with_owners(plan: Plan, captured: CapturedGraph) -> Plan:
+    """The plan with a rank that updates each cut parameter whole; as it was where a device has no
+    memory for that.
+    """
+    owners = owners_of(plan, captured)
+    if not owners:
+        return plan
+    owned_bytes = [0] * plan.num_devices
+    for name, rank in owners.items():
+        owned_bytes[rank] += WHOLE_COPIES * captured.state[name].num_bytes
+    if plan.memory:
+        memory = [
+            replace(each, buffer_bytes=each.buffer_bytes + more)
+            for each, more in zip(plan.memory, owned_bytes, strict=True)
+        ]
+        samples = SampleMap.planned(plan).num_by_rank()
+        for each, own in zip(memory, samples, strict=True):
+            if each.capacity_bytes and each.total_bytes(max(own)) > each.capacity_bytes:
+                return plan
+        plan = with_devices(plan, {"memory": memory})
+    decision = Decision(
+        "update of cut parameters",
+        "each whole on one rank",
+        "the optimizer looks at more than one number of a parameter at a time; up to "
+        f"{human_bytes(max(owned_bytes))} more on a rank",
+    )
+    return replace(plan, owners=owners, decisions=(*plan.decisions, decision))
 
 
 def level_of(zero: int | str) -> int:
