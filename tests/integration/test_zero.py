@@ -39,7 +39,7 @@ def test_trains_like_local(
 
 @pytest.mark.parametrize(
     ("number", "level"),
-    [(0, 1), (1, 2), (2, 3), (3, 3), (6, 3), (8, 3), (9, 2), (10, 3), (11, 1)],
+    [(0, 1), (1, 2), (2, 3), (3, 3), (6, 3), (8, 3), (9, 2), (10, 3), (11, 1), (12, 3), (12, 1)],
 )
 def test_tied_weights_train_like_local(tied: ModelServer, number: int, level: int) -> None:
     """One model under every kind of way; the table above has the others."""

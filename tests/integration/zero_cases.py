@@ -63,6 +63,8 @@ WAYS = (
     ZeroCase("zero-bubble x 2", 4, {**TWO, "schedule": "zero-bubble", "num_task_graph": 2}),
     ZeroCase("recompute", 2, {**TWO, "recompute": True}, fractions=(0.3, 0.7)),
     ZeroCase("beside split", 4, TWO, (2, -2)),
+    ZeroCase("by gloo, uneven", 3, {**TWO, "share_memory": False}, fractions=(0.5, 0.0, 0.5)),
+    ZeroCase("by gloo, 2 stages x 2", 4, {**TWO, "share_memory": False}, (1, 1)),
 )
 
 
@@ -130,7 +132,12 @@ def train(subject: Subject, case: ZeroCase, optimizer: str, level: int) -> ZeroT
             if len(losses) == 1:
                 gradients = engine.full_gradients()
         num_held = sum(tensor.numel() for _, tensor in engine.named_parameters())
-        return ZeroTrace(losses, gradients, engine.full_state_dict(), engine.plan.zero, num_held)
+        trace = ZeroTrace(losses, gradients, engine.full_state_dict(), engine.plan.zero, num_held)
+        if not subject.case.batch_statistics:
+            evaluated = engine.evaluate(data[0]).loss
+            trained = engine.step(data[0]).loss
+            assert evaluated is not None and abs(evaluated - trained) < 1e-10 * abs(trained)
+        return trace
 
 
 def train_locally(subject: Subject, optimizer: str, num_micro_batch: int) -> Trace:
