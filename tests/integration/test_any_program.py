@@ -132,6 +132,19 @@ class Distances(nn.Module):
         return torch.cdist(self.layer(x), self.centres).mean()
 
 
+class Halves(Layered):
+    """Two views of each sample as one batch, taken apart again."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        first, second = torch.cat([x, x.tanh()]).chunk(2)
+        return first - second
+
+
+class SizeInLoss(Layered):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * (2.0 if x.shape[0] > 4 else 1.0)
+
+
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -246,6 +259,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "transformer with a mask": (Translator, lambda: (rows(8, 2, WIDTH), rows(8, 3, WIDTH))),
     "branch on the batch size": (ManySamples, lambda: rows(10, WIDTH)),
     "branch that a small batch does not take": (ManySamples, lambda: rows(6, WIDTH)),
+    "halves of a joined batch": (Halves, lambda: rows(8, WIDTH)),
+    "batch size in the loss": (SizeInLoss, lambda: rows(6, WIDTH)),
     "cdist of many rows": (Distances, lambda: rows(32, WIDTH)),
     "straight-through Function": (lambda: WithFunction(through), lambda: rows(8, WIDTH)),
     "gradient reversal": (lambda: WithFunction(reversed_gradient), lambda: rows(8, WIDTH)),

@@ -214,10 +214,6 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         lambda: of_pair(lambda o, b: F.gaussian_nll_loss(o, o, o.exp())),
         r"(?s)the loss function, test_first_mistakes.py.*Python needs the value of a tensor here.*torch.where",
     ),
-    "a size in the loss": (
-        lambda: of_pair(lambda o, b: o.mean() * (2.0 if o.shape[0] > 4 else 1.0)),
-        r"works only for batch sizes with 5 <= batch and batch <= 1048576\. Whale",
-    ),
     "a loss of shape [1]": (
         lambda: of_pair(lambda o, b: o.mean().reshape(1)),
         r"^loss\(output, batch\) gave a tensor of shape \[1\]",
@@ -244,10 +240,6 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "vmap": (
         lambda: of_pair(lambda o, b: torch.func.vmap(lambda row: row.square().sum())(o).mean()),
         r"is part of a `torch.func` transform \(vmap, grad\)\. Try: write it with batched operations",
-    ),
-    "halves of the batch": (
-        lambda: of_pair(lambda o, b: F.mse_loss(*torch.cat([o, o + 1]).chunk(2))),
-        r"batch sizes with .* == 2\. Whale runs it with other sizes",
     ),
     "scale_grad_by_freq": (
         counted_gradients,
