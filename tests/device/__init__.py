@@ -20,6 +20,7 @@ CUDA graphs. A process has one device, as a rank of Whale has.
     settings.py     the knobs, from environment variables
     streams.py      streams, events, vector clocks, hardware queues, host waits
     memory.py       blocks, the allocator, tensors made through DLPack
+    draws.py        random numbers
     kernels.py      what an operation does: shapes from meta kernels, values on the stream
     backend.py      registration with torch: `install()`
     collectives.py  the process group: `install_collectives()`

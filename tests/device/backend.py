@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.device import kernels, streams
-from tests.device.kernels import SPECIAL, random_state
+from tests.device.draws import random_state
+from tests.device.kernels import SPECIAL
 from tests.device.memory import NAME, forget_peak, record_stream, used_memory
 from tests.device.settings import settings
 

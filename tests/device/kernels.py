@@ -7,10 +7,7 @@ kernel on the stream's thread and copied into the result's block.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.device.draws import DRAWN, Arguments, drawing, next_draw
 from tests.device.memory import (
     NAME,
     allocate,
@@ -26,13 +24,10 @@ from tests.device.memory import (
     launch,
     record_stream,
 )
-from tests.device.settings import settings
 from tests.device.streams import counters, host_waits
 
 aten = torch.ops.aten
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-THREADS_PER_MULTIPROCESSOR = 2048
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 # ---- facts of an operation, from its schema
@@ -45,6 +40,8 @@ class Facts:
     is_view: bool
     written: tuple[str, ...]
     """names of arguments that it writes"""
+    outputs: tuple[str, ...]
+    """those of them that only take its results: `out=` and the like"""
     returned: tuple[str, ...]
     """names of written arguments that it returns"""
     is_random: bool
@@ -54,6 +51,7 @@ class Facts:
 def facts_of(op: Any) -> Facts:
     arguments = [each for each in op._schema.arguments if each.alias_info is not None]
     written = tuple(each.name for each in arguments if each.alias_info.is_write)
+    outputs = tuple(each.name for each in arguments if each.alias_info.is_write and each.kwarg_only)
     aliases = [each.alias_info for each in op._schema.returns]
     is_view = bool(aliases) and all(each is not None and not each.is_write for each in aliases)
     names = {frozenset(each.alias_info.before_set): each.name for each in arguments}
@@ -62,7 +60,7 @@ def facts_of(op: Any) -> Facts:
         if alias is not None and alias.is_write:
             returned.append(names[frozenset(alias.before_set)])
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return Facts(is_view, written, tuple(returned), is_random)
+    return Facts(is_view, written, outputs, tuple(returned), is_random)
 
 
 # ---- any operation
@@ -82,10 +80,11 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     written = []
     for name in facts.written:
         written += [leaf for leaf in pytree.tree_leaves(given.get(name)) if is_on_device(leaf)]
-    if any(name.startswith("out") for name in facts.written):
-        _size_outputs(op, (args, kwargs), written)
     if facts.returned:
-        _launch_on(op, facts, (args, kwargs), written, [])
+        if facts.outputs:
+            _launch_into(op, facts, (args, kwargs), written)
+        else:
+            _launch_on(op, facts, (args, kwargs), written, [])
         found = [given[name] for name in facts.returned]
         return found[0] if len(op._schema.returns) == 1 else tuple(found)
     if not op._schema.returns:
@@ -113,7 +112,7 @@ def _launch_on(
         if draw is not None and op in DRAWN:
             found = DRAWN[op](torch.Generator().manual_seed(draw), *on_cpu[0], **on_cpu[1])
         else:
-            with _drawing(op, draw, on_cpu) as chosen:
+            with drawing(op, draw, on_cpu) as chosen:
                 found = _call(op, chosen)
         values = pytree.tree_leaves(found) if targets else []
         for target, value in zip(targets, values, strict=True):
@@ -190,12 +189,21 @@ def _refuse_cpu_tensors(op: Any, arguments: Arguments) -> None:
             )
 
 
-def _size_outputs(op: Any, arguments: Arguments, written: list[Any]) -> None:
-    """`out=` arguments that are still empty get the shape of the result."""
-    if any(tensor.numel() == 0 for tensor in written):
-        shapes = pytree.tree_leaves(_call(op, _mapped(_meta_leaf, arguments)))
-        for target, shape in zip(written, shapes, strict=False):
+def _launch_into(op: Any, facts: Facts, arguments: Arguments, outputs: list[Any]) -> None:
+    """Queues an operation with `out=` arguments. Its kernel gets empty ones on the stream, since it
+    may want them larger for a while, and the values are copied.
+    """
+    args, kwargs = arguments
+
+    def empty(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=leaf.dtype)
+
+    free = {name: pytree.tree_map_only(torch.Tensor, empty, kwargs[name]) for name in facts.outputs}
+    if any(tensor.numel() == 0 for tensor in outputs):  # they get the shape of the result
+        shapes = pytree.tree_leaves(_call(op, _mapped(_meta_leaf, (args, kwargs))))
+        for target, shape in zip(outputs, shapes, strict=False):
             _resize(target, shape.size())
+    _launch_on(op, facts, (args, {**kwargs, **free}), [], outputs)
 
 
 # ---- operations of the device itself
@@ -344,67 +352,3 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._has_compatible_shallow_copy_type.default: lambda a, b: True,
     aten.is_pinned.default: lambda tensor, device=None: is_pinned(tensor),
 }
-
-
-# ---- random numbers
-
-
-@dataclass
-class RandomState:
-    """State of the device's generator: as Philox, a seed and how much was drawn."""
-
-    seed: int = 0
-    offset: int = 0
-
-
-random_state = RandomState()
-DRAWN_PER_OPERATION = 4
-_cpu_generator = threading.Lock()
-
-
-def next_draw(tensors: list[Any]) -> int:
-    """A seed for all that one operation draws.
-
-    A grid of threads is at most as large as the GPU and each thread has its own stream of numbers:
-    tensors larger than the grid get other numbers on a GPU with more multiprocessors.
-    """
-    sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    grid = settings.num_multiprocessors * THREADS_PER_MULTIPROCESSOR
-    depends = settings.num_multiprocessors if max(sizes, default=0) > grid else ""
-    text = f"{random_state.seed}|{random_state.offset}|{depends}"
-    random_state.offset += DRAWN_PER_OPERATION
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def _native_dropout(
-    generator: torch.Generator, x: torch.Tensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values and the mask of a dropout."""
-    if train is False:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = torch.empty(x.shape, dtype=x.dtype).bernoulli_(1 - p, generator=generator)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return x * mask * scale, mask.bool()
-
-
-DRAWN: dict[Any, Callable[..., Any]] = {aten.native_dropout.default: _native_dropout}
-"""operations that take no generator, with one: the host may use the CPU's own at the same time"""
-
-
-@contextlib.contextmanager
-def _drawing(op: Any, draw: int | None, arguments: Arguments) -> Iterator[Arguments]:
-    """The operation's arguments such that its CPU kernel draws the numbers of `draw`."""
-    if draw is None:
-        yield arguments
-        return
-    args, kwargs = arguments
-    if any(each.name == "generator" for each in op._schema.arguments):
-        yield args, {**kwargs, "generator": torch.Generator().manual_seed(draw)}
-        return
-    with _cpu_generator:  # the kernel takes the CPU's default generator: lent to one at a time
-        before = torch.random.get_rng_state()
-        torch.default_generator.manual_seed(draw)
-        try:
-            yield arguments
-        finally:
-            torch.random.set_rng_state(before)

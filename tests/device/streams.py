@@ -59,7 +59,7 @@ class Counters:
 OWN_MODULES = {
     *(
         f"tests.device.{name}"
-        for name in ("streams", "memory", "kernels", "backend", "collectives")
+        for name in ("streams", "memory", "kernels", "draws", "backend", "collectives")
     ),
     "tests.exactness",  # its float64 mode stands between the program and torch
     "whale.devices.interface",
