@@ -122,7 +122,7 @@ def bert() -> dict[str, Any]:
 
 
 def _after_capture(
-    model: torch.nn.Module, words: torch.Tensor, cluster: wh.Cluster, settings: dict[str, int]
+    model: torch.nn.Module, words: torch.Tensor, cluster: wh.Cluster, settings: dict[str, Any]
 ) -> tuple[Plan, float, float]:
     """What `wh.plan` does, with a look at the clock between capture and planning: (plan, seconds
     after the capture, seconds in all).

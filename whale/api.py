@@ -64,6 +64,8 @@ from whale.runtime.job import Job
 from whale.runtime.local_model import refuse_use
 from whale.runtime.update import OptimizerFactory, SchedulerFactory
 from whale.search.choose import choose_plan
+from whale.search.search import Progress
+from whale.units import human_seconds
 
 logger = logging.getLogger("whale")
 
@@ -84,6 +86,8 @@ class _Session:
     """set by `whale plan --cluster`"""
     captures_only: bool = False
     """set by `whale profile --model`: `parallelize` captures and goes no further"""
+    on_problem: Callable[[Problem], None] | None = None
+    """set by `whale plan` and `whale advise`: sees what is to be planned, before it is"""
 
 
 _session = _Session(Config())
@@ -147,16 +151,21 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def planning_only(num_devices: int, cluster: Cluster | None = None) -> Iterator[None]:
+def planning_only(
+    num_devices: int,
+    cluster: Cluster | None = None,
+    on_problem: Callable[[Problem], None] | None = None,
+) -> Iterator[None]:
     """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by
-    `whale plan`.
+    `whale plan` and `whale advise`; `on_problem` gets what is to be planned.
     """
+    _session.on_problem = on_problem
     _session.num_devices = num_devices
     _session.planned_cluster = cluster
     try:
         yield
     finally:
-        _session.num_devices = _session.planned_cluster = None
+        _session.num_devices = _session.planned_cluster = _session.on_problem = None
 
 
 @contextlib.contextmanager
@@ -374,23 +383,24 @@ def _plan(
     if config.optimizer_state != "fp32":
         optimizer_ratio = _compressed_ratio(config.optimizer_state, optimizer_ratio)
     planned = prepared.at(numbers) if numbers else prepared
-    made, _ = choose_plan(
-        Problem(
-            captured=planned.captured,
-            kinds=planned.kinds,
-            marks=operation_marks(planned.capture, model),
-            default_strategy=default_strategy(),
-            term_texts=prepared.term_texts(),
-            not_additive=prepared.not_additive,
-            cluster=cluster,
-            config=config,
-            batch_size=layout.batch_size,
-            optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
-            update_work=_update_work(prepared, optimizer, config),
-            updates_whole=_updates_whole(prepared, config, optimizer),
-            float32_precision=torch.get_float32_matmul_precision(),
-        )
+    problem = Problem(
+        captured=planned.captured,
+        kinds=planned.kinds,
+        marks=operation_marks(planned.capture, model),
+        default_strategy=default_strategy(),
+        term_texts=prepared.term_texts(),
+        not_additive=prepared.not_additive,
+        cluster=cluster,
+        config=config,
+        batch_size=layout.batch_size,
+        optimizer_ratio=ADAM_STATE if optimizer_ratio is None else optimizer_ratio,
+        update_work=_update_work(prepared, optimizer, config),
+        updates_whole=_updates_whole(prepared, config, optimizer),
+        float32_precision=torch.get_float32_matmul_precision(),
     )
+    if _session.on_problem is not None:
+        _session.on_problem(problem)
+    made, _ = choose_plan(problem, _progress)
     # the same for every length: a plan for one is a plan for the model
     made = replace(made, model=fingerprint(prepared.captured))
     if config.optimizer_state != "fp32":
@@ -460,6 +470,15 @@ def _updates_whole(
     names = [state.name for state in states if state.kind == "parameter" and state.trainable]
     refuse_if_it_looks_at_others(optimizer, names, f'"zero": {config.zero!r}')
     return bool(names) and keeps_whole(optimizer, names)
+
+
+def _progress(progress: Progress) -> None:
+    """What a search tries, and the best so far: for those who look at the log."""
+    best = ""
+    if progress.best is not None:
+        text = progress.best.candidate.describe()
+        best = f"; best: {human_seconds(progress.best.step_s)} a step ({text})"
+    logger.info("search: %s %d of %d%s", progress.what, progress.done, progress.of, best)
 
 
 def _first_cut_weight(plan: Plan) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ from whale.names import count, nearest, say_renamed
 
 if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
+    from whale.planning.problem import Problem
     from whale.plans.plan import Plan
 
 INTERRUPTED = 130
@@ -263,23 +264,88 @@ def plan(
     num_devices = (
         described.num_devices if described is not None else num_devices or default_num_ranks()
     )
-    made = _plan_of_script(script, arguments or [], num_devices, debug, described)
+    problems: list[Problem] = []
+    made = _plan_of_script(script, arguments or [], num_devices, debug, described, problems.append)
     cli_plans.print_plan(made)
+    _print_hint(made, problems)
     if save is not None:
         made.save(save)
         print(f"saved as {save}")
     cli_plans.write_reports(made, html, figures)
 
 
-def _plan_of_script(
+def _print_hint(made: Plan, problems: Sequence[Problem]) -> None:
+    """One line on what the search would give instead of a hand-made plan."""
+    from whale.search.hint import hint
+
+    text = hint(problems[0], made) if problems else None
+    if text is not None:
+        print(text)
+
+
+@app.command(cls=_OptionsAroundScript, context_settings={"allow_interspersed_args": False})
+def advise(
+    script: ScriptArgument,
+    arguments: OwnArguments = None,
+    num_devices: Annotated[
+        int | None,
+        typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]"),
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the whole traceback of an error.")
+    ] = False,
+    cluster: ClusterOption = None,
+    html: cli_plans.HtmlOption = None,
+    figures: cli_plans.JsonOption = None,
+) -> None:
+    """Say which plans are best for a script on a cluster, what every device contributes, what one
+    more or a faster link would give, and which precision the cards want. No GPU, no processes.
+    """
+    from whale.launcher import default_num_ranks
+
+    _require_script(script, "advise")
+    for option, path in (("--html", html), ("--json", figures)):
+        cli_plans.require_folder(path, f"whale advise: {option}")
+    described = None if cluster is None else _first_devices(cluster, num_devices)
+    number = described.num_devices if described is not None else num_devices or default_num_ranks()
+    options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
+    problem = _problem_of_script(script, arguments or [], number, debug, described)
+    cli_plans.write_advice(problem, f"whale run {options} {script}", html, figures)
+
+
+class _ProblemReady(BaseException):
+    """Here is what is to be planned, run no further."""
+
+
+def _problem_of_script(
     script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None
+) -> Problem:
+    """What the script asks to be planned; nothing is planned."""
+    problems: list[Problem] = []
+
+    def stop(problem: Problem) -> None:
+        problems.append(problem)
+        raise _ProblemReady
+
+    with contextlib.suppress(_ProblemReady):
+        _plan_of_script(script, arguments, num_devices, debug, cluster, stop)
+    return problems[0]
+
+
+def _plan_of_script(
+    script: Path,
+    arguments: list[str],
+    num_devices: int,
+    debug: bool,
+    cluster: Cluster | None,
+    on_problem: Callable[[Problem], None] | None = None,
 ) -> Plan:
     from whale.api import PlanReady, planning_only
     from whale.launcher import run_script, script_traceback
 
     exit_code: object = None
     try:
-        with planning_only(num_devices, cluster):
+        with planning_only(num_devices, cluster, on_problem):
             run_script(script, arguments)
     except PlanReady as ready:
         return ready.plan

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from whale.planning.problem import Problem
     from whale.plans.plan import Plan
+    from whale.search.search import Progress
 
 FAILED = 1
 WRONG_USE = 2
@@ -102,6 +104,33 @@ def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
     if figures is not None:
         figures.write_text(json.dumps(plan_json(plan, run(plan))) + "\n", encoding="utf-8")
         print(f"figures written to {figures}")
+
+
+def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:
+    """The advice for a problem: tables, and where they are wanted the page and the JSON."""
+    from whale.report.advice_page import advice_html, advice_json, print_advice
+    from whale.search.advice import advise
+
+    try:
+        advice = advise(problem, launch, show_progress)
+    except ValueError as error:
+        stop(f"whale advise: {error}", FAILED)
+    print_advice(advice)
+    if page is not None:
+        page.write_text(str(advice_html(advice)), encoding="utf-8")
+        print(f"page written to {page}")
+    if figures is not None:
+        figures.write_text(json.dumps(advice_json(advice)) + "\n", encoding="utf-8")
+        print(f"figures written to {figures}")
+
+
+def show_progress(progress: Progress) -> None:
+    """One line on stderr that is written over, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        return
+    best = "" if progress.best is None else f", best {progress.best.step_s:.4g} s a step"
+    text = f"search: {progress.what} {progress.done} of {progress.of}{best}"
+    print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
 
 
 def load(file: Path, command: str) -> Plan:

@@ -9,6 +9,8 @@ from torch import nn
 import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.plans.plan import Plan
+from whale.search import choose
+from whale.search.search import Search, search
 from whale.search.shapes import compositions, device_classes, shapes
 
 WIDTH = 64
@@ -152,8 +154,6 @@ def test_a_fixed_setting_that_makes_every_plan_impossible_is_named() -> None:
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whale.search.search import Search
-
     drafts = 0
     draft = Search.draft
 
@@ -168,3 +168,37 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyP
     plan = plan_of()
     why = next(each.why for each in plan.decisions if each.what == "strategy")
     assert "interrupted" in why and drafts == 3
+
+
+def test_one_large_device_beside_a_pipeline_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that are not alike are tried, and beat all pipelines over the slow network."""
+    large = DeviceKind("large", 16e10, 10**9, 4e12)
+    small = DeviceKind("small", 4e10, 6_000_000, 4e12)
+    devices = [Device(0, "a", 0, large)]
+    devices += [Device(1 + place, "b", place, small) for place in range(4)]
+    cluster = Cluster(tuple(devices), Link(1e10, 1e-6), Link(1e8, 1e-5))
+    done: list[Search] = []
+
+    def kept(*args: object, **options: object) -> Search:
+        done.append(search(*args, **options))  # type: ignore[arg-type]
+        return done[-1]
+
+    monkeypatch.setattr(choose, "search", kept)
+    wh.plan(Net(layers=16), torch.randn(BATCH, 512, WIDTH), cluster=cluster, config={})
+    unlike = [each for each in done[0].drafted if not each.candidate.are_alike]
+    assert unlike and len(unlike[0].plan.templates) == 2
+    pipelines = [
+        each.step_s
+        for each in done[0].drafted
+        if each.candidate.are_alike and len(each.candidate.ranks) == 5
+    ]
+    assert unlike[0].step_s < min(pipelines)
+
+
+def test_a_device_that_makes_the_step_longer_is_left_out() -> None:
+    kinds = [DeviceKind("quick", 20e9, 10**9, 50e9)] * 2 + [DeviceKind("crawling", 1e8, 10**9, 1e9)]
+    devices = tuple(Device(rank, "a", rank, kind) for rank, kind in enumerate(kinds))
+    plan = plan_of(cluster=Cluster(devices, Link(1e9, 1e-6), Link(1e9, 1e-6)))
+    used = {rank for replica in plan.replicas for ranks in replica.ranks for rank in ranks}
+    assert used == {0, 1}
+    assert any(decision.what == "devices left out" for decision in plan.decisions)

@@ -15,11 +15,11 @@ from whale.planning.stages import Assignment
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit
 from whale.search.drafting import Drafted, actions_seconds
-from whale.search.estimate import Point, Shape
+from whale.search.point import Point, Shape
 from whale.search.search import Budget, Progress, Search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.simulation.simulate import simulate
-from whale.units import human_bytes, human_seconds
+from whale.units import human_bytes, human_seconds, ranges
 
 STRATEGY = "strategy"
 """what the decision of the search is called in a plan"""
@@ -46,7 +46,7 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
             raise _with_offer(problem, error) from None
     if is_annotated(problem):
         return _with_annotations(problem)
-    plain, refused = _data_parallel(problem)
+    plain, refused = data_parallel(problem)
     if plain is not None and _is_good_enough(problem, plain[0]):
         return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
     done = search(problem, OpenSettings.of(problem), progress=progress)
@@ -110,7 +110,7 @@ def _data_config(config: Config, settings: OpenSettings) -> Config:
     )
 
 
-def _data_parallel(
+def data_parallel(
     problem: Problem,
 ) -> tuple[tuple[Plan, Assignment] | None, ValueError | None]:
     """The plan of data parallelism, or why there is none."""
@@ -144,6 +144,8 @@ def _best_of(
     neither.
     """
     best = done.best
+    if best is None and plain is None and done.is_interrupted:
+        raise KeyboardInterrupt  # there is no plan yet that could be given
     if best is None and plain is None:
         raise _nothing_fits(problem, done, refused)
     if best is None:
@@ -188,6 +190,10 @@ def _with_decision(
     plan, assignment = made
     choice = "data parallel" if best is None else best.candidate.describe()
     decisions = [Decision(STRATEGY, choice, why)]
+    left_out = () if best is None else best.candidate.left_out(problem.cluster.num_devices)
+    if left_out:
+        text = "with them a step takes longer: they would be waited for, or hold gradients up"
+        decisions.append(Decision("devices left out", f"rank {ranges(left_out)}", text))
     why_one = OpenSettings.of(problem).why_one_micro_batch
     if why_one is not None:
         text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'
@@ -202,7 +208,7 @@ def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) ->
     fixed = _fixed_names(problem.config)
     if fixed:
         return DoesNotFit(f"{first}. {_without_fixed(problem, done, fixed)}")
-    return DoesNotFit(f"{first}. {_none_fits(problem, done)}")
+    return DoesNotFit(f"{first}. {none_fits(problem, done)}")
 
 
 def _fixed_names(config: Config) -> list[str]:
@@ -216,7 +222,7 @@ def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
     opened = replace(problem, config=open_up(problem.config))
     best = search(opened, OpenSettings.of(opened), budget=OFFER).best
     if best is None:
-        return _none_fits(problem, done)
+        return none_fits(problem, done)
     verb = "makes" if len(fixed) == 1 else "make"
     return (
         f"{', '.join(fixed)} {verb} every plan impossible. Try: leave it open: "
@@ -240,7 +246,7 @@ def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
     if best is None:
         if "Try: " in str(error):
             return error
-        return DoesNotFit(f"{error}. {_none_fits(problem, done)}")
+        return DoesNotFit(f"{error}. {none_fits(problem, done)}")
     text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
     offer = (
         f'{text.rstrip(".")}. "strategy": "auto" without these settings finds a plan that fits: '
@@ -257,7 +263,7 @@ def open_up(config: Config) -> Config:
     return Config({**given, "strategy": AUTO})
 
 
-def _none_fits(problem: Problem, done: Search) -> str:
+def none_fits(problem: Problem, done: Search) -> str:
     """Why no plan fits: proved where weights alone are too much for all devices together."""
     outline = done.outline
     needed = float(outline.static_bytes(False).sum())

@@ -13,10 +13,13 @@ from whale.planning.drafts import OrderDrafts
 from whale.planning.planner import fingerprint
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem
+from whale.planning.replica_specs import ReplicaSpec, StageSpec
+from whale.planning.replicas import plan_of_replicas
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
-from whale.search.candidate import Candidate
+from whale.scheduling.placement import zigzag
+from whale.search.candidate import Candidate, ReplicaChoice
 from whale.search.outline import Outline
 from whale.simulation.simulate import simulate
 
@@ -65,12 +68,15 @@ class Drafting:
         return fingerprint(self.problem.captured)
 
     def draft(self, candidate: Candidate, tries: int | None = DRAFT_TRIES) -> Drafted:
-        """The plan of a candidate whose replicas are alike; raises ValueError where it cannot be:
-        it does not fit, or the model may not be cut so.
+        """The plan of a candidate; raises ValueError where it cannot be: it does not fit, or the
+        model may not be cut so.
         """
-        first = candidate.replicas[0]
         config = self.config_of(candidate)
         problem = replace(self.problem, config=config, schedule_tries=tries)
+        is_whole = len(candidate.ranks) == problem.cluster.num_devices
+        if not candidate.are_alike or not is_whole:
+            return self._draft_replicas(problem, candidate)
+        first = candidate.replicas[0]
         width = max(first.widths)
         share = typical_share(
             problem.batch_size, first.num_micro_batch, len(candidate.replicas) * width
@@ -81,6 +87,12 @@ class Drafting:
         draft = drafts.best()
         plan = assemble(problem, workload, draft, self.model)
         return Drafted(candidate, plan, draft.assignment, simulate(plan).step_s)
+
+    def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
+        """Replicas that are not alike, or devices that are left out."""
+        specs = [spec_of(replica, candidate) for replica in candidate.replicas]
+        plan, assignment = plan_of_replicas(problem, specs, self.model, may_leave_out=True)
+        return Drafted(candidate, plan, assignment, simulate(plan).step_s)
 
     def config_of(self, candidate: Candidate) -> Config:
         """The settings that a user would give for this candidate."""
@@ -111,4 +123,21 @@ def arrangement_of(candidate: Candidate) -> Arrangement:
         num_chunks=first.num_chunks,
         is_loop=first.schedule == "interleaved",
         why_cuts=CHOSEN,
+    )
+
+
+def spec_of(replica: ReplicaChoice, candidate: Candidate) -> ReplicaSpec:
+    """One replica as planning takes it, when they are given one by one."""
+    starts = replica.starts
+    stages = []
+    for stage, group in enumerate(zigzag(len(replica.groups), replica.num_chunks)):
+        start = starts[stage] if starts is not None and stage else None
+        stages.append(StageSpec(replica.groups[group].ranks, start))
+    return ReplicaSpec(
+        stages=tuple(stages),
+        num_samples=replica.num_samples,
+        num_micro_batch=replica.num_micro_batch,
+        schedule=replica.schedule,
+        num_waves=replica.num_chunks // 2 if replica.num_chunks > 1 else None,
+        recompute=candidate.memory.recompute,
     )

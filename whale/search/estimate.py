@@ -34,8 +34,8 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.pricing import update_seconds
 from whale.planning.schedules import ACTION_S
 from whale.plans.shares import Load, best_shares, shares_of_series
-from whale.scheduling.placement import zigzag
 from whale.search.outline import Floats, Outline
+from whale.search.point import Estimate, Point, Shape
 from whale.simulation.communication import all_reduce_seconds
 
 BISECTIONS = 24
@@ -44,71 +44,6 @@ MOST_REGIONS = 16
 """parts of a stage that are recomputed one after the other, as far as the estimate goes"""
 MEMORY_PART = 0.97
 """of the memory of a device is taken to be there: an estimate may be a little low"""
-
-Stages = tuple[tuple[int, ...], ...]
-"""the ranks of every stage of a replica"""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Devices in replicas and stages."""
-
-    replicas: tuple[Stages, ...]
-
-    @property
-    def num_replicas(self) -> int:
-        return len(self.replicas)
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.replicas[0])
-
-    @cached_property
-    def widest(self) -> int:
-        """Over how many devices a micro-batch is cut at most."""
-        return max(sum(map(len, stage)) for stage in zip(*self.replicas, strict=True))
-
-    @cached_property
-    def num_devices(self) -> int:
-        return sum(len(ranks) for stages in self.replicas for ranks in stages)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One point of the space, before the model is cut."""
-
-    shape: Shape
-    num_micro_batch: int
-    num_chunks: int = 1
-    """stages on each group of devices, laid in waves"""
-
-    @cached_property
-    def group_of_stage(self) -> tuple[int, ...]:
-        """The group of devices of each stage."""
-        return zigzag(self.shape.num_stages, self.num_chunks)
-
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches that 1F1B has in flight on a stage. A group with several stages does one
-        micro-batch after the other through each of them.
-        """
-        left = len(self.group_of_stage) - stage
-        return min(self.num_micro_batch, -(-left // self.num_chunks))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a point is taken to do."""
-
-    point: Point
-    step_s: float
-    cuts: tuple[int, ...] = ()
-    """first segment of every stage"""
-    recomputed: tuple[float, ...] = ()
-    """by stage"""
-
-    @property
-    def fits(self) -> bool:
-        return math.isfinite(self.step_s)
 
 
 @dataclass
@@ -128,12 +63,18 @@ class Estimator:
 
     outline: Outline
     recompute: bool | str | tuple[str, ...] = "auto"
+    num_samples: int | None = None
+    """of the mini-batch; None: all"""
     _rows: dict[frozenset[tuple[DeviceKind, int]], tuple[list[float], list[float]]] = field(
         default_factory=dict, repr=False
     )
     _rings: dict[tuple[int, ...], tuple[float, float, list[tuple[str, float]]]] = field(
         default_factory=dict, repr=False
     )
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_samples or self.outline.problem.batch_size
 
     @cached_property
     def _kinds(self) -> list[DeviceKind]:
@@ -159,7 +100,7 @@ class Estimator:
         """Seconds that no plan of these devices with so many micro-batches can beat: all of them
         busy from start to end, each sample at the best price that a device has for it.
         """
-        batch_size = self.outline.problem.batch_size
+        batch_size = self.batch_size
         most = -(-batch_size // point.num_micro_batch)
         speed = 0.0
         for kind, number in self._count(point.shape).items():
@@ -227,7 +168,7 @@ class Estimator:
     def _samples(self, point: Point) -> tuple[int, ...]:
         """Samples of the largest micro-batch for every replica, by the speed of its devices."""
         shape = point.shape
-        size = -(-self.outline.problem.batch_size // point.num_micro_batch)
+        size = -(-self.batch_size // point.num_micro_batch)
         number = shape.num_replicas
         if number == 1:
             return (size,)
@@ -458,6 +399,7 @@ class Estimator:
                 slowest = max(slowest, link.seconds(share * crossing / narrow))
                 if self._hosts[here[0]] != self._hosts[there[0]]:
                     taken = link.card_s(share * crossing)
+                    # the activation leaves one host, its gradient the other
                     for host in (self._hosts[here[0]], self._hosts[there[0]]):
                         cards[host] = cards.get(host, 0.0) + taken
             seconds.append(slowest)

@@ -1,8 +1,13 @@
-"""Moves that make an estimate better: one cut at a time."""
+"""Moves that make an estimate better: one cut, one device, one number at a time."""
 
 from __future__ import annotations
 
-from whale.search.estimate import Estimate, Estimator
+from collections.abc import Iterator
+
+from whale.search.estimate import Estimator
+from whale.search.outline import Outline
+from whale.search.point import Estimate, Point, Shape, Stages
+from whale.search.settings import COUNTS, OpenSettings
 
 DISTANCES = (1, -1, 2, -2, 4, -4)
 """segments by which a cut is moved"""
@@ -31,3 +36,41 @@ def best_cuts(estimator: Estimator, estimate: Estimate, tries: int) -> Estimate:
                     best = found
                     is_better = True
     return best
+
+
+def neighbours(point: Point, settings: OpenSettings, outline: Outline) -> Iterator[Point]:
+    """Points that differ in one number, one device or the order of two stages."""
+    shape = point.shape
+    most = outline.problem.batch_size // shape.widest
+    if settings.num_micro_batch is None:
+        place = COUNTS.index(point.num_micro_batch) if point.num_micro_batch in COUNTS else 0
+        for count in COUNTS[max(0, place - 2) : place + 3]:
+            if count != point.num_micro_batch and count <= most:
+                yield Point(shape, count, point.num_chunks)
+    for chunks in settings.chunk_counts(shape.num_stages):
+        if chunks != point.num_chunks and chunks * shape.num_stages <= outline.num_segments:
+            yield Point(shape, point.num_micro_batch, chunks)
+    for changed in _other_shapes(shape):
+        if point.num_micro_batch <= outline.problem.batch_size // changed.widest:
+            yield Point(changed, point.num_micro_batch, point.num_chunks)
+
+
+def _other_shapes(shape: Shape) -> Iterator[Shape]:
+    """Two neighbouring stages change places, or a device goes from one to the other."""
+    for left in range(shape.num_stages - 1):
+        swapped: list[Stages] = []
+        for stages in shape.replicas:
+            changed = [*stages]
+            changed[left], changed[left + 1] = changed[left + 1], changed[left]
+            swapped.append(tuple(changed))
+        yield Shape(tuple(swapped))
+        for source, target in ((left, left + 1), (left + 1, left)):
+            if any(len(stages[source]) < 2 for stages in shape.replicas):
+                continue
+            moved: list[Stages] = []
+            for stages in shape.replicas:
+                changed = [*stages]
+                changed[target] = (*changed[target], changed[source][-1])
+                changed[source] = changed[source][:-1]
+                moved.append(tuple(changed))
+            yield Shape(tuple(moved))

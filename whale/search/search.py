@@ -12,21 +12,34 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
+from whale.plans.shares import shares_of_series
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting
-from whale.search.estimate import Estimate, Estimator, Point
-from whale.search.moves import best_cuts
+from whale.search.estimate import Estimator
+from whale.search.moves import best_cuts, neighbours
 from whale.search.outline import Outline
+from whale.search.point import Estimate, Point
 from whale.search.settings import OpenSettings
-from whale.search.shapes import shapes
+from whale.search.shapes import device_classes, partitions, shapes, subsets
 
+LOOKED_AT = 3
+"""so many times more estimates get their best cuts than are drafted"""
+NEARLY = 1.02
+"""a point near to the best is drafted where its estimate is at most so many times the best"""
 MOST_REFUSED = 4
 """so many times more estimates and drafts where few fit"""
+
+
+TINY = 120
+SMALL = 600
+VAST = 100_000
+"""operations of a model; of the last, times devices: the budgets of the search differ"""
 
 
 @dataclass(frozen=True)
@@ -37,17 +50,36 @@ class Budget:
     cut_moves: int = 200
     """estimates of moved cuts, for each candidate that is drafted"""
     drafts: int = 8
+    unlike: int = 2
+    """candidates of replicas that are not alike that are drafted"""
+    smaller: int = 2
+    """candidates on fewer devices that are drafted"""
+    neighbours: int = 24
+    """points near to the best that are estimated"""
     polished: int = 2
     """candidates that are drafted with several chunks, and with a full search for their order"""
 
     @staticmethod
     def for_problem(num_operations: int, num_devices: int) -> Budget:
-        """Less for large models, whose drafts take longer; less for large clusters, whose estimates
-        do.
+        """Most for tiny models, whose drafts take milliseconds; little for small ones, which are
+        not worth a long search; more for large ones. Estimates take longer on many devices.
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
-        drafts = 4 if num_operations * num_devices > 100_000 else 8
-        return Budget(estimates=estimates, drafts=drafts)
+        if num_operations < TINY:
+            return Budget(estimates=estimates, drafts=30)
+        if num_operations < SMALL:
+            return Budget(
+                estimates=min(estimates, 120),
+                cut_moves=60,
+                drafts=5,
+                unlike=1,
+                smaller=1,
+                neighbours=8,
+                polished=1,
+            )
+        if num_operations * num_devices > VAST:
+            return Budget(estimates=estimates, drafts=4, neighbours=4, polished=1)
+        return Budget(estimates=estimates, drafts=12)
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,10 @@ class Search:
         self.outline = Outline(self.problem)
         self.estimator = Estimator(self.outline, self.settings.recompute)
         self.drafting = Drafting(self.problem, self.outline)
+        self._neighbours_left = self.budget.neighbours
+        self._moved: dict[Estimate, Estimate] = {}
+        self._point_of: dict[Candidate, Point] = {}
+        self._blocks: dict[tuple[tuple[int, ...], int], Estimate | None] = {}
 
     @property
     def best(self) -> Drafted | None:
@@ -95,27 +131,33 @@ class Search:
     def run(self) -> None:
         """Fills `drafted`; an interrupt ends it with what is there."""
         try:
-            self.draft_best(self.estimated())
+            self.draft_best(self.estimated(self._points(), self.estimator))
+            self.draft_unlike()
+            self.draft_smaller()
             self.polish()
         except KeyboardInterrupt:
             self.is_interrupted = True
 
     # ---- estimates
 
-    def estimated(self) -> list[Estimate]:
-        """Estimates that fit, the best first."""
+    def estimated(
+        self, points: Iterable[Point], estimator: Estimator, most: int | None = None
+    ) -> list[Estimate]:
+        """Estimates that fit, the best first; at most so many."""
+        most = most or self.budget.estimates
         queue = []
-        for place, point in enumerate(self._points()):
-            queue.append((self.estimator.guess(point), place, point))
+        for place, point in enumerate(points):
+            queue.append((estimator.guess(point), place, point))
         heapq.heapify(queue)
+        tried = 0
         found: list[Estimate] = []
         least = math.inf
-        most = self.budget.estimates
-        while queue and len(found) < most and self.num_estimates < MOST_REFUSED * most:
+        while queue and len(found) < most and tried < MOST_REFUSED * most:
             _, _, point = heapq.heappop(queue)
-            if self.estimator.bound(point) > least:
+            if estimator.bound(point) > least:
                 continue
-            estimate = self.estimator.estimate(point)
+            estimate = estimator.estimate(point)
+            tried += 1
             self.num_estimates += 1
             if estimate.fits:
                 found.append(estimate)
@@ -124,17 +166,22 @@ class Search:
                 self._report("estimates", self.num_estimates, self.budget.estimates)
         return sorted(found, key=lambda each: each.step_s)
 
-    def _points(self) -> Iterator[Point]:
-        most_wide = self._most_wide()
-        for shape in shapes(self.problem.cluster):
+    def _points(
+        self, ranks: tuple[int, ...] | None = None, num_samples: int | None = None
+    ) -> Iterator[Point]:
+        """Points on all devices, or on these; for the whole mini-batch, or for so many samples."""
+        most_wide = self._most_wide
+        batch_size = num_samples or self.problem.batch_size
+        for shape in shapes(self.problem.cluster, ranks):
             if shape.widest > most_wide or not self.estimator.can_hold(shape):
                 continue
             for chunks in self.settings.chunk_counts(shape.num_stages):
                 if shape.num_stages * chunks > self.outline.num_segments:
                     continue
-                for count in self.settings.micro_batches(self.problem.batch_size // shape.widest):
+                for count in self.settings.micro_batches(batch_size // shape.widest):
                     yield Point(shape, count, chunks)
 
+    @cached_property
     def _most_wide(self) -> int:
         """Over how many devices a micro-batch may be cut."""
         problem = self.problem
@@ -148,21 +195,35 @@ class Search:
 
     def candidate_of(self, estimate: Estimate) -> Candidate:
         """The estimate with its cuts moved to where the step is shortest."""
-        better = best_cuts(self.estimator, estimate, self.budget.cut_moves)
-        starts = self.outline.starts(better.cuts)
+        starts = self.outline.starts(self.with_best_cuts(estimate).cuts)
         replicas = []
-        point = better.point
+        point = estimate.point
         for stages in point.shape.replicas:
             groups = tuple(DeviceGroup(ranks) for ranks in stages)
             schedule = self.settings.schedule_of(len(groups))
             replicas.append(
                 ReplicaChoice(groups, point.num_micro_batch, schedule, point.num_chunks, starts)
             )
-        return Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
+        made = Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
+        if point.shape.num_devices == self.problem.cluster.num_devices:
+            self._point_of[made] = point
+        return made
+
+    def with_best_cuts(self, estimate: Estimate) -> Estimate:
+        """The estimate with its cuts moved to where the step is shortest; looked up the second
+        time.
+        """
+        if estimate not in self._moved:
+            better = best_cuts(self.estimator, estimate, self.budget.cut_moves)
+            self._moved[estimate] = self._moved[better] = better
+        return self._moved[estimate]
 
     def draft_best(self, estimates: list[Estimate]) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
-        for number, estimate in enumerate(estimates, start=1):
+        number_moved = LOOKED_AT * self.budget.drafts
+        moved = [self.with_best_cuts(each) for each in estimates[:number_moved]]
+        ordered = sorted(moved, key=lambda each: each.step_s) + estimates[number_moved:]
+        for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
                 if number > self.budget.drafts or self._is_hopeless(estimate, best):
@@ -187,15 +248,101 @@ class Search:
         self.tried.append(Tried(candidate, drafted.step_s))
         return drafted
 
+    # ---- replicas that are not alike, and fewer devices
+
+    def draft_unlike(self) -> None:
+        """Classes of devices in blocks, each block with model replicas of its own shape."""
+        if self._most_wide == 1 or self.settings.num_stages is not None:
+            return
+        found: list[tuple[float, Candidate]] = []
+        for blocks in partitions(device_classes(self.problem.cluster)):
+            estimated = self._of_blocks(blocks)
+            if estimated is not None:
+                found.append(estimated)
+        found.sort(key=lambda each: each[0])
+        for number, (estimate_s, candidate) in enumerate(found[: self.budget.unlike], start=1):
+            best = self.best
+            if best is not None and estimate_s > best.score_s:
+                break
+            self._report("unlike replicas", number, self.budget.unlike)
+            self.draft(candidate)
+
+    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> tuple[float, Candidate] | None:
+        """(estimated seconds, candidate) with the best shape of every block for its samples."""
+        batch_size = self.problem.batch_size
+        speeds = []
+        for ranks in blocks:
+            speeds.append(sum(1.0 / self.estimator.sample_seconds(rank, 1) for rank in ranks))
+        series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
+        shares = shares_of_series(batch_size, series)
+        replicas: list[ReplicaChoice] = []
+        slowest = 0.0
+        for ranks, share in zip(blocks, shares, strict=True):
+            if not share:
+                return None
+            best = self._best_of_block(ranks, share)
+            if best is None:
+                return None
+            slowest = max(slowest, best.step_s)
+            replicas.extend(self.candidate_of(best).replicas)
+        return slowest, Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
+
+    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
+        key = (ranks, share)
+        if key not in self._blocks:
+            estimator = Estimator(self.outline, self.settings.recompute, share)
+            points = self._points(ranks, share)
+            found = self.estimated(points, estimator, self.budget.estimates // 8)
+            self._blocks[key] = found[0] if found else None
+        return self._blocks[key]
+
+    def draft_smaller(self) -> None:
+        """The same on fewer devices: some make the step longer."""
+        if self.settings.num_stages is not None:
+            return
+        found: list[Estimate] = []
+        for ranks in subsets(self.problem.cluster):
+            points = self._points(ranks)
+            found += self.estimated(points, self.estimator, self.budget.estimates // 8)[:1]
+        found.sort(key=lambda each: each.step_s)
+        for number, estimate in enumerate(found[: self.budget.smaller], start=1):
+            best = self.best
+            if best is not None and estimate.step_s > best.score_s:
+                break
+            self._report("fewer devices", number, self.budget.smaller)
+            self.draft(self.candidate_of(estimate))
+
     # ---- polish
 
     def polish(self) -> None:
-        """The full search for the order of actions of the best."""
+        """Points near to the best, then the full search for the order of actions."""
+        while self._draft_neighbours():
+            pass
         for drafted in sorted(self.drafted, key=lambda each: each.score_s)[: self.budget.polished]:
             first = drafted.candidate.replicas[0]
             if len(first.groups) > 1 and first.schedule not in FIXED_ORDERS:
                 self._report("order of actions", 1, 1)
                 self.draft(drafted.candidate, None)
+
+    def _draft_neighbours(self) -> bool:
+        """Drafts points near to the best that are not estimated to be much slower; whether one of
+        them is the best now.
+        """
+        best = self.best
+        if best is None or best.candidate not in self._point_of:
+            return False
+        known = set(self._point_of.values())
+        found = []
+        for point in neighbours(self._point_of[best.candidate], self.settings, self.outline):
+            if point not in known and self._neighbours_left > 0:
+                self._neighbours_left -= 1
+                estimate = self.estimator.estimate(point)
+                if estimate.step_s <= NEARLY * best.score_s:
+                    found.append(self.with_best_cuts(estimate))
+        for number, estimate in enumerate(sorted(found, key=lambda each: each.step_s), start=1):
+            self._report("neighbours", number, len(found))
+            self.draft(self.candidate_of(estimate))
+        return self.best is not best
 
     def _report(self, what: str, done: int, of: int) -> None:
         self.progress(Progress(what, done, of, self.best))

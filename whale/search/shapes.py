@@ -12,12 +12,12 @@ equal width for each class. Shapes that differ only in which device of a class i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
 from whale.cluster.cluster import Cluster, DeviceKind
-from whale.search.estimate import Shape, Stages
+from whale.search.point import Shape, Stages
 
 FEW_DEVICES = 8
 """of a replica: so many are cut into stages in all ways"""
@@ -38,20 +38,26 @@ class DeviceClass:
     ranks: tuple[int, ...]
 
 
-def device_classes(cluster: Cluster) -> tuple[DeviceClass, ...]:
-    """Devices of one kind on one host; of one kind on all hosts, where there are many hosts."""
+def device_classes(
+    cluster: Cluster, ranks: Collection[int] | None = None
+) -> tuple[DeviceClass, ...]:
+    """Devices of one kind on one host; of one kind on all hosts, where there are many hosts.
+    `ranks`: only these.
+    """
     found: dict[tuple[DeviceKind, str], list[int]] = {}
     for device in cluster.devices:
+        if ranks is not None and device.rank not in ranks:
+            continue
         found.setdefault((device.kind, device.host), []).append(device.rank)
     if len(found) > MOST_CLASSES:
         merged: dict[DeviceKind, list[int]] = {}
-        for (kind, _), ranks in found.items():
-            merged.setdefault(kind, []).extend(ranks)
+        for (kind, _), members in found.items():
+            merged.setdefault(kind, []).extend(members)
         found = {(kind, ""): ranks for kind, ranks in merged.items()}
     classes = []
-    for (kind, _), ranks in found.items():
-        hosts = tuple(dict.fromkeys(cluster.devices[rank].host for rank in ranks))
-        classes.append(DeviceClass(kind, hosts, tuple(ranks)))
+    for (kind, _), members in found.items():
+        hosts = tuple(dict.fromkeys(cluster.devices[rank].host for rank in members))
+        classes.append(DeviceClass(kind, hosts, tuple(members)))
     return tuple(classes)
 
 
@@ -67,8 +73,8 @@ def lines(classes: Sequence[DeviceClass]) -> list[tuple[DeviceClass, ...]]:
     return list(found.values())
 
 
-def shapes(cluster: Cluster) -> Iterator[Shape]:
-    """All shapes on all devices of the cluster, each once."""
+def shapes(cluster: Cluster, ranks: Collection[int] | None = None) -> Iterator[Shape]:
+    """All shapes on all devices of the cluster, or on these, each once."""
     seen: set[object] = set()
     kinds = [device.kind.name for device in cluster.devices]
     hosts = [device.host for device in cluster.devices]
@@ -84,7 +90,7 @@ def shapes(cluster: Cluster) -> Iterator[Shape]:
             )
         return tuple(sorted(replicas))
 
-    for line in lines(device_classes(cluster)):
+    for line in lines(device_classes(cluster, ranks)):
         for shape in _on_line(line):
             key = signature(shape)
             if key not in seen:
@@ -172,3 +178,40 @@ def _even_compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
             width, rest = divmod(run, stages)
             widths.extend([width + 1] * rest + [width] * (stages - rest))
         yield tuple(widths)
+
+
+def subsets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Devices that could train without the others: all but one class, all but one host, all but one
+    device of a class, each once; the largest first.
+    """
+    everything = set(range(cluster.num_devices))
+    classes = device_classes(cluster)
+    left_out: list[set[int]] = [set(each.ranks[-1:]) for each in classes]
+    left_out += [set(each.ranks) for each in classes]
+    if len(cluster.hosts) <= MOST_CLASSES:
+        for host in cluster.hosts:
+            left_out.append({each.rank for each in cluster.devices if each.host == host})
+    found = dict.fromkeys(tuple(sorted(everything - out)) for out in left_out)
+    return sorted((each for each in found if each), key=lambda each: (-len(each), each))
+
+
+def partitions(
+    classes: Sequence[DeviceClass], most: int = MOST_CLASSES
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """The ranks of some classes in two or more blocks, each block some of the classes."""
+    if len(classes) > most:
+        return
+
+    def assign(place: int, blocks: list[list[int]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if place == len(classes):
+            if len(blocks) > 1:
+                yield tuple(tuple(sorted(block)) for block in blocks)
+            return
+        ranks = list(classes[place].ranks)
+        for index in range(len(blocks)):
+            yield from assign(
+                place + 1, [*blocks[:index], blocks[index] + ranks, *blocks[index + 1 :]]
+            )
+        yield from assign(place + 1, [*blocks, ranks])
+
+    yield from assign(0, [])

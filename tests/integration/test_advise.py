@@ -1,0 +1,84 @@
+"""`whale advise` and the hint of `whale plan`: a script, a cluster file, no devices."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from whale.cli import app
+from whale.report.advice_page import effect
+
+SCRIPT = """
+import torch, whale as wh
+wh.init(CONFIG)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    def forward(self, x):
+        return self.layers(x).square().mean()
+wh.parallelize(Net(), torch.randn(16, 64), optimizer=lambda p: torch.optim.AdamW(p))
+"""
+CLUSTER = """
+hosts:
+  - {name: a, kind: quick, count: 2}
+  - {name: b, kind: old, count: 1}
+links:
+  intra_host: {gb_per_s: 1, latency_us: 5}
+  inter_host: {gb_per_s: 0.05, latency_us: 20}
+kinds:
+  quick: {tflop_per_s: 0.02, bf16_tflop_per_s: 0.02, fp16_tflop_per_s: 0.08, memory_gb: 1, gb_per_s: 40}
+  old: {tflop_per_s: 0.004, memory_gb: 1, gb_per_s: 20}
+"""
+
+
+def files(folder: Path, config: str = "{}") -> tuple[str, str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("CONFIG", config))
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(CLUSTER)
+    return str(script), str(cluster)
+
+
+def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) -> None:
+    script, cluster = files(tmp_path, '{"precision": "bf16"}')
+    page, figures = tmp_path / "advice.html", tmp_path / "advice.json"
+    result = CliRunner().invoke(
+        app,
+        ["advise", "--cluster", cluster, "--html", str(page), "--json", str(figures), script],
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(figures.read_text())
+    steps = [plan["step_s"] for plan in data["plans"]]
+    assert steps == sorted(steps) and len({plan["kind"] for plan in data["plans"]}) == len(steps)
+    found = re.findall(r'data-key="([\w.]+)" data-value="([^"]+)"', page.read_text())
+    assert found
+    for key, value in found:
+        place: object = data
+        for part in key.split("."):
+            place = place[int(part)] if isinstance(place, list) else place[part]  # type: ignore[index]
+        assert float(value) == place
+    assert any("without rank 2" in change["what"] for change in data["without"])
+    assert any("one more quick" in change["what"] for change in data["changes"])
+    assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])
+    assert f"whale run --cluster {cluster} {script}" in result.output.replace("\n", "")
+
+
+def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:
+    script, cluster = files(tmp_path, '{"num_task_graph": 3}')
+    result = CliRunner().invoke(app, ["plan", "--cluster", cluster, script])
+    assert result.exit_code == 0, result.output
+    assert '"strategy": "auto"' in result.output
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(1.02, "2 % slower"), (1.4, "1.4x slower"), (0.5, "2x faster"), (1.001, "the same")],
+)
+def test_effects_in_words(ratio: float, text: str) -> None:
+    assert effect(ratio) == text
+    assert effect(float("inf")) == "nothing fits"

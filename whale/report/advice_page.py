@@ -1,0 +1,138 @@
+"""`whale advise` in the terminal, as JSON and as one page: the same numbers in all three."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from whale.report.plan_page import Cell, Figure, Sheet
+from whale.report.svg import render
+from whale.report.tables import add_row, make_table
+from whale.search.advice import Advice, Change
+from whale.units import human_bytes, human_rate, human_seconds
+
+NO_PRECISION = "These cards multiply fastest in the precision of the job."
+
+
+def advice_json(advice: Advice) -> dict[str, Any]:
+    """All figures, for other programs. What does not fit has null for its ratio."""
+    return {
+        "plans": [
+            {
+                "kind": each.kind,
+                "plan": each.text,
+                "step_s": each.step_s,
+                "samples_per_s": each.timeline.samples_per_s,
+                "peak_bytes": each.peak_bytes,
+                "limit": each.timeline.limit,
+            }
+            for each in advice.plans
+        ],
+        "without": [_change_json(each) for each in advice.without],
+        "changes": [_change_json(each) for each in advice.changes],
+        "better_left_out": list(advice.better_left_out),
+        "precision": list(advice.precision),
+        "launch": advice.launch,
+    }
+
+
+def _change_json(change: Change) -> dict[str, Any]:
+    return {"what": change.what, "ratio": change.ratio if math.isfinite(change.ratio) else None}
+
+
+def effect(ratio: float) -> str:
+    """`2 % slower`, `1.4x slower`, `nothing fits`."""
+    if not math.isfinite(ratio):
+        return "nothing fits"
+    if abs(ratio - 1) < 0.005:
+        return "the same"
+    if ratio > 1:
+        return f"{ratio:.2g}x slower" if ratio >= 1.2 else f"{100 * (ratio - 1):.2g} % slower"
+    return f"{1 / ratio:.2g}x faster" if ratio <= 1 / 1.2 else f"{100 * (1 - ratio):.2g} % faster"
+
+
+def left_out_text(advice: Advice) -> str:
+    if not advice.better_left_out:
+        return "No device is better left out."
+    return f"Better left out: {'; '.join(advice.better_left_out)}."
+
+
+def print_advice(advice: Advice, console: Console | None = None) -> None:
+    """Prints the tables."""
+    console = console or Console()
+    plans = make_table(
+        "The best plans of different kinds",
+        ("kind", "plan", "limited by"),
+        ("step", "samples/s", "memory"),
+    )
+    for each in advice.plans:
+        add_row(
+            plans,
+            each.kind,
+            each.text,
+            each.timeline.limit,
+            human_seconds(each.step_s),
+            human_rate(each.timeline.samples_per_s),
+            human_bytes(each.peak_bytes),
+        )
+    console.print(plans)
+    console.print(_changes_table("What devices contribute", advice.without))
+    console.print(left_out_text(advice))
+    console.print(_changes_table("What a change would give", advice.changes))
+    for note in advice.precision or (NO_PRECISION,):
+        console.print(note)
+    console.print(f"Start it: {advice.launch}")
+
+
+def _changes_table(title: str, changes: Sequence[Change]) -> Table:
+    table = make_table(title, ("change", "step"))
+    for change in changes:
+        add_row(table, change.what, effect(change.ratio))
+    return table
+
+
+def advice_html(advice: Advice) -> Markup:
+    """One page without anything from elsewhere; every number carries its place in the JSON."""
+    rows: list[Sequence[Cell]] = []
+    for index, each in enumerate(advice.plans):
+        key = f"plans.{index}"
+        rate = each.timeline.samples_per_s
+        rows.append(
+            (
+                each.kind,
+                each.text,
+                each.timeline.limit,
+                Figure(f"{key}.step_s", each.step_s, human_seconds(each.step_s)),
+                Figure(f"{key}.samples_per_s", rate, human_rate(rate)),
+                Figure(f"{key}.peak_bytes", each.peak_bytes, human_bytes(each.peak_bytes)),
+            )
+        )
+    words = ("kind", "plan", "limited by")
+    numbers = ("step", "samples/s", "memory")
+    best = advice.best
+    return render(
+        "advice.html",
+        title="Whale advice",
+        summary=f"{best.text}: {human_seconds(best.step_s)} a step",
+        plans=Sheet(words, numbers, rows, best=rows[0]),
+        without=_sheet("without", advice.without),
+        changes=_sheet("changes", advice.changes),
+        left_out=left_out_text(advice),
+        precision=advice.precision or (NO_PRECISION,),
+        launch=advice.launch,
+    )
+
+
+def _sheet(name: str, changes: Sequence[Change]) -> Sheet:
+    rows: list[Sequence[Cell]] = []
+    for index, change in enumerate(changes):
+        cell: Cell = effect(change.ratio)
+        if math.isfinite(change.ratio):
+            cell = Figure(f"{name}.{index}.ratio", change.ratio, effect(change.ratio))
+        rows.append((change.what, cell))
+    return Sheet(("change",), ("step",), rows)

@@ -1,0 +1,34 @@
+"""What the search would give instead of a hand-made plan, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from whale.planning.problem import Problem
+from whale.plans.plan import Plan
+from whale.search.choose import is_annotated, open_up, why_fixed
+from whale.search.search import Budget, search
+from whale.search.settings import OpenSettings
+from whale.simulation.simulate import simulate
+from whale.units import human_seconds
+
+HINT = Budget(estimates=150, cut_moves=60, drafts=3, unlike=1, smaller=1, polished=1)
+
+
+def hint(problem: Problem, plan: Plan) -> str | None:
+    """None where the plan is the search's own, the model is annotated, or there is one device."""
+    if why_fixed(problem) is None or is_annotated(problem) or problem.cluster.num_devices == 1:
+        return None
+    if problem.cluster.is_uniform and problem.cluster.devices[0].kind.is_cpu:
+        return None  # what is known of them is not enough to promise anything
+    opened = replace(problem, config=open_up(problem.config))
+    best = search(opened, OpenSettings.of(opened), HINT).best
+    if best is None:
+        return None
+    own_s = simulate(plan).step_s
+    if best.step_s >= own_s:
+        return f'"strategy": "auto" finds no faster plan than these {human_seconds(own_s)} a step'
+    return (
+        f'"strategy": "auto" would give {human_seconds(best.step_s)} a step instead of '
+        f"{human_seconds(own_s)}: {best.candidate.describe()}"
+    )
