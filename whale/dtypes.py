@@ -46,7 +46,7 @@ MOVED_BY_NAME = frozenset(
         torch.bool,
     }
 )
-"""what every backend moves under its own name; NCCL has neither int16 nor complex numbers"""
+"""what every backend moves under its own name; those of GPUs have neither int16 nor complex numbers"""
 
 
 def as_moved(tensor: Tensor) -> Tensor:
