@@ -254,7 +254,7 @@ class Shards:
 
     def _in_rows(self, name: str) -> tuple[Shard, ...]:
         """Parts of a parameter that blocks cut."""
-        found: dict[Ranges, list[int]] = {}
+        found: dict[Ranges | None, list[int]] = {}
         empty: list[Shard] = []
         for block in self._blocks_of[name]:
             shape = block.shapes[block.parameters.index(name)]
@@ -263,10 +263,12 @@ class Shards:
                 ranges = ((rows,), *(((0, size),) for size in shape[1:]))
                 if rows[0] == rows[1]:
                     empty.append(Shard(name, ranges, (rank,), shape))
-                else:
-                    found.setdefault(ranges, []).append(rank)
+                else:  # a rank that holds all rows holds the whole parameter
+                    part = None if rows == (0, shape[0]) else ranges
+                    found.setdefault(part, []).append(rank)
         shards = [
-            Shard(name, ranges, tuple(sorted(ranks)), shape) for ranges, ranks in found.items()
+            Shard(name, part, tuple(sorted(ranks)), shape if part is not None else ())
+            for part, ranks in found.items()
         ]
         return tuple(sorted([*shards, *empty], key=lambda shard: shard.ranks))
 
