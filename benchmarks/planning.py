@@ -132,7 +132,7 @@ def _after_capture(
     config = wh.Config(settings)
     prepared = api._prepare(model, layout, tensors, None, config, "cpu")
     captured = time.perf_counter()
-    plan = api._plan(model, prepared, cluster, config, layout)
+    plan = api._plan(model, prepared, {}, cluster, config, layout)
     end = time.perf_counter()
     return plan, end - captured, end - start
 

@@ -173,7 +173,7 @@ def search(captured: tuple[torch.nn.Module, Any, CapturedModel], cluster: Cluste
         return None
     model, layout, prepared = captured
     start = time.perf_counter()
-    plan = api._plan(model, prepared, cluster, Config({"strategy": "auto"}), layout)
+    plan = api._plan(model, prepared, {}, cluster, Config({"strategy": "auto"}), layout)
     return Ours(plan, prepared, time.perf_counter() - start)
 
 

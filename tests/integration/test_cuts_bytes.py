@@ -136,7 +136,7 @@ def plan_of(
     if cuts is not None:
         wh.annotate(model, {"|".join(globs): wh.replicate(1) for globs in cuts})
     cluster = wh.Cluster.uniform(num_devices, "V100-32GB", devices_per_host=8)
-    return api._plan(model, prepared, cluster, wh.Config(config or {}), layout)
+    return api._plan(model, prepared, {}, cluster, wh.Config(config or {}), layout)
 
 
 @pytest.mark.parametrize("name", LAYERS)
