@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from whale.simulation.simulate import simulate
     from whale.simulation.timeline import Timeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "whale.annotation": ("annotate", "replicate", "set_default_strategy", "split"),

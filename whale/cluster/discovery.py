@@ -35,7 +35,7 @@ def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
     flop_per_s = (
         gpu.num_multiprocessors * LANES.get(gpu.capability, LANES_OF_NEWER) * 2 * gpu.clock_hz
     )
-    return DeviceKind(gpu.name, flop_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
+    return DeviceKind(gpu.name, flop_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s, is_guess=True)
 
 
 def this_kind(device: LocalDevice, num_local_ranks: int = 1) -> DeviceKind:

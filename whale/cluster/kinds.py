@@ -84,6 +84,8 @@ class DeviceKind:
     """how much of these figures operations reach; measured rates and those of a cluster file are
     taken as they are
     """
+    is_guess: bool = False
+    """made from what the driver says of a device that the table does not know"""
 
     @property
     def is_cpu(self) -> bool:

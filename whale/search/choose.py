@@ -82,6 +82,9 @@ def why_fixed(problem: Problem) -> str | None:
         return "there is one device"
     if problem.cluster.is_uniform and problem.cluster.devices[0].kind.is_cpu:
         return "equal CPUs: what their links and threads do to each other is not known"
+    guessed = [device.kind.name for device in problem.cluster.devices if device.kind.is_guess]
+    if guessed:
+        return f"{guessed[0]} is in no table of devices (whale profile measures it)"
     return None
 
 
