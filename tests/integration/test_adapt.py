@@ -130,7 +130,9 @@ def train(
     logging.getLogger("whale").addHandler(handler)
     torch.set_num_threads(1)
     with Float64Mode():
-        wh.init(wh.Config(config))
+        # the search would leave the slowest device out
+        fixed = {} if "num_task_graph" in config else {"strategy": "data"}
+        wh.init(wh.Config({**fixed, **config}))
         data = batches()
         engine = wh.parallelize(
             Net(), data[0], optimizer=sgd, prepared=prepared, cluster=believed_cluster(*speeds)
@@ -229,7 +231,7 @@ def train_with_loader(
 ) -> tuple[list[float], list[tuple[int, ...]]]:
     torch.set_num_threads(1)
     with Float64Mode():
-        wh.init(wh.Config(config))
+        wh.init(wh.Config({"strategy": "data", **config}))
         data = batches()
         engine = wh.parallelize(
             Net(), data[0], optimizer=sgd, prepared=prepared, cluster=believed_cluster(*WRONG)
@@ -265,7 +267,7 @@ def steps_that_count(prepared: CapturedModel) -> int:
     one before.
     """
     with Float64Mode():
-        wh.init(wh.Config({"adapt": "suggest", "adapt_steps": 100}))
+        wh.init(wh.Config({"strategy": "data", "adapt": "suggest", "adapt_steps": 100}))
         engine = wh.parallelize(Net(), batches()[0], optimizer=sgd, prepared=prepared)
         engine.step(batches()[0])
         assert engine._last_outcome is not None

@@ -154,12 +154,12 @@ def train(
         (
             UNEVEN,
             2,
-            {},
+            {"strategy": "data"},
             {},
             [9, 1],
         ),  # 3 times faster, and reading the weights takes the slow one as long as 2 samples
-        (NO_READING, 2, {}, {}, [8, 2]),
-        (NO_READING, 2, {"num_micro_batch": 2}, {}, [8, 2]),
+        (NO_READING, 2, {"strategy": "data"}, {}, [8, 2]),
+        (NO_READING, 2, {"strategy": "data", "num_micro_batch": 2}, {}, [8, 2]),
         (UNEVEN, 2, {"num_micro_batch": 2}, {"0": 1, "2|4": 1}, [10, 10]),
         (IDLE, 2, {"strategy": "data"}, {}, [10, 0]),
         (IDLE, 2, {"strategy": "data", "num_micro_batch": 5}, {}, [10, 0]),
@@ -230,7 +230,7 @@ import os
 from tests.integration.test_clusters import mean_square, mini_batches, net, sgd
 import whale as wh
 
-wh.init({"num_micro_batch": 2})
+wh.init({"strategy": "data", "num_micro_batch": 2})
 engine = wh.parallelize(net(), mini_batches()[0], optimizer=sgd, loss=mean_square)
 for batch in mini_batches():
     loss = engine.step(batch).loss
