@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import whale as wh
 from whale import metric_files
 from whale.cli import app
-from whale.metric_files import last_metrics, metrics_file, read_metrics
+from whale.metric_files import finished_file, last_metrics, metrics_file, read_metrics
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,7 @@ def copy_of(line: dict[str, object], **changes: object) -> str:
 
 def test_top_shows_the_last_step_of_every_rank(tmp_path: Path) -> None:
     results = train(tmp_path, 3)
+    finished_file(tmp_path).unlink()  # still running
     line = read_metrics(tmp_path)[0][-1]
     # rank 1 is behind and has been silent for a while; rank 2 has written nothing yet
     metrics_file(tmp_path, 1).write_text(
@@ -86,6 +87,7 @@ def test_top_of_nothing_says_where_metrics_come_from(tmp_path: Path) -> None:
 
 def test_top_follows_a_run_on_a_terminal(tmp_path: Path) -> None:
     train(tmp_path, 1)
+    finished_file(tmp_path).unlink()  # still running
     line = read_metrics(tmp_path)[0][-1]
     here, there = pty.openpty()
     environment = os.environ | {

@@ -110,7 +110,7 @@ def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
     [
         (["-o", "no/such/folder.yaml"], "there is no folder"),
         (["-n", "0"], "at least 1 rank"),
-        (["--device", "tpu"], "auto, cpu or cuda"),
+        (["--device", "tpu"], "auto, cpu, cuda or xpu"),
     ],
 )
 def test_wrong_words_are_refused(words: list[str], message: str) -> None:
