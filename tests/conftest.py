@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -115,3 +116,15 @@ def same_random_numbers() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def settings_end_with_the_test() -> Iterator[None]:
+    """What a test gave to `wh.init` in this process is forgotten: the next test finds the defaults,
+    whatever ran before.
+    """
+    yield
+    api = sys.modules.get("whale.api")
+    if api is not None:
+        api._session.config = api.Config()
+        api._session.cluster = None

@@ -114,7 +114,7 @@ def plan_on(*kinds: str, layer_times: LayerTimes | None = None) -> wh.Plan:
     )
     plain = Cluster.uniform(1)
     cluster = Cluster(devices, plain.intra_host, plain.inter_host, layer_times=layer_times)
-    return wh.plan(Net(), BATCH, cluster=cluster, config={"num_micro_batch": 1})
+    return wh.plan(Net(), BATCH, cluster=cluster, config={"strategy": "data", "num_micro_batch": 1})
 
 
 def choice(plan: wh.Plan, what: str) -> str | None:

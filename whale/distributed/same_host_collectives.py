@@ -250,8 +250,9 @@ class PartsUnderway:
         self._arriving = arriving
 
     def wait(self) -> None:
-        """Returns when all are there."""
-        for into, rank, tag in self._arriving:
+        """Returns when all are there; again, at once."""
+        while self._arriving:
+            into, rank, tag = self._arriving.pop(0)
             self._transport.take_through_memory(into, rank, tag, "its part of an exchange")
 
 
