@@ -57,6 +57,7 @@ LATER = (
     "integration/test_local_model.py::test_stages",
     "integration/test_examples.py::test_quickstart_on_two_hosts",
     "integration/test_split_experts.py::test_unmodified_mixtral_in_float32",
+    "faults/test_faults.py::test_a_fault_in_replicas_that_are_not_alike_is_named",
 )
 """long tests whose subject others show as well: `make test-all` only"""
 _rows_seen: Counter[str] = Counter()
