@@ -53,6 +53,11 @@ app = typer.Typer(
 ScriptArgument = Annotated[
     Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")
 ]
+NumDevicesOption = Annotated[
+    int | None,
+    typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]"),
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 ClusterOption = Annotated[
     Path | None,
     typer.Option(help="A cluster file: hosts, kinds of devices, links (docs/cluster.md)."),
@@ -234,16 +239,11 @@ def run(
 def plan(
     script: ScriptArgument,
     arguments: OwnArguments = None,
-    num_devices: Annotated[
-        int | None,
-        typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]"),
-    ] = None,
+    num_devices: NumDevicesOption = None,
     save: Annotated[
         Path | None, typer.Option(help="Also write the plan to this JSON file.")
     ] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the whole traceback of an error.")
-    ] = False,
+    debug: DebugOption = False,
     cluster: ClusterOption = None,
     html: cli_plans.HtmlOption = None,
     figures: cli_plans.JsonOption = None,
@@ -287,13 +287,8 @@ def _print_hint(made: Plan, problems: Sequence[Problem]) -> None:
 def advise(
     script: ScriptArgument,
     arguments: OwnArguments = None,
-    num_devices: Annotated[
-        int | None,
-        typer.Option("-n", "--num-devices", help="How many devices. [default: as for whale run]"),
-    ] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the whole traceback of an error.")
-    ] = False,
+    num_devices: NumDevicesOption = None,
+    debug: DebugOption = False,
     cluster: ClusterOption = None,
     html: cli_plans.HtmlOption = None,
     figures: cli_plans.JsonOption = None,
