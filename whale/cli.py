@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -305,7 +306,8 @@ def advise(
     number = described.num_devices if described is not None else num_devices or default_num_ranks()
     options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
     problem = _problem_of_script(script, arguments or [], number, debug, described)
-    cli_plans.write_advice(problem, f"whale run {options} {script}", html, figures)
+    command = f"whale run {options} {shlex.join([str(script), *(arguments or [])])}"
+    cli_plans.write_advice(problem, command, html, figures)
 
 
 class _ProblemReady(BaseException):
