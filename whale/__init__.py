@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from whale.capture.batch import pad_lengths
     from whale.cluster.cluster import Cluster
     from whale.config import Config
-    from whale.plans.plan import Plan, diff
+    from whale.plans.file import diff
+    from whale.plans.plan import Plan
     from whale.runtime.checkpoints import Pretrained
     from whale.runtime.engine import Engine
     from whale.runtime.result import EvaluationResult, StepResult

@@ -41,7 +41,7 @@ def show(file: PlanArgument) -> None:
 
 def diff(a: FirstPlan, b: SecondPlan) -> None:
     """List every value that differs in two saved plans; exit code 1 when there are any."""
-    from whale.plans.plan import diff as differences
+    from whale.plans.file import diff as differences
 
     _print_differences(differences(load(a, "diff"), load(b, "diff")), nothing="no difference")
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 
-from whale.plans.plan import Plan, diff
+from whale.plans.file import diff
+from whale.plans.plan import Plan
 from whale.report.plan_page import html as plan_page
 from whale.report.plan_pictures import memory_picture, timeline_picture
 from whale.simulation.simulate import simulate

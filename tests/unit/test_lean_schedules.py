@@ -19,7 +19,7 @@ from whale.planning.priced_cut import Priced, PricedCut
 from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import schedule_of_plan
 from whale.planning.suggestions import with_more
-from whale.plans.plan import diff
+from whale.plans.file import diff
 from whale.plans.revise import revise
 from whale.scheduling import StageGraph, build
 

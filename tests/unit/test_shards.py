@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import whale as wh
 from whale.checkpoint import CheckpointError, Reader, Target, finish, take_snapshot, write_rank
 from whale.checkpoint.pieces import pieces, read_shard, read_state, state_pieces
+from whale.plans.file import diff
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
-from whale.plans.plan import Plan, diff
+from whale.plans.plan import Plan
 from whale.plans.revise import revise
 from whale.plans.samples import SampleMap, divide
 from whale.plans.sharding import ShardedOperation, StageSharding, StoredLayout

@@ -8,48 +8,35 @@ operations, crossings and schedule once; each `Replica` adds its ranks and its s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
-
-from whale.names import count
-from whale.plans.blocks import Block, Memory
-from whale.plans.check import contradiction, number_problem
+from whale.plans.blocks import Block
 from whale.plans.figures import Figures
-from whale.plans.grid import Grid
+from whale.plans.planned_device import DeviceMemory, PlannedDevice
+from whale.plans.replica import (
+    WHOLE,
+    Boxes,
+    Crossing,
+    Holding,
+    LossTerm,
+    Ranges,
+    Replica,
+    ReplicaShare,
+    ReplicaTemplate,
+    Stage,
+    TaskGraph,
+)
 from whale.plans.sharding import StageSharding
-from whale.plans.shares import UNLIMITED, Load
+from whale.plans.shares import Load
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling import Schedule
 
 PLAN_FORMAT = 4
 """raised when the meaning of a field changes; 3 was Whale 0.1.0"""
-
 DEFAULT_BUCKET_BYTES = 25 * 1024**2
 """the config's `bucket_bytes`, for plans that are made by hand"""
-
-
-def _read_schedule(data: Any) -> Schedule:
-    """The schedule from its JSON form, or as it is; raises ValueError for anything else."""
-    if isinstance(data, Schedule):
-        return data
-    try:
-        return Schedule.from_json(data)
-    except KeyError as error:
-        raise ValueError(f"{error} is required in a schedule") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"it is no schedule: {error}") from None
-
-
-StoredSchedule = Annotated[
-    Schedule, PlainValidator(_read_schedule), PlainSerializer(Schedule.to_json)
-]
-"""a schedule that is written with actions as text, `F2.0`, which a person can read"""
 
 
 @dataclass(frozen=True)
@@ -73,230 +60,6 @@ class Decision:
     what: str
     choice: str
     why: str
-
-
-@dataclass(frozen=True)
-class TaskGraph:
-    """The part of the model under one annotation."""
-
-    index: int
-    label: str
-    strategy: str
-    num_devices: int
-    virtual_device: int
-    num_operations: int
-    forward_flop: float
-    """of one mini-batch"""
-    parameter_bytes: int
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A piece of the model in pipeline order, on one VirtualDevice."""
-
-    index: int
-    virtual_device: int
-    task_graphs: tuple[int, ...]
-    num_operations: int
-    forward_flop: float
-    """of one mini-batch"""
-    forward_s: float
-    """of one mini-batch that all devices of this VirtualDevice share by their speed, by the cost
-    model
-    """
-    parameters: tuple[str, ...]
-    parameter_bytes: int
-    input_backward_s: float = 0.0
-    """as `forward_s`: gradients of its inputs"""
-    weight_backward_s: float = 0.0
-    """as `forward_s`: gradients of its weights, which a split backward does later"""
-    num_regions: int = 0
-    """parts into which the planner cut its operations"""
-    num_recomputed: int = 0
-    """how many of these parts, from the first on, are recomputed in backward"""
-    recomputed: tuple[tuple[int, ...], ...] = ()
-    """regions that are recomputed in backward, each as places of its operations in the graph; those
-    that the user asked for included
-    """
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A value that one stage computes and a later stage uses; it is sent straight there."""
-
-    value: str
-    source: int
-    destination: int
-    sample_bytes: int
-    """bytes for each sample; for a value without a batch dim, bytes for each micro-batch"""
-    batched: bool
-    gradient: bool
-    """a gradient of the same size comes back"""
-    message_s: float
-    """time of its message for one micro-batch, by the cost model"""
-    line: str
-
-
-@dataclass(frozen=True)
-class LossTerm:
-    """One summand of the loss, computed where its numerator is."""
-
-    stage: int
-    text: str
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on one device at the fullest moment of a step."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
-    """buffers of the model, those in which shared gradients are summed, and the mini-batch"""
-    fixed_bytes: int
-    """activations that do not depend on the samples, of all micro-batches in flight"""
-    sample_bytes: float
-    """activations for each sample of a micro-batch, of all micro-batches in flight, and the workspace for
-    one of them
-    """
-    capacity_bytes: int
-    """0: not known"""
-    update_bytes: int = 0
-    """what the optimizer makes for a moment, when no activations are there any more"""
-
-    @property
-    def static_bytes(self) -> int:
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.buffer_bytes
-            + self.fixed_bytes
-        )
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that are held without samples: before the first one, or in the update."""
-        return self.static_bytes + max(0, self.update_bytes - self.fixed_bytes)
-
-    def with_shared(self, num_bytes: int) -> DeviceMemory:
-        """The memory with buckets for gradients of so many bytes, which are all-reduced with other
-        devices; in the update they lie there alone.
-        """
-        return replace(
-            self,
-            buffer_bytes=self.buffer_bytes + num_bytes,
-            update_bytes=max(0, self.update_bytes - num_bytes),
-        )
-
-    def total_bytes(self, num_samples: int) -> float:
-        return max(self.least_bytes, self.static_bytes + num_samples * self.sample_bytes)
-
-    def most_samples(self) -> int:
-        """Samples of a micro-batch that fit; -1: not even the weights do."""
-        if not self.capacity_bytes:
-            return UNLIMITED
-        if self.least_bytes > self.capacity_bytes:
-            return -1
-        free_bytes = self.capacity_bytes - self.static_bytes
-        return int(free_bytes // self.sample_bytes) if self.sample_bytes else UNLIMITED
-
-
-@dataclass(frozen=True)
-class PlannedDevice:
-    """One kind of device with what it has to do, by the cost model. Ranks that are alike in all of
-    it share one.
-    """
-
-    kind: str
-    sample_s: float
-    """seconds of forward and backward for one sample of a micro-batch, all stages of the device"""
-    fixed_s: float = 0.0
-    """seconds of a micro-batch that do not depend on its samples"""
-    flop_per_s: float = 0.0
-    """in the precision of the job; 0: not known"""
-    memory: DeviceMemory | None = None
-    """None: no limit"""
-
-    @property
-    def load(self) -> Load:
-        most = UNLIMITED if self.memory is None else self.memory.most_samples()
-        return Load(self.sample_s, self.fixed_s, most)
-
-
-Ranges = tuple[tuple[tuple[int, int], ...], ...]
-"""for each dim of a tensor, the index ranges [start, stop) that are held, in order"""
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """Which part of a tensor each device of a VirtualDevice holds. Tensors that are cut alike share
-    one.
-    """
-
-    shape: tuple[int, ...]
-    """of the whole tensor"""
-    places: tuple[Ranges, ...]
-    """by place in the VirtualDevice: the product of its ranges, a few boxes of the tensor"""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Who holds one parameter or buffer."""
-
-    stages: tuple[int, ...]
-    """more than one: tied"""
-    boxes: tuple[int, ...] = ()
-    """for each of these stages the index into `ReplicaTemplate.boxes`, `WHOLE` where its devices
-    hold everything; empty: they all do
-    """
-    memory: Memory = "device"
-
-
-WHOLE = -1
-"""stands in `Holding.boxes` for a tensor that is not cut"""
-
-
-@dataclass(frozen=True)
-class ReplicaTemplate:
-    """What one model replica runs, whichever devices it has."""
-
-    grids: tuple[Grid | None, ...]
-    """by VirtualDevice: its devices as a block, where a `split` TaskGraph runs there"""
-    stages: tuple[Stage, ...]
-    stage_of_operation: tuple[int, ...]
-    """by place in the graph; -1: recomputed wherever it is used"""
-    crossings: tuple[Crossing, ...]
-    tensors: dict[str, Holding]
-    """every parameter and buffer"""
-    schedule: StoredSchedule
-    loss_terms: tuple[LossTerm, ...] = ()
-    boxes: tuple[Boxes, ...] = ()
-    shardings: tuple[StageSharding, ...] = ()
-    """of the stages on a grid"""
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """How many samples of one micro-batch a model replica gets, and each of its devices."""
-
-    num_samples: int
-    runs: tuple[tuple[int, ...], ...]
-    """[VirtualDevice][place]: samples that the device runs on; on a grid, all of the replica's"""
-    edges: tuple[tuple[int, ...], ...]
-    """the same for samples of what enters and leaves the device: on a grid a part of them"""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One copy of the model on its devices."""
-
-    template: int
-    ranks: tuple[tuple[int, ...], ...]
-    """[VirtualDevice][place]"""
-    shares: tuple[tuple[int, int], ...] = ()
-    """its micro-batches in order, as runs: (index into `Plan.shares`, number of micro-batches)"""
 
 
 @dataclass(frozen=True)
@@ -482,7 +245,9 @@ class Plan:
         return found
 
     def to_json(self) -> str:
-        return _PLAN.dump_json(self, indent=1).decode()
+        from whale.plans.file import plan_json
+
+        return plan_json(self)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
@@ -490,31 +255,9 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan in a file. It is checked as a whole (`check.py`), and nothing is executed."""
-        content = Path(path).read_bytes()
-        data = _read_json(path, content)
-        if data["format"] != PLAN_FORMAT:
-            raise ValueError(
-                f"{path} has plan format {data['format']}, this Whale reads {PLAN_FORMAT}: make "
-                "the plan again. Try: whale plan TRAIN.PY --save plan.json"
-            )
-        if problem := number_problem(data):
-            raise ValueError(f"{path} is not a plan: {problem}")
-        try:
-            plan = _PLAN.validate_json(content, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            num_more = error.error_count() - 1
-            more = f" ({count(num_more, 'more problem')})" if num_more else ""
-            raise ValueError(
-                f"{path} is not a plan of `whale plan --save`: {where}: {first['msg']}{more}"
-            ) from None
-        if problem := contradiction(plan):
-            raise ValueError(
-                f"{path} contradicts itself: {problem}. Make the plan again. "
-                "Try: whale plan TRAIN.PY --save plan.json"
-            )
-        return plan
+        from whale.plans.file import load_plan
+
+        return load_plan(path)
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
         """All ranks that run a stage, over all replicas."""
@@ -547,55 +290,23 @@ class Plan:
         return tuple(stage.index for stage in self.stages if stage.virtual_device == device)
 
 
-def diff(a: Plan, b: Plan) -> list[str]:
-    """One line for each value that differs: `stages[1].parameter_bytes: 400 -> 800`."""
-    return list(_differences("", json.loads(a.to_json()), json.loads(b.to_json())))
-
-
-def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys(), key=str):
-            yield from _differences(
-                f"{path}.{key}" if path else str(key), a.get(key, "absent"), b.get(key, "absent")
-            )
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        for place, (left, right) in enumerate(zip(a, b, strict=True)):
-            yield from _differences(f"{path}[{place}]", left, right)
-    elif a != b:
-        yield f"{path}: {_short(a)} -> {_short(b)}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return (
-        text
-        if len(text) <= 80
-        else f"{text[:60]}... ({len(value) if hasattr(value, '__len__') else len(text)} long)"
-    )
-
-
-FIGURES = {"summary", "batch_size", "devices", "network"}
-"""keys of what `whale plan --json` writes, which is no plan"""
-
-
-def _read_json(path: str | Path, content: bytes) -> dict[str, Any]:
-    """The fields of a plan file; raises ValueError where it is none, or has other fields."""
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict) or "format" not in data:
-        what = ""
-        if isinstance(data, dict) and data.keys() >= FIGURES:
-            what = ": it holds the figures of `--json`. Try: the file of `whale plan --save`"
-        raise ValueError(f"{path} is not a plan of `whale plan --save`{what}")
-    unknown = sorted(data.keys() - {field.name for field in fields(Plan)})
-    if unknown and data["format"] == PLAN_FORMAT:
-        raise ValueError(
-            f"{path} is not a plan: it has fields that a plan does not have: "
-            f"{', '.join(unknown[:5])}"
-        )
-    return data
-
-
-_PLAN = TypeAdapter(Plan)
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "PLAN_FORMAT",
+    "WHOLE",
+    "Boxes",
+    "Crossing",
+    "Decision",
+    "DeviceMemory",
+    "Holding",
+    "LossTerm",
+    "Plan",
+    "PlannedDevice",
+    "Ranges",
+    "Replica",
+    "ReplicaShare",
+    "ReplicaTemplate",
+    "Settings",
+    "Stage",
+    "TaskGraph",
+]
