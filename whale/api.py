@@ -464,11 +464,14 @@ def _updates_whole(
     """Whether under ZeRO each parameter must stay whole on the rank that updates it; refuses an
     optimizer that looks at parameters of other ranks.
     """
-    if optimizer is None or config.zero == 0:
+    asked = f'"zero": {config.zero!r}' if config.zero != 0 else None
+    if isinstance(config.offload, dict):
+        asked = f'"offload": {config.offload!r}'
+    if optimizer is None or asked is None:
         return False
     states = prepared.captured.state.values()
     names = [state.name for state in states if state.kind == "parameter" and state.trainable]
-    refuse_if_it_looks_at_others(optimizer, names, f'"zero": {config.zero!r}')
+    refuse_if_it_looks_at_others(optimizer, names, asked)
     return bool(names) and keeps_whole(optimizer, names)
 
 

@@ -68,6 +68,22 @@ def _zero(value: Any) -> int | str:
     raise ValueError("0, 1, 2, 3 or 'auto'")
 
 
+OFFLOADED = ("optimizer", "weights", "gradients", "activations")
+"""classes of tensors that may be at home outside of the device"""
+
+
+def _offload(value: Any) -> bool | str | dict[str, str]:
+    if value is False or value == "auto":
+        return value  # type: ignore[no-any-return]
+    form = f"'auto', False or a dict like {{'optimizer': 'host'}} with {', '.join(OFFLOADED)}"
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(form)
+    for key, memory in value.items():
+        if key not in OFFLOADED or memory not in ("device", "host", "disk"):
+            raise ValueError(f"{form}, each 'device', 'host' or 'disk'")
+    return {key: value[key] for key in OFFLOADED if key in value}
+
+
 def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
     """The value as checked, or "auto" as it is."""
     return value if isinstance(value, str) and value == "auto" else check(value)
@@ -230,6 +246,12 @@ class Config(BaseModel):
     memory allows: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too, which are then
     gathered layer by layer before they are used. `auto`: the least that fits. Results are the
     same."""
+
+    offload: Annotated[bool | str | dict[str, str], BeforeValidator(_offload)] = "auto"
+    """Where optimizer states, weights, gradients and activations are at home: `{"optimizer":
+    "host", "activations": "disk"}`; "device" for what is not named. `auto`: on the device, and where
+    nothing fits that way in the memories that the cluster file has beside it. False: on the device.
+    Results are the same."""
 
     optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32"
     """How optimizer states of the size of their parameter are held between steps. `fp32`: as the
@@ -465,7 +487,7 @@ def type_words(annotation: Any) -> str:
         return "str"
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation.__name__
-    if get_origin(annotation) is list:
+    if get_origin(annotation) in (list, dict):
         return str(annotation)
     return " | ".join(map(type_words, get_args(annotation)))
 

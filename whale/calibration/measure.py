@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from whale.calibration.memories import measure_memories
 from whale.calibration.operations import operations_of, updates_of
 from whale.calibration.turns import Subject, Turn, loop, once, take_turns
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, Link
@@ -102,12 +103,14 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
         all_reduce = _fit_link(
             small_s, large_s, LARGE_BYTES * 2 * (ranks.num_ranks - 1) / ranks.num_ranks
         )
-    return _cluster(
+    progress("memory and disk of the hosts")
+    cluster = _cluster(
         figures,
         _slowest(links[True]) or PCIE_3_X16,
         _slowest(links[False]) or ETHERNET_50G,
         all_reduce,
     )
+    return replace(cluster, memories=measure_memories(ranks))
 
 
 def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:

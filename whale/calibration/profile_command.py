@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from whale.calibration.measure import measure
-from whale.cluster.cluster import Cluster
+from whale.cluster.cluster import Cluster, Memories
 from whale.distributed.ranks import Ranks
 from whale.units import human_bytes, human_flop, human_seconds
 
@@ -59,7 +59,29 @@ def describe(cluster: Cluster) -> str:
         lines.append(
             f"{name}: {human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} latency"
         )
+    for each in cluster.memories:
+        lines += _of_host(each)
     return "\n".join(lines)
+
+
+def _of_host(memories: Memories) -> list[str]:
+    """What a host has beside its devices."""
+    lines = []
+    memory = memories.memory
+    if memory is not None:
+        together = memory.links_bytes_per_s or memory.link_bytes_per_s
+        lines.append(
+            f"memory of {memories.host}: {human_bytes(memory.memory_bytes)} free, "
+            f"{human_bytes(memory.memory_bytes_per_s)}/s, a device reaches "
+            f"{human_bytes(memory.link_bytes_per_s)}/s of it, all together {human_bytes(together)}/s"
+        )
+    disk = memories.disk
+    if disk is not None:
+        lines.append(
+            f"disk of {memories.host}: {human_bytes(disk.memory_bytes)} free, reads "
+            f"{human_bytes(disk.read_bytes_per_s)}/s, writes {human_bytes(disk.write_bytes_per_s)}/s"
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
 from whale.cluster.layer_times import LayerTimes
+from whale.cluster.memories import Disk, HostMemory, Memories
 from whale.cluster.network import HostLinks, Link, Network, PairLink
 from whale.names import count
 
@@ -48,6 +49,8 @@ class Cluster:
     """links between certain hosts, by their names or patterns of them"""
     layer_times: LayerTimes | None = None
     """measured times of parts of a model, which the planner takes before all others"""
+    memories: tuple[Memories, ...] = ()
+    """what hosts have beside their devices, for `offload`; a host that is not here has nothing"""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -113,6 +116,18 @@ class Cluster:
         """Names of the hosts, in the order of their first device."""
         return tuple(dict.fromkeys(device.host for device in self.devices))
 
+    def memories_of(self, host: str) -> Memories:
+        """What a host has beside its devices."""
+        return self._memories.get(host) or Memories(host)
+
+    @cached_property
+    def _memories(self) -> dict[str, Memories]:
+        return {each.host: each for each in self.memories}
+
+    def with_memories(self, memory: HostMemory | None, disk: Disk | None = None) -> Cluster:
+        """The cluster with the same memory and disk on every host."""
+        return replace(self, memories=tuple(Memories(host, memory, disk) for host in self.hosts))
+
     @property
     def is_uniform(self) -> bool:
         """All devices are alike."""
@@ -160,8 +175,11 @@ __all__ = [
     "Cluster",
     "Device",
     "DeviceKind",
+    "Disk",
     "HostLinks",
+    "HostMemory",
     "Link",
+    "Memories",
     "Network",
     "PairLink",
     "device_kind",

@@ -5,13 +5,25 @@ the memory of their host.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device
+from whale.cluster.cluster import (
+    ETHERNET_50G,
+    GIGA,
+    PCIE_3_X16,
+    Cluster,
+    Device,
+    Disk,
+    HostMemory,
+    Memories,
+)
 from whale.cluster.kinds import DeviceKind, device_kind, recognise
-from whale.cluster.matching import Place
+from whale.cluster.matching import Place, this_place
+from whale.config import RUN_FOLDER_VARIABLE
 from whale.devices import GpuProperties, LocalDevice, host_memory_bytes
 
 logger = logging.getLogger("whale")
@@ -25,6 +37,13 @@ RESERVE = 0.05
 """part of a GPU's memory that no plan uses: communicators that are made later, workspaces of
 libraries, and what the allocator cannot give out in one piece
 """
+
+
+# Assumptions for memories beside the devices that nobody measured.
+HOST_BYTES_PER_S = 60 * GIGA
+"""half of what six channels of DDR4-2666 have by the standard"""
+DISK_BYTES_PER_S = 1 * GIGA
+"""a solid state disk behind other users"""
 
 
 def kind_of_gpu(gpu: GpuProperties) -> DeviceKind:
@@ -58,6 +77,18 @@ def usable_memory_bytes(device: LocalDevice, gpu: GpuProperties) -> int:
     return max(0, free - round(RESERVE * gpu.memory_bytes))
 
 
+def this_memories() -> Memories:
+    """What this host has free beside its devices now; rates are assumed: nothing was measured."""
+    free = LocalDevice().free_memory_bytes()
+    memory = HostMemory(free, HOST_BYTES_PER_S, PCIE_3_X16.bytes_per_s)
+    try:
+        free_on_disk = shutil.disk_usage(os.environ.get(RUN_FOLDER_VARIABLE) or ".").free
+    except OSError:  # the folder is made later, on a disk of which nothing is known
+        return Memories(this_place().host, memory)
+    disk = Disk(free_on_disk, DISK_BYTES_PER_S, DISK_BYTES_PER_S)
+    return Memories(this_place().host, memory, disk)
+
+
 def with_least_memory(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
     """Devices that are the same but for a little memory, as the free memory of equal GPUs is, all
     with the least of it: the planner then sees equal devices.
@@ -81,9 +112,11 @@ def with_least_memory(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
     ]
 
 
-def discovered(places: Sequence[Place], kinds: Sequence[DeviceKind]) -> Cluster:
+def discovered(
+    places: Sequence[Place], kinds: Sequence[DeviceKind], memories: Sequence[Memories] = ()
+) -> Cluster:
     """The cluster of ranks that run at these places on these kinds of devices. Links are assumed:
-    nothing was measured.
+    nothing was measured. `memories`: what each rank found beside them on its host.
     """
     kinds = with_least_memory(kinds)
     unknown = Counter(kind.name for kind in kinds if not _is_built_in(kind))
@@ -101,7 +134,9 @@ def discovered(places: Sequence[Place], kinds: Sequence[DeviceKind]) -> Cluster:
             Device(rank, place.host, next_local[place.host], kind)
         )  # counted: two launchers may share a host
         next_local[place.host] += 1
-    return Cluster(tuple(devices), PCIE_3_X16, ETHERNET_50G)
+    # ranks of a host looked at its memory one after the other: the last word counts
+    by_host = {each.host: each for each in memories}
+    return Cluster(tuple(devices), PCIE_3_X16, ETHERNET_50G, memories=tuple(by_host.values()))
 
 
 def _is_built_in(kind: DeviceKind) -> bool:

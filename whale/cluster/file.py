@@ -11,6 +11,8 @@ a word that it does not know is refused.
       inter_host: {gb_per_s: 6.25, latency_us: 30}
       pairs:                                            # between certain hosts; MB: GB/s
         - {hosts: [big*, small1], latency_us: 40, curve: {0.1: 0.8, 10: 2.1, 1000: 2.4}}
+    host: {memory_gb: 512, memory_gb_per_s: 100, link_gb_per_s: 12}     # of every host; also in one
+    disk: {memory_gb: 2000, gb_per_s: 3, folder: /scratch}
     kinds:
       my-card: {tflop_per_s: 14, memory_gb: 8, gb_per_s: 448}
 
@@ -23,10 +25,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from whale.cluster.cluster import (
     ETHERNET_50G,
@@ -35,54 +37,39 @@ from whale.cluster.cluster import (
     Device,
     HostLinks,
     Link,
+    Memories,
     PairLink,
+)
+from whale.cluster.file_entries import (
+    MEGA,
+    MICROSECONDS,
+    DevicesEntry,
+    DiskEntry,
+    EfficiencyEntry,
+    FileEntry,
+    HostEntry,
+    KindEntry,
+    LinkEntry,
+    LinksEntry,
+    MemoryEntry,
+    PairEntry,
 )
 from whale.cluster.kinds import (
     DEVICE_KINDS,
-    DTYPES,
     EXACT,
     GIGA,
     TERA,
     DeviceKind,
     Efficiency,
-    MatmulRate,
-    OperationPoint,
     device_kind,
 )
 from whale.cluster.layer_times import beside, load_layer_times, save_layer_times
 from whale.names import nearest
 
-MEGA = 10**6
-MICROSECONDS = 10**6
-"""in a second"""
-MOST_DEVICES = 10**5
-"""on one host; more is a slip of the keyboard"""
 SHOWN_HOSTS = 8
 DIGITS = 6
 """significant digits that are written"""
 HEADER = "# A cluster for Whale: docs/cluster.md. GB = 10^9 bytes, TFLOP = 10^12.\n"
-
-
-def _no_truth_value(value: Any) -> Any:
-    """YAML reads `yes` as a truth value, and Python takes those for numbers."""
-    if isinstance(value, bool):
-        raise ValueError(f"a number is needed, not {str(value).lower()}")
-    return value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        raise ValueError(f"a finite number is needed, not {value}")
-    return value
-
-
-Positive = Annotated[float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(gt=0)]
-NotNegative = Annotated[
-    float, BeforeValidator(_no_truth_value), BeforeValidator(_finite), Field(ge=0)
-]
-Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=MOST_DEVICES)]
-Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
-Name = Annotated[str, Field(min_length=1)]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
@@ -98,147 +85,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Link(_Part):
-    gb_per_s: Positive | None = None
-    """of large messages; may be left out beside a curve"""
-    latency_us: NotNegative = 0.0
-    curve: dict[Positive, Positive] = {}
-    """MB of a message -> GB/s"""
-    card_gb_per_s: Positive | None = None
-    """what all devices of a host reach together, where one of them does not fill the card"""
-
-    def link(self) -> Link:
-        points = tuple((size * MEGA, rate * GIGA) for size, rate in sorted(self.curve.items()))
-        if self.gb_per_s is None and not points:
-            raise ValueError("a link needs `gb_per_s`, or a `curve` of MB: GB/s")
-        largest = points[-1][1] if points else 0.0
-        return Link(
-            largest if self.gb_per_s is None else self.gb_per_s * GIGA,
-            self.latency_us / MICROSECONDS,
-            points,
-            None if self.card_gb_per_s is None else self.card_gb_per_s * GIGA,
-        )
-
-
-class _Pair(_Link):
-    hosts: tuple[Name, Name]
-    """names of two hosts, or patterns of names (`gpu*`)"""
-
-
-class _Devices(_Part):
-    kind: Name
-    count: Count = 1
-
-
-class _Host(_Part):
-    name: Name
-    kind: Name | None = None
-    count: Count | None = None
-    devices: Annotated[list[_Devices], Field(min_length=1)] | None = None
-    intra_host: _Link | None = None
-    inter_host: _Link | None = None
-
-    def all_devices(self) -> list[_Devices]:
-        if self.devices is not None:
-            if self.kind is not None or self.count is not None:
-                raise ValueError(
-                    f"host {self.name!r} has both `devices` and `kind` or `count`; put all into "
-                    "`devices`"
-                )
-            return self.devices
-        if self.kind is None:
-            raise ValueError(
-                f"host {self.name!r} has no devices; give it a `kind` and a `count`, or a list of "
-                "`devices`"
-            )
-        return [_Devices(kind=self.kind, count=self.count or 1)]
-
-
-class _Links(_Part):
-    intra_host: _Link | None = None
-    inter_host: _Link | None = None
-    all_reduce: _Link | None = None
-    pairs: list[_Pair] = []
-
-
-class _Efficiency(_Part):
-    products: Positive = 1.0
-    memory: Positive = 1.0
-    on_chip_gb_per_s: Positive | None = None
-    operation_us: NotNegative = 0.0
-
-    def efficiency(self) -> Efficiency:
-        on_chip = self.on_chip_gb_per_s
-        return Efficiency(
-            self.products,
-            self.memory,
-            None if on_chip is None else on_chip * GIGA,
-            self.operation_us / MICROSECONDS,
-        )
-
-
-class _Kind(_Part):
-    tflop_per_s: Positive
-    memory_gb: Positive
-    gb_per_s: Positive
-    tf32_tflop_per_s: Positive | None = None
-    bf16_tflop_per_s: Positive | None = None
-    fp16_tflop_per_s: Positive | None = None
-    matmul_tflop_per_s: dict[str, dict[Size, Positive]] = {}
-    """measured: dtype -> size of square matrices -> rate"""
-    operations: dict[Name, list[tuple[Positive, Positive, Positive]]] = {}
-    """measured: operation -> (FLOP or bytes, microseconds of its forward, of its backward) at
-    several sizes
-    """
-    efficiency: _Efficiency | None = None
-    """how much of these figures is reached; without it they are taken as they are"""
-
-    def kind(self, name: str) -> DeviceKind:
-        for dtype in self.matmul_tflop_per_s:
-            if dtype not in DTYPES:
-                raise ValueError(
-                    f"kind {name!r}: matmul_tflop_per_s has no dtype {dtype!r}; it may have "
-                    f"{', '.join(DTYPES)}"
-                )
-        rates = []
-        for dtype, sizes in self.matmul_tflop_per_s.items():
-            rates += [MatmulRate(dtype, size, rate * TERA) for size, rate in sizes.items()]
-        tf32, bf16, fp16 = (
-            None if rate is None else rate * TERA
-            for rate in (self.tf32_tflop_per_s, self.bf16_tflop_per_s, self.fp16_tflop_per_s)
-        )
-        memory_bytes = round(self.memory_gb * GIGA)
-        points = []
-        for operation, measured in self.operations.items():
-            for work, forward_us, backward_us in measured:
-                forward_s = forward_us / MICROSECONDS
-                points.append(
-                    OperationPoint(operation, work, forward_s, backward_us / MICROSECONDS)
-                )
-        return DeviceKind(
-            name,
-            self.tflop_per_s * TERA,
-            memory_bytes,
-            self.gb_per_s * GIGA,
-            tf32,
-            bf16,
-            fp16,
-            tuple(rates),
-            tuple(points),
-            self.efficiency.efficiency() if self.efficiency else EXACT,
-        )
-
-
-class _File(_Part):
-    hosts: Annotated[list[_Host], Field(min_length=1)]
-    links: _Links = _Links()
-    kinds: dict[Name, _Kind] = {}
 
 
 def load(path: str | Path) -> Cluster:
@@ -273,14 +119,19 @@ def loads(text: str) -> Cluster:
             "it should start with `hosts:`, but holds "
             f"{'nothing' if content is None else repr(content)[:60]}"
         )
+    if isinstance(content.get("host"), list):
+        raise ValueError(
+            "unknown key 'host'. Did you mean 'hosts'? A list of hosts stands there; `host` is the "
+            "memory that each of them has"
+        )
     try:
-        file = _File.model_validate(content)
+        file = FileEntry.model_validate(content)
     except ValidationError as error:
         raise ValueError(_explain(error)) from None
     return _cluster(file)
 
 
-def _cluster(file: _File) -> Cluster:
+def _cluster(file: FileEntry) -> Cluster:
     own: dict[str, DeviceKind] = {}
     for name, figures in file.kinds.items():
         if name.lower() in {known.lower() for known in (*DEVICE_KINDS, *own)}:
@@ -326,10 +177,24 @@ def _cluster(file: _File) -> Cluster:
         tuple(host_links),
         all_reduce,
         tuple(_pair_links(file)),
+        memories=tuple(_memories(file)),
     )
 
 
-def _pair_links(file: _File) -> Iterator[PairLink]:
+def _memories(file: FileEntry) -> Iterator[Memories]:
+    """What each host has beside its devices, where something is said of it."""
+    for host in file.hosts:
+        memory = host.host or file.host
+        disk = host.disk or file.disk
+        if memory is not None or disk is not None:
+            yield Memories(
+                host.name,
+                memory.memory() if memory is not None else None,
+                disk.disk() if disk is not None else None,
+            )
+
+
+def _pair_links(file: FileEntry) -> Iterator[PairLink]:
     """Links between certain hosts; one whose pattern fits no host is a slip of the keyboard."""
     names = [host.name for host in file.hosts]
     for number, pair in enumerate(file.links.pairs):
@@ -381,17 +246,19 @@ def _explain(error: ValidationError) -> str:
 def _fields_at(place: tuple[int | str, ...]) -> list[str]:
     """Keys that are allowed at a place of the file."""
     names = [part for part in place if isinstance(part, str)]
-    model: type[BaseModel] = _File
+    model: type[BaseModel] = FileEntry
     by_name: dict[str, type[BaseModel]] = {
-        "links": _Links,
-        "pairs": _Pair,
-        "hosts": _Host,
-        "devices": _Devices,
+        "links": LinksEntry,
+        "pairs": PairEntry,
+        "hosts": HostEntry,
+        "devices": DevicesEntry,
+        "host": MemoryEntry,
+        "disk": DiskEntry,
     }
     if names and names[0] == "kinds":
-        model = _Efficiency if names[-1] == "efficiency" else _Kind
+        model = EfficiencyEntry if names[-1] == "efficiency" else KindEntry
     elif names and names[-1] in ("intra_host", "inter_host", "all_reduce"):
-        model = _Link
+        model = LinkEntry
     elif names and names[-1] in by_name:
         model = by_name[names[-1]]
     return list(model.model_fields)
@@ -408,6 +275,8 @@ def dumps(cluster: Cluster) -> str:
     host by host.
     """
     own_links = {links.host: links for links in cluster.host_links}
+    memories = [cluster.memories_of(host) for host in cluster.hosts]
+    are_alike = len({(each.memory, each.disk) for each in memories}) == 1
     hosts = []
     for host in cluster.hosts:
         entry: dict[str, Any] = {"name": host}
@@ -420,6 +289,8 @@ def dumps(cluster: Cluster) -> str:
         entry |= groups[0] if len(groups) == 1 else {"devices": groups}
         links = own_links.get(host, HostLinks(host))
         entry |= _named_links(intra_host=links.intra_host, inter_host=links.inter_host)
+        if not are_alike:
+            entry |= _named_memories(cluster.memories_of(host))
         hosts.append(entry)
     content: dict[str, Any] = {"hosts": hosts}
     content["links"] = _named_links(
@@ -430,6 +301,8 @@ def dumps(cluster: Cluster) -> str:
             {"hosts": list(pair.hosts)} | _named_links(pair=pair.link)["pair"]
             for pair in cluster.pair_links
         ]
+    if are_alike:
+        content |= _named_memories(memories[0])
     own = {
         device.kind.name: device.kind
         for device in cluster.devices
@@ -451,6 +324,30 @@ def dumps(cluster: Cluster) -> str:
 
 def _named_links(**links: Link | None) -> dict[str, Any]:
     return {name: _link(link) for name, link in links.items() if link is not None}
+
+
+def _named_memories(memories: Memories) -> dict[str, Any]:
+    """The entries `host` and `disk`, as far as something is known."""
+    found: dict[str, Any] = {}
+    memory = memories.memory
+    if memory is not None:
+        found["host"] = {
+            "memory_gb": _short(memory.memory_bytes / GIGA, 12),
+            "memory_gb_per_s": _short(memory.memory_bytes_per_s / GIGA),
+            "link_gb_per_s": _short(memory.link_bytes_per_s / GIGA),
+        }
+        if memory.links_bytes_per_s is not None:
+            found["host"]["links_gb_per_s"] = _short(memory.links_bytes_per_s / GIGA)
+    disk = memories.disk
+    if disk is not None:
+        found["disk"] = {
+            "memory_gb": _short(disk.memory_bytes / GIGA, 12),
+            "gb_per_s": _short(disk.read_bytes_per_s / GIGA),
+            "write_gb_per_s": _short(disk.write_bytes_per_s / GIGA),
+        }
+        if disk.folder is not None:
+            found["disk"]["folder"] = disk.folder
+    return found
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from whale.cluster.cluster import DEVICE_KINDS, Cluster
-from whale.cluster.discovery import discovered, this_kind
+from whale.cluster.discovery import discovered, this_kind, this_memories
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.matching import match, this_place
 from whale.config import CLUSTER_VARIABLE
@@ -42,11 +42,11 @@ def cluster_of_ranks(given: ClusterLike | None, ranks: Ranks) -> Cluster:
             cluster = read_cluster(given)
     cluster = ranks.from_first(cluster)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found = ranks.gather((this_place(), this_kind(ranks.device, local)))
-    places = [place for place, _ in found]
-    kinds = [kind for _, kind in found]
+    found = ranks.gather((this_place(), this_kind(ranks.device, local), this_memories()))
+    places = [place for place, _, _ in found]
+    kinds = [kind for _, kind, _ in found]
     if cluster is None:
-        return discovered(places, kinds)
+        return discovered(places, kinds, [memories for _, _, memories in found])
     matched = match(cluster, places)
     if ranks.rank == 0 and ranks.device.is_accelerator:
         _warn_of_other_kinds(matched, kinds)

@@ -18,6 +18,7 @@ from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import explain_shares
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft
+from whale.planning.offload import Offload
 from whale.planning.pricing import figures_of
 from whale.planning.problem import Problem, layer_times_decision, precision_decision
 from whale.planning.recompute import Regions
@@ -26,7 +27,7 @@ from whale.planning.split_memory import on_grids
 from whale.planning.stages import RECOMPUTED
 from whale.planning.workload import Workload
 from whale.planning.zero import with_zero_figures, zero_decision
-from whale.planning.zero_blocks import blocks_of
+from whale.planning.zero_blocks import blocks_of, grid_blocks
 from whale.plans.figures import Figures
 from whale.plans.plan import (
     PLAN_FORMAT,
@@ -73,18 +74,22 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
             *draft.split.notes(),
         ),
         least_samples=draft.device_loads.least,
-        **_blocks(draft),
+        **_blocks(Offload.of(config), draft),
     )
     notes = (*plan.notes, *_narrow_sum_notes(problem.captured, plan))
     return with_samples(replace(plan, notes=notes, figures=_figures(problem, workload, draft)))
 
 
-def _blocks(draft: Draft) -> dict[str, Any]:
+def _blocks(offload: Offload, draft: Draft) -> dict[str, Any]:
     """The fields `zero` and `blocks` of the plan."""
-    if not draft.zero.level or not draft.zero.groups:
-        return {}
-    blocks = blocks_of(draft.zero.sharing, draft.device_loads.fractions)
-    return {"zero": draft.zero.level, "blocks": blocks} if blocks else {}
+    sharing = draft.zero.sharing
+    found = list(grid_blocks(sharing, draft.split.cut_names)) if offload.has_blocks else []
+    level = 0
+    if draft.zero.level and draft.zero.groups:
+        cut = blocks_of(sharing, draft.device_loads.fractions)
+        level = draft.zero.level if cut else 0
+        found += cut
+    return {"zero": level, "blocks": tuple(map(offload.block, found))} if found else {}
 
 
 def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...]:
@@ -119,7 +124,7 @@ def _template(problem: Problem, draft: Draft) -> ReplicaTemplate:
     terms = zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
     return ReplicaTemplate(
         grids=tuple(device.grid for device in draft.placement.virtual_devices),
-        stages=tuple(stages),
+        stages=Offload.of(problem.config).stages(stages),
         stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in place_of),
         crossings=draft.crossings,
         tensors={

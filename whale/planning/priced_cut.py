@@ -16,6 +16,7 @@ from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import DeviceLoads, refuse_unless_it_fits
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
+from whale.planning.offload import Offload
 from whale.planning.pricing import stage_seconds
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions
@@ -417,7 +418,9 @@ class PricedCut:
                 memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
         ranks = range(problem.cluster.num_devices)
         least = _least_samples(problem.captured, self.assignment)
-        if self.zero.level >= GRADIENTS_TOO and self.zero.groups:
+        if self.zero.level >= GRADIENTS_TOO and any(
+            len(group.ranks) > 1 for group in self.zero.groups
+        ):
             least = 1  # all ranks of a block meet in every backward
         devices = DeviceLoads(
             self.placement.virtual_devices,
@@ -431,17 +434,22 @@ class PricedCut:
             return devices
         return self.zero.apply(devices, problem.largest_micro_batch)
 
+    @property
+    def offload(self) -> Offload:
+        return Offload.of(self.problem.config)
+
     @cached_property
     def zero(self) -> ZeroChoice:
-        """ZeRO of the level that the config asks for."""
+        """ZeRO of the level that the config asks for, or that what is at home elsewhere takes."""
         sharing = Sharing(
             self.problem.captured,
             holders(self.problem.captured, self.assignment),
             self.device_of_stage,
             self.placement.virtual_devices,
             self.problem.updates_whole,
+            alone=self.offload.has_blocks,
         )
-        level = level_of(self.problem.config.zero)
+        level = max(level_of(self.problem.config.zero), self.offload.level)
         return ZeroChoice(sharing, level, self.workload.optimizer_ratio)
 
     def whole_loads(self, priced: Priced) -> DeviceLoads:

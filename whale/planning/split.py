@@ -104,6 +104,16 @@ class Split:
     _on_device: dict[int, OnDevice] = field(default_factory=dict, repr=False, compare=False)
     """cache of `on_device`"""
 
+    @property
+    def cut_names(self) -> set[str]:
+        """Parameters that a grid cuts."""
+        return {
+            name
+            for sharding in self.shardings.values()
+            for name, layout in sharding.stored.items()
+            if layout.sharded
+        }
+
     def held_bytes(self, stages: Sequence[int]) -> list[HeldBytes]:
         """Bytes at each place of a grid with these stages."""
         key = tuple(stages)

@@ -14,7 +14,7 @@ activations of rank i, and S bytes of state in all:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,8 @@ class Sharing:
     virtual_devices: Sequence[VirtualDevice]
     updates_whole: bool = False
     """no parameter is cut: each lies whole on one rank of its group, which updates it"""
+    alone: bool = False
+    """VirtualDevices of one rank have blocks, too: they are at home elsewhere"""
 
     @staticmethod
     def of_plan(plan: Plan, captured: CapturedGraph, updates_whole: bool = False) -> Sharing:
@@ -60,7 +62,7 @@ class Sharing:
         return [
             device
             for device in self.virtual_devices
-            if device.grid is None and len(device.all_ranks) > 1
+            if device.grid is None and (self.alone or len(device.all_ranks) > 1)
         ]
 
     @cached_property
@@ -75,7 +77,7 @@ class Sharing:
                 groups = [self.virtual_devices[device] for device in devices]
                 sizes = {len(group.all_ranks) for group in groups}
                 can_cut = len(sizes) == 1 and all(group.grid is None for group in groups)
-                found[name] = can_cut and sizes != {1}
+                found[name] = can_cut and (self.alone or sizes != {1})
         return found
 
     def layers(self, device: VirtualDevice) -> list[list[str]]:
@@ -118,6 +120,22 @@ def blocks_of(sharing: Sharing, fractions: Fractions) -> tuple[Block, ...]:
                 continue
             block = _block(layer, states, ranks, even if layer[0] in sharing.tied else shares)
             found.append((sharing.first_use[layer[0]], block))
+    return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
+
+
+def grid_blocks(sharing: Sharing, cut: Container[str]) -> tuple[Block, ...]:
+    """Blocks of the parameters that grids `cut` already; in the order of their first use."""
+    states = sharing.captured.state
+    found: list[tuple[int, Block]] = []
+    for device in sharing.virtual_devices:
+        if device.grid is None:
+            continue
+        ranks = tuple(sorted(device.all_ranks))
+        for layer in sharing.layers(device):
+            own = tuple(name for name in layer if name in cut)
+            shapes = tuple(tuple(states[name].shape) for name in own)
+            if own:
+                found.append((sharing.first_use[own[0]], Block(own, shapes, ranks, ())))
     return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
 
 

@@ -19,11 +19,16 @@ Memory = Literal["device", "host", "disk"]
 Shape = tuple[int, ...]
 STATES, GRADIENTS_TOO, WEIGHTS_TOO = 1, 2, 3
 """levels of ZeRO: what is cut"""
+HOMES = ("device", "host", "disk")
+"""memories, the fastest first"""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters of one layer, cut over the ranks that use them together."""
+    """Parameters of one layer, cut over the ranks that use them together, and where each rank's
+    part of them is at home. A block of one rank, or one without `ends`, is there for its homes
+    alone.
+    """
 
     parameters: tuple[str, ...]
     """one behind the other, in the order of their first use"""
@@ -32,11 +37,26 @@ class Block:
     ranks: tuple[int, ...]
     """that hold it together; they use it at the same places of the same order of actions"""
     ends: tuple[int, ...]
-    """by these ranks: element at which the rank's part ends"""
+    """by these ranks: element at which the rank's part ends. Empty on a grid, which cuts parameters
+    itself: each rank's part of each parameter is its box
+    """
     weights: Memory = "device"
     """where a rank's part of the weights lies"""
     states: Memory = "device"
     """where the optimizer state of it lies"""
+    gradients: Memory = "device"
+    """where gradients of it are summed over micro-batches. Elsewhere: they go there in each
+    backward, as soon as the block is done
+    """
+    updated_on: Literal["device", "host"] = "device"
+    """where the optimizer runs: "device": states that lie elsewhere are streamed through it;
+    "host": gradients go there and updated weights come back
+    """
+
+    @property
+    def is_away(self) -> bool:
+        """Whether something of it is at home outside of the device."""
+        return {self.weights, self.states, self.gradients} != {"device"}
 
     def interval(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the block that a rank of its group holds."""

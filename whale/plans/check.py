@@ -337,14 +337,17 @@ def _blocks(plan: Plan) -> Iterator[str]:
     """Parts that ranks hold of parameters under ZeRO."""
     if plan.zero not in (0, STATES, GRADIENTS_TOO, WEIGHTS_TOO):
         yield f"it has level {plan.zero} of ZeRO"
-    if plan.blocks and not plan.zero:
+    if any(block.ends for block in plan.blocks) and not plan.zero:
         yield "it has blocks and no ZeRO"
-    if plan.blocks and plan.zero >= GRADIENTS_TOO and plan.least_samples < 1:
+    if any(len(block.ranks) > 1 for block in plan.blocks if block.ends) and (
+        plan.zero >= GRADIENTS_TOO and plan.least_samples < 1
+    ):
         yield "it leaves ranks without samples that share gradients in every backward"
     groups = {tuple(sorted(device.all_ranks)) for device in plan.virtual_devices}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for index, block in enumerate(plan.blocks):
-        if problem := _block_problem(plan, block, groups):
+        problem = _block_problem(plan, block, groups) or _home_problem(plan, block)
+        if problem:
             yield f"block {index} {problem}"
             return
         for name in block.parameters:
@@ -372,6 +375,13 @@ def _block_problem(plan: Plan, block: Block, groups: set[tuple[int, ...]]) -> st
             return f"has {name}, which its ranks do not hold"
         if not shape or 0 in shape:
             return f"has {name}, which has no rows"
+    on_grid = {
+        tuple(sorted(device.all_ranks))
+        for device in plan.virtual_devices
+        if device.grid is not None
+    }
+    if not block.ends or block.ranks in on_grid:
+        return _grid_block_problem(block, block.ranks in on_grid)
     if len(block.ends) != len(block.ranks):
         return f"has parts for {len(block.ends)} of {len(block.ranks)} ranks"
     if list(block.ends) != sorted(block.ends):
@@ -380,6 +390,29 @@ def _block_problem(plan: Plan, block: Block, groups: set[tuple[int, ...]]) -> st
         return f"has parts of {block.ends[-1]} of its {block.num_elements} elements"
     if not all(map(block.is_row_end, block.ends)):
         return "has a part that ends in the middle of a row"
+    return None
+
+
+def _grid_block_problem(block: Block, is_on_grid: bool) -> str | None:
+    """What is wrong with a block whose parameters a grid cuts."""
+    if not is_on_grid:
+        return "has no parts, and no grid cuts its parameters"
+    return "has parts, though a grid cuts its parameters" if block.ends else None
+
+
+def _home_problem(plan: Plan, block: Block) -> str | None:
+    """What is wrong with where the parts of a block are at home."""
+    if not plan.is_uniform and block.is_away:
+        return "is at home elsewhere, in a plan of model replicas that are not alike"
+    level = plan.zero if block.ends else WEIGHTS_TOO
+    if block.weights != "device" and level < WEIGHTS_TOO:
+        return f"has weights on {block.weights}, which takes level 3 of ZeRO and not {plan.zero}"
+    if block.gradients != "device" and level < GRADIENTS_TOO:
+        return (
+            f"sums gradients on {block.gradients}, which takes level 2 of ZeRO and not {plan.zero}"
+        )
+    if block.updated_on == "host" and block.states == "device":
+        return "is updated on the host, and its optimizer state is on the device"
     return None
 
 

@@ -76,6 +76,10 @@ class Stage:
     """regions that are recomputed in backward, each as places of its operations in the graph; those
     that the user asked for included
     """
+    activations: Memory = "device"
+    """where what forward saves lies until backward. Elsewhere: it goes out piece by piece under
+    forward and comes back one piece ahead in backward
+    """
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,6 @@ class Holding:
     """for each of these stages the index into `ReplicaTemplate.boxes`, `WHOLE` where its devices
     hold everything; empty: they all do
     """
-    memory: Memory = "device"
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class Shards:
         """blocks in which a tensor is cut by rows, one for each group that holds it"""
         if of != "weights" or plan.zero == WEIGHTS_TOO:
             for block in plan.blocks:
+                if not block.ends:
+                    continue  # a grid cuts these
                 for name in block.parameters:
                     self._blocks_of.setdefault(name, []).append(block)
 

@@ -31,7 +31,9 @@ class Zero:
         buffers and stay the same objects.
         """
         self.level = plan.zero
-        self.blocks = tuple(block for block in plan.blocks if ranks.rank in block.ranks)
+        self.blocks = tuple(
+            block for block in plan.blocks if ranks.rank in block.ranks and block.ends
+        )
         self.ranks = ranks
         self.intervals = intervals
         self.computing: Weights = dict(weights)

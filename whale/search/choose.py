@@ -63,6 +63,8 @@ def why_fixed(problem: Problem) -> str | None:
         return '"replicas" is set'
     if config.zero != 0:  # parts by memory follow from a plan; the search does not know them yet
         return f'"zero": {config.zero!r} is set'
+    if isinstance(config.offload, dict):
+        return f'"offload": {config.offload!r} is set'
     has_auto = any(
         config.is_given(key) and getattr(config, key) == AUTO
         for key in ("num_micro_batch", "num_task_graph")
