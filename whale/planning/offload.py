@@ -14,7 +14,7 @@ from typing import cast
 
 from whale.config import Config
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, Block, Memory
-from whale.plans.plan import Stage
+from whale.plans.replica import Stage
 
 
 @dataclass(frozen=True)
